@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
     from longrnn.data import TASKS as TASKS
+    from longrnn.evaluation.run import evaluate as evaluate
     from longrnn.hf.load import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
@@ -58,6 +59,7 @@ _HOMES = {
     "RecurrentConfig": "longrnn.models",
     "RecurrentLM": "longrnn.models",
     "TASKS": "longrnn.data",
+    "evaluate": "longrnn.evaluation.run",
     "generate": "longrnn.models",
     "load": "longrnn.hf.load",
     "load_tokenizer": "longrnn.hf.tokenizer",
@@ -77,6 +79,7 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentLM",
     "__version__",
+    "evaluate",
     "generate",
     "load",
     "load_tokenizer",

@@ -1,31 +1,38 @@
-"""Intervals for what was measured on samples."""
+"""95 % intervals, one per kind of quantity.
+
+A share of right answers has Wilson's interval, a mean of numbers Student's t, and a ratio of two
+sums Student's t of the linearised ratio. A difference between two models is paired by item:
+Newcombe's interval for shares, Student's t for the others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 from scipy import stats
-
-RESAMPLES = 10_000
 
 
 class Estimate(NamedTuple):
-    """A mean with its 95 % interval over `n` samples."""
+    """A value with its 95 % interval over `n` samples; infinite ends where there is none."""
 
     mean: float
     low: float
     high: float
     n: int
 
+    def show(self, form: str = ".2f", sign: str = "") -> str:
+        """Return the value with its interval as text."""
+        mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in self[:3])
+        return f"{mean} [{low}, {high}]" if math.isfinite(self.high - self.low) else mean
+
     def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return self.show()
 
 
-def proportion(right: int, n: int, independent: float | None = None) -> Estimate:
-    """A share with its Wilson score interval.
+def proportion(right: float, n: int, independent: float | None = None) -> Estimate:
+    """Return a share with its Wilson score interval.
 
     Args:
         right: right answers.
@@ -33,69 +40,15 @@ def proportion(right: int, n: int, independent: float | None = None) -> Estimate
         independent: how many of the questions count as independent; None for all. The interval is
             that of as many questions with the same share.
     """
-    size = _counted(n, independent)
+    size = n if independent is None else min(independent, n)
     share, z = right / n, float(stats.norm.ppf(0.975))
     center = (share + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z / (1 + z**2 / size) * math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return Estimate(share, max(center - half, 0.0), min(center + half, 1.0), n)
 
 
-def independent_stretches(starts: Sequence[float], covers: float) -> float:
-    """Counts the stretches of one text that share nothing, as a number for an interval.
-
-    Stretches that read the same text do not say the same twice about texts of its kind. What all
-    of them cover together, over what one of them covers, is how many stretches without a common
-    token would have read as much. This is conservative: it gives no credit for the different keys
-    that are asked in one stretch.
-
-    Args:
-        starts: where each begins, as shares of a text that is read in a circle.
-        covers: what each reads, as a share of the text; more than 1 where it repeats.
-
-    Returns:
-        From 1 to the number of different starts.
-    """
-    places = sorted({start % 1.0 for start in starts})
-    gaps = [b - a for a, b in zip(places, [*places[1:], places[0] + 1.0], strict=True)]
-    covered = sum(min(gap, covers) for gap in gaps)
-    return max(covered / covers, 1.0)
-
-
-def _counted(n: int, independent: float | None) -> float:
-    """How many of n questions an interval counts."""
-    return n if independent is None else min(independent, n)
-
-
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Σ numerators / Σ denominators with its bootstrap interval over the pairs.
-
-    The 2.5 and 97.5 percentiles of RESAMPLES draws with replacement, always the same ones; of one
-    pair, the interval is infinite.
-    """
-    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    n = len(top)
-    center = float(top.sum() / bottom.sum())
-    if n == 1:
-        return Estimate(center, -math.inf, math.inf, 1)
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    low, high = np.quantile((counts @ top) / (counts @ bottom), [0.025, 0.975])
-    return Estimate(center, float(low), float(high), n)
-
-
-def ratio_mean(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Σ numerators / Σ denominators with its Student-t interval over the pairs.
-
-    The variance is that of the linearised ratio (Cochran, Sampling Techniques, 1977, section 6.4).
-    With equal denominators it is `mean` of the quotients; of one pair, the interval is infinite.
-    """
-    center = sum(numerators) / sum(denominators)
-    size = sum(denominators) / len(denominators)
-    pairs = zip(numerators, denominators, strict=True)
-    return mean([center + (top - center * bottom) / size for top, bottom in pairs])
-
-
 def mean(values: Sequence[float]) -> Estimate:
-    """A mean with its Student-t interval; of one value, the interval is infinite."""
+    """Return a mean with its Student-t interval, which is infinite for one value."""
     n = len(values)
     center = sum(values) / n
     if n == 1:
@@ -105,29 +58,22 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(center, center - half, center + half, n)
 
 
-def share_or_mean(values: Sequence[float]) -> Estimate:
-    """A mean, with Wilson's interval if all values are 0 or 1, else with Student's t."""
-    if set(values) <= {0, 1}:
-        return proportion(round(sum(values)), len(values))
-    return mean(values)
+def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """Return Σ numerators / Σ denominators with its Student-t interval over the pairs.
 
-
-def paired_share_or_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """How far a mean lies above another of the same items; see `share_or_mean`."""
-    if {*values, *others} <= {0, 1}:
-        return paired_proportion(values, others)
-    return paired_mean(values, others)
-
-
-def paired_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """How far a mean lies above another of the same items, with its Student-t interval."""
-    return mean([value - other for value, other in zip(values, others, strict=True)])
+    The variance is that of the linearised ratio (Cochran, Sampling Techniques, 1977, section 6.4).
+    With equal denominators it is `mean` of the quotients; for one pair the interval is infinite.
+    """
+    total = sum(bottom for _, bottom in pairs)
+    center = sum(top for top, _ in pairs) / total
+    size = total / len(pairs)
+    return mean([center + (top - center * bottom) / size for top, bottom in pairs])
 
 
 def paired_proportion(
     values: Sequence[float], others: Sequence[float], independent: float | None = None
 ) -> Estimate:
-    """How far a share of right answers lies above another to the same questions.
+    """Return how far a share of right answers is above another to the same questions.
 
     The interval is Newcombe's (1998, method 10): it combines the Wilson intervals of the two shares
     by their correlation, and does not shrink to nothing where all answers agree.
@@ -138,7 +84,7 @@ def paired_proportion(
         independent: how many of the questions count as independent; None for all.
     """
     n = len(values)
-    size = _counted(n, independent)
+    size = n if independent is None else min(independent, n)
     pairs = list(zip(values, others, strict=True))
     counts = [sum(pair == kind for pair in pairs) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
     right, other_right = counts[0] + counts[1], counts[0] + counts[2]
@@ -158,7 +104,64 @@ def paired_proportion(
     return Estimate(center, low, center + width(a.high - a.mean, b.mean - b.low), n)
 
 
-def figure(values: Sequence[float]) -> Estimate:
-    """One number that was measured once, without an interval."""
-    (value,) = values
-    return Estimate(value, -math.inf, math.inf, 1)
+def independent_stretches(starts: Sequence[float], covers: float) -> float:
+    """Return how many stretches of one text count as independent.
+
+    Stretches that read the same text are not two samples of texts of its kind. What all of them
+    cover together, over what one of them covers, is how many stretches without a common token would
+    have read as much. This is conservative: it gives no credit for different keys in one stretch.
+
+    Args:
+        starts: where each begins, as shares of a text that is read in a circle.
+        covers: what each reads, as a share of the text; more than 1 where it repeats.
+
+    Returns:
+        From 1 to the number of different starts.
+    """
+    places = sorted({start % 1.0 for start in starts})
+    gaps = [b - a for a, b in zip(places, [*places[1:], places[0] + 1.0], strict=True)]
+    return max(sum(min(gap, covers) for gap in gaps) / covers, 1.0)
+
+
+class Quantity(NamedTuple):
+    """How samples of one kind become an estimate, and a difference of two models.
+
+    Attributes:
+        estimate: of samples, and how many of them are independent (None for all).
+        difference: of samples and those of another model on the same items; None for figures that
+            are measured once.
+    """
+
+    estimate: Callable[[Sequence[Any], float | None], Estimate]
+    difference: Callable[[Sequence[Any], Sequence[Any], float | None], Estimate] | None
+
+
+def _score(values: Sequence[float], independent: float | None) -> Estimate:
+    # Equal scores have no spread to estimate an interval from.
+    if set(values) <= {0, 1} or (len(set(values)) == 1 and 0 <= values[0] <= 1):
+        return proportion(sum(values), len(values), independent)
+    return mean(values)
+
+
+def _score_difference(
+    values: Sequence[float], others: Sequence[float], independent: float | None
+) -> Estimate:
+    if {*values, *others} <= {0, 1}:
+        return paired_proportion(values, others, independent)
+    return mean([a - b for a, b in zip(values, others, strict=True)])
+
+
+def _ratio_difference(values: Sequence[Any], others: Sequence[Any], _: float | None) -> Estimate:
+    pairs = list(zip(values, others, strict=True))
+    if any(one[1] != other[1] for one, other in pairs):
+        raise ValueError("ratios are compared on equal denominators, such as the same bytes")
+    return ratio([(one[0] - other[0], one[1]) for one, other in pairs])
+
+
+# Scores of answers, from 0 to 1: a share if all are 0 or 1, else a mean.
+SCORE = Quantity(_score, _score_difference)
+MEAN = Quantity(lambda values, _: mean(values), lambda a, b, _: mean([x - y for x, y in zip(a, b)]))  # noqa: B905
+# Pairs of numerator and denominator, such as bits and bytes.
+RATIO = Quantity(lambda values, _: ratio(values), _ratio_difference)
+# One number that is measured once.
+FIGURE = Quantity(lambda values, _: Estimate(values[0], -math.inf, math.inf, 1), None)

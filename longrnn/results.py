@@ -1,205 +1,156 @@
-"""Results as JSON Lines: one header that says what was measured, then one row per sample.
+"""A store of results: rows of JSON with checksums, found by what was measured.
 
-Rows are on disk before the next batch begins; a killed evaluation goes on where it stopped, and a
-torn last line is dropped. Every line carries a checksum, so that a damaged one is named.
-
-Several processes (see `longrnn.processes`) write one file: the main process writes into it, and
-every other one into a part beside it. `collect` merges the parts; those of processes that were
-killed are merged when the file is opened the next time, by any number of processes.
+A store is a folder. Every process of an evaluation appends to a file of its own, `rows.jsonl` or
+`rows-RANK.jsonl`, and the results are the union of these files. A row is identified by its
+evaluation, the fingerprints of model and tokenizer, the protocol (the settings that values depend
+on) and the item, so that evaluations are resumed, and lengths, models and prompts are added, by one
+lookup. A row is on disk before the next batch begins. A torn last line is dropped; a damaged line
+is named and measured again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from glob import escape
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.locks import Lock
 
+logger = logging.getLogger(__name__)
+
 Row = dict[str, Any]
-
+ROWS = "rows.jsonl"
+BEGIN = b'{"evaluation": '
 # The end of a line: 8 hexadecimal digits of the SHA-256 of the row without them.
-CHECKSUM = re.compile(rb',? ?"sha256": "([0-9a-f]{8})"\}$')
+CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{8})"\}$')
 
 
-class Results:
-    """The rows of one evaluation. While this object lives, no other command writes the file.
-
-    Where several processes share an evaluation, all of them must create this object and call
-    `collect`.
-
-    Args:
-        path: the file; its folder is made where it is missing.
-        header: what makes two evaluations the same; lengths and counts do not belong in it, so
-            that a file can grow.
+class Origin(NamedTuple):
+    """What the rows of one model in one evaluation have in common.
 
     Attributes:
-        rows: the rows of the file; until `collect`, without those that other processes added.
-
-    Raises:
-        UserError: the file holds the results of something else, or another command writes it.
+        evaluation: its kind.
+        model: the model's fingerprint.
+        tokenizer: the tokenizer's fingerprint.
+        protocol: the settings that values depend on.
     """
 
-    def __init__(self, path: Path, header: Row) -> None:
-        self.path = path
-        self._header = header
-        self._target = path if processes.is_main() else _part(path, processes.rank())
-        self._lock = Lock.of_file(self._target, instead="choose another output folder")
-        self.rows: list[Row] = processes.on_main(self._open)
+    evaluation: str
+    model: str
+    tokenizer: str
+    protocol: Mapping[str, Any]
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows and makes them durable."""
-        new = list(rows)
-        if not new:
+    def key(self, item: Mapping[str, Any]) -> str:
+        """Return the identity of the row of an item."""
+        return json.dumps([*self, item], sort_keys=True)
+
+
+class Store:
+    """The rows in a folder, which is locked while this object lives.
+
+    Where several processes share an evaluation, all of them create a store and call `collect`.
+
+    Args:
+        folder: created if missing.
+
+    Raises:
+        UserError: another command writes there, or a file of that name holds something else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = Lock.of_folder(folder, instead="choose another --output")
+        rank = processes.rank()
+        self._file = folder / (ROWS if rank == 0 else f"rows-{rank}.jsonl")
+        self._rows: dict[str, Row] = processes.on_main(self._open)
+
+    def get(self, origin: Origin, item: Mapping[str, Any]) -> Row | None:
+        """Return the result of an item; None if it is not measured yet."""
+        return self._rows.get(origin.key(item))
+
+    def append(self, origin: Origin, found: Iterable[tuple[Mapping[str, Any], Row]]) -> None:
+        """Add the results of items, and make them durable."""
+        rows = [{**origin._asdict(), "item": item, "result": result} for item, result in found]
+        if not rows:
             return
-        lines = list(map(line_of, new))
-        if not processes.is_main():
-            self._lock.acquire()
-            if not self._target.is_file():
-                lines = [line_of(self._header), *lines]
-        with open(self._target, "a") as file:
-            file.write("".join(lines))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._file, "ab") as file:
+            file.write(b"".join(map(line_of, rows)))
             file.flush()
             os.fsync(file.fileno())
-        self.rows.extend(new)
+        self._rows.update(map(_entry, rows))
 
     def collect(self) -> None:
-        """Waits for all processes and merges what they added; then all of them have all rows."""
-        if processes.size() == 1:
-            return
-        if not processes.is_main():
-            self._lock.release()
-        processes.wait()
-        self.rows = processes.on_main(lambda: self._merge(self.rows))
+        """Wait for all processes, and read what they added."""
+        if processes.size() > 1:
+            processes.wait()
+            self._rows = processes.on_main(self._read)
 
-    def _open(self) -> list[Row]:
-        """Locks and reads the file, or begins it, and merges parts of killed processes."""
+    def _open(self) -> dict[str, Row]:
         self._lock.acquire()
-        if not self.path.is_file():
-            write_atomic(self.path, line_of(self._header))
-            rows = []
-        else:
-            rows = self._read(self.path)
-            write_atomic(self.path, "".join(map(line_of, [self._header, *rows])))
-        return self._merge(rows)
+        for path in self._files():
+            _repair(path)
+        return self._read()
 
-    def _merge(self, rows: Sequence[Row]) -> list[Row]:
-        """Adds the rows of all parts to the file, which has `rows`, and removes the parts."""
-        with ExitStack() as locks:
-            parts = sorted(self.path.parent.glob(f"{escape(_part(self.path, '').name)}*"))
-            for part in parts:
-                locks.enter_context(Lock.of_file(part, instead="choose another output folder"))
-            lines = dict.fromkeys(map(line_of, rows))
-            for part in parts:
-                # A process that was killed before its first line end leaves nothing to keep.
-                found = self._read(part) if b"\n" in part.read_bytes() else []
-                # Of a merge that was killed, a row is in the file and still in its part.
-                lines.update(dict.fromkeys(map(line_of, found)))
-            if parts:
-                write_atomic(self.path, "".join([line_of(self._header), *lines]))
-            for part in parts:
-                part.unlink()
-        return read_results(self.path)[1] if parts else list(rows)
+    def _read(self) -> dict[str, Row]:
+        return dict(_entry(row) for path in self._files() for row in read_rows(path)[0])
 
-    def _read(self, path: Path) -> list[Row]:
-        """Rows of the file, or of a part of it, which must have the header of this evaluation."""
-        found, rows = read_results(path)
-        if found != self._header:
-            names = [
-                name
-                for name in {**found, **self._header}
-                if found.get(name) != self._header.get(name)
-            ]
-            raise UserError(
-                f"{path} holds the results of another run (different {', '.join(names)}): "
-                "choose another output folder"
-            )
-        return rows
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("rows*.jsonl"))
 
 
-def _part(path: Path, rank: int | str) -> Path:
-    """The file of the rows that a process other than the main one adds."""
-    return path.with_name(f".{path.name}.part-{rank}")
+def line_of(row: Row) -> bytes:
+    """Return a row as a line; its last key is a checksum of what is before it."""
+    text = json.dumps(row).encode()
+    return text[:-1] + b', "sha256": "' + _checksum(text).encode() + b'"}\n'
 
 
-def line_of(row: Row) -> str:
-    """A row as a line of a results file; its last key is a checksum of what stands before it."""
-    text = json.dumps(row)
-    return f'{text[:-1]}{", " if row else ""}"sha256": "{_checksum(text.encode())}"}}\n'
+def read_rows(path: Path) -> tuple[list[Row], dict[int, str]]:
+    """Return the rows of a file, and the reason for each damaged line by its number.
 
-
-def read_results(path: Path) -> tuple[Row, list[Row]]:
-    """Header and rows of a results file; a last line without its end is left out.
-
-    The header may be repeated, as in files of one evaluation that were joined.
-
-    Where one line has a checksum all have, so that damage to the checksum itself is noticed too.
-    Files of versions without checksums are read as they are.
-
-    Raises:
-        UserError: not a results file, or a damaged line.
+    What follows the last line end is a torn row and is left out.
     """
-    lines = _whole_lines(path)
-    if not lines:
-        raise UserError(f"{path} is not a results file (it has no header): choose another folder")
-    checked = any(map(CHECKSUM.search, lines))
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(_parsed(line, checked))
-        except (ValueError, RecursionError) as error:
-            raise UserError(_damage(path, number, error, checked)) from error
-    return found[0], [row for row in found[1:] if row != found[0]]
-
-
-def has_checksums(path: Path) -> bool:
-    """Whether a file holds rows that `line_of` wrote."""
-    return any(map(CHECKSUM.search, _whole_lines(path)))
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file; what follows the last line end is a torn row."""
-    return path.read_bytes().split(b"\n")[:-1]
-
-
-def _parsed(line: bytes, has_checksum: bool) -> Row:
-    """The row of a line.
-
-    Raises:
-        ValueError: the line is not one that `line_of` wrote.
-    """
-    if has_checksum:
+    rows, damaged = [], {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         end = CHECKSUM.search(line)
         if end is None:
-            raise ValueError("its checksum is missing")
-        line = line[: end.start()] + b"}"
-        if _checksum(line) != end[1].decode():
-            raise ValueError("its checksum does not fit")
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("it is not a JSON object")
-    return row
+            damaged[number] = "it has no checksum"
+        elif _checksum(text := line[: end.start()] + b"}") != end[1].decode():
+            damaged[number] = "its checksum does not fit"
+        else:
+            rows.append(json.loads(text))
+    return rows, damaged
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a file is one of a store, though it may be damaged."""
+    with open(path, "rb") as file:
+        return path.suffix == ".jsonl" and BEGIN.startswith(file.read(len(BEGIN)))
+
+
+def _repair(path: Path) -> None:
+    """Remove torn and damaged lines from a file, and name the damaged ones."""
+    rows, damaged = read_rows(path)
+    content = path.read_bytes()
+    if not rows and not is_store(path):
+        raise UserError(f"{path} is not a file of results: choose another --output")
+    for number, reason in damaged.items():
+        logger.warning(f"{path}, line {number} is damaged ({reason}): it is measured again")
+    if damaged or not content.endswith(b"\n"):
+        write_atomic(path, b"".join(map(line_of, rows)))
+
+
+def _entry(row: Row) -> tuple[str, Row]:
+    return Origin(*(row[name] for name in Origin._fields)).key(row["item"]), row["result"]
 
 
 def _checksum(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:8]
-
-
-def _damage(path: Path, number: int, error: Exception, checked: bool) -> str:
-    if number == 1 and not checked:
-        return f"{path} is not a results file ({error}): choose another folder"
-    remedy = (
-        "put the file back from a copy"
-        if number == 1
-        else "remove this line and give the command again, which measures what is missing"
-    )
-    return f"{path}, line {number} is damaged ({error}): {remedy}, or choose another output folder"

@@ -11,7 +11,7 @@ results and a picture of each half. A demo that was stopped continues with the s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -21,19 +21,18 @@ import typer
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.loss_curves import losses_by_position
-from longrnn.diagnostics.plots import passkey_heat_map
-from longrnn.evaluation import perplexity
-from longrnn.evaluation.calibrate import Settings, calibrate
-from longrnn.evaluation.passkey import by_model, evaluate, evenly_spaced, summarise
-from longrnn.evaluation.passkey_grid import Grid
-from longrnn.evaluation.tables import print_passkey
+from longrnn.evaluation.base import Found
+from longrnn.evaluation.calibrate import calibrate
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.perplexity import Perplexity, by_bucket
+from longrnn.evaluation.report import show, write_report
+from longrnn.evaluation.run import run
+from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
-from longrnn.results import Row
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training
@@ -64,21 +63,19 @@ def collapse(length: int, output: Path) -> None:
     """Loss by position of a model that collapses: plain, and under three mitigations."""
     plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
     texts = bundled("eval/data")
-    novel = read_documents([texts / "moby_dick_excerpt.txt"], tokenizer, plain)
     other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
     calibrated = calibrate(plain, other, "state_norm", Settings(train_length=ROW), quiet=True)
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = Mitigated(plain, mitigation(options))
-    rows = {
-        name: perplexity.evaluate(model, novel, length=length, output=output / f"loss-{name}.jsonl")
-        for name, model in models.items()
-    }
-    losses_by_position(rows, output / "loss.png", ROW)
-    inside, beyond = print_losses(rows, {name: speed(models[name]) for name in models})
+    loss = Perplexity(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length], train_length=ROW)
+    opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
+    outcomes = run(opened, [loss], output / "loss")
+    report = write_report(outcomes, output / "loss")[1]
+    inside, beyond = print_losses(outcomes[0].found, {name: speed(models[name]) for name in models})
     worst = max(beyond[name] / inside[name] for name in models if name != "plain")
     typer.echo(
-        f"{output / 'loss.png'}\n"
+        f"{report}\n"
         f"{COLLAPSING}, trained on rows of {ROW} bytes, collapses on a novel that it never saw: "
         f"its loss is {inside['plain']:.2f} nats per byte at the end of its training length and "
         f"{beyond['plain']:.2f} at {format_length(length)} bytes. The same weights under a "
@@ -87,25 +84,24 @@ def collapse(length: int, output: Path) -> None:
 
 
 def print_losses(
-    rows: Mapping[str, Sequence[Row]], speeds: Mapping[str, float]
+    found: Mapping[str, Found], speeds: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Prints the losses; returns those of the last bucket inside the training length, and last."""
-    buckets = {name: perplexity.summarise(one)[1] for name, one in rows.items()}
-    shown = [
-        i for i, b in enumerate(buckets["plain"]) if b.stop in (ROW, 512, 4096) or b.stop > ROW * 64
-    ]
+    buckets = {name: by_bucket(one) for name, one in found.items()}
+    stops = [stop for _, stop, _ in buckets["plain"]]
+    shown = [i for i, stop in enumerate(stops) if stop in (ROW, 512, 4096) or stop > ROW * 64]
     name_width = 16
-    typer.echo("".join(f"{title:>{name_width}}" for title in ("nats per byte at", *rows)))
+    typer.echo("".join(f"{title:>{name_width}}" for title in ("nats per byte at", *found)))
     for index in shown:
-        bucket = buckets["plain"][index]
-        cells = [f"{format_length(bucket.start)} to {format_length(bucket.stop)}"]
-        cells += [f"{one[index].nats.mean:.2f}" for one in buckets.values()]
+        start, stop, _ = buckets["plain"][index]
+        cells = [f"{format_length(start)} to {format_length(stop)}"]
+        cells += [f"{one[index][2].mean:.2f}" for one in buckets.values()]
         typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
-    cells = ["tokens/s", *(f"{speeds[name]:,.0f}" for name in rows)]
+    cells = ["tokens/s", *(f"{speeds[name]:,.0f}" for name in found)]
     typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
-    end = next(i for i, b in enumerate(buckets["plain"]) if b.stop == ROW)
-    inside = {name: one[end].nats.mean for name, one in buckets.items()}
-    return inside, {name: one[-1].nats.mean for name, one in buckets.items()}
+    end = stops.index(ROW)
+    inside = {name: one[end][2].mean for name, one in buckets.items()}
+    return inside, {name: one[-1][2].mean for name, one in buckets.items()}
 
 
 def speed(model: LanguageModel) -> float:
@@ -136,27 +132,26 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
         for head, threshold in enumerate(thresholds)
         if threshold is not None
     ]
-    rows = evaluate(
-        [
-            OpenCheckpoint(BROKEN, broken, tokenizer),
-            OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
-            open_checkpoint(HOLDING),
-        ],
-        Grid(asked, n, evenly_spaced(5)),
-        output=output / "results.jsonl",
-    )
-    passkey_heat_map(rows, output / "heatmap.png")
-    cells = {}
-    for name, one in by_model(rows).items():
-        print_passkey(name, one)
-        cells[name] = summarise(one)
+    models = [
+        OpenCheckpoint(BROKEN, broken, tokenizer),
+        OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
+        open_checkpoint(HOLDING),
+    ]
+    outcomes = run(models, [PasskeyRetrieval(lengths=asked, n=n)], output)
+    report = write_report(outcomes, output)[1]
+    show(outcomes[0])
+    cells = {
+        (cell.model, cell.at): cell.estimate
+        for cell in outcomes[0].cells
+        if cell.column.drawn and cell.estimate is not None
+    }
 
     def share(name: str, length: int) -> str:
-        return f"{cells[name][length, None].mean:.0%} of the keys at {format_length(length)} tokens"
+        return f"{cells[name, length].mean:.0%} of the keys at {format_length(length)} tokens"
 
     where = ", ".join(f"head {head} of layer {layer}" for layer, head in heads)
     typer.echo(
-        f"{output / 'results.jsonl'}\n{output / 'heatmap.png'}\n"
+        f"{report}\n"
         f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {share(BROKEN, first)} and "
         f"{share(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
         f"remembers ({where}), and no training, it recalls {share(REPAIRED, last)}.\n"

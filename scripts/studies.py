@@ -22,8 +22,8 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from longrnn import LanguageModel, load_tokenizer
+from longrnn.data import Batch, Task
 from longrnn.errors import UserError
-from longrnn.tasks import Batch, Task
 
 CONFIGS = Path(__file__).parents[1] / "configs/train"
 UNSCORED = -100

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.config import load_config
 from longrnn.evaluation import passkey
-from longrnn.evaluation.passkey_grid import Grid
-from longrnn.hf.load import load
-from longrnn.hf.names import embedded
+from longrnn.hf.load import embedded, load
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.config import TrainConfig

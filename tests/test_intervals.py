@@ -8,13 +8,16 @@ import random
 import pytest
 
 from longrnn.intervals import (
+    FIGURE,
+    MEAN,
+    RATIO,
+    SCORE,
     Estimate,
-    figure,
     independent_stretches,
     mean,
-    paired_mean,
     paired_proportion,
     proportion,
+    ratio,
 )
 
 Z = 1.959963984540054
@@ -147,8 +150,31 @@ def test_paired_proportions_cover() -> None:
     assert 0.92 <= held / 400 <= 0.99
 
 
-def test_paired_means() -> None:
-    """The interval is that of the differences of the pairs."""
+def test_quantities() -> None:
+    """Each kind of quantity has one estimate, and one difference on the same items."""
     a, b = [1.0, 5.0, 9.0], [0.9, 4.8, 8.7]
-    assert paired_mean(a, b) == pytest.approx(mean([0.1, 0.2, 0.3]))
-    assert figure([3.0]) == Estimate(3.0, -math.inf, math.inf, 1)
+    assert MEAN.estimate(a, None) == mean(a)
+    assert MEAN.difference is not None
+    assert MEAN.difference(a, b, None) == pytest.approx(mean([0.1, 0.2, 0.3]))
+    assert SCORE.estimate([1.0, 0.0, 1.0], 2) == proportion(2, 3, 2)
+    assert SCORE.estimate([0.5, 0.5], None) == proportion(1.0, 2), "no spread to estimate from"
+    assert SCORE.estimate([0.5, 0.7], None) == mean([0.5, 0.7])
+    assert SCORE.difference is not None
+    assert SCORE.difference([1, 1], [1, 0], None) == paired_proportion([1, 1], [1, 0])
+    assert RATIO.difference is not None
+    with pytest.raises(ValueError, match="bytes"):
+        RATIO.difference([(1.0, 2)], [(1.0, 3)], None)
+    assert FIGURE.estimate([3.0], None) == Estimate(3.0, -math.inf, math.inf, 1)
+    assert FIGURE.difference is None
+
+
+def test_a_ratio_is_of_the_sums() -> None:
+    """With equal denominators it is the mean of the quotients; else that of the linearised ratio."""
+    tops = [3.0, 5.0, 4.0, 9.0]
+    assert ratio([(top, 2.0) for top in tops]) == pytest.approx(mean([top / 2 for top in tops]))
+    pairs = [(3.0, 2.0), (5.0, 1.0), (4.0, 4.0)]
+    found = ratio(pairs)
+    assert found.mean == pytest.approx(12 / 7)
+    residuals = [(top - 12 / 7 * bottom) / (7 / 3) for top, bottom in pairs]
+    assert found.high - found.mean == pytest.approx(mean(residuals).high)
+    assert math.isinf(ratio(pairs[:1]).high)

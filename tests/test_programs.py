@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from longrnn.comparison import cost
+from longrnn.sweep.grid import expand
+from longrnn.sweep.runs import Sweep
 
 import longrnn
 from longrnn import programs
-from longrnn.comparison import cost
 from longrnn.errors import Terminated, UserError
 from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
-from longrnn.sweep.grid import expand
-from longrnn.sweep.runs import Sweep
 from tests.training.runs import ENVIRONMENT, tiny
 
 pytestmark = pytest.mark.core

@@ -11,7 +11,6 @@ import typer
 
 from longrnn.cli import (
     calibrate,
-    compare,
     convert,
     data,
     diagnose,
@@ -24,6 +23,7 @@ from longrnn.cli import (
     report,
     train,
 )
+from longrnn.cli.command import command
 from longrnn.files import expand_home
 from longrnn.programs import run_to_continue, run_to_end
 
@@ -43,12 +43,12 @@ app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.add_typer(evaluate.app, name="eval")
-app.command("compare")(compare.compare)
+command(app, "compare")(evaluate.compare)
 app.add_typer(diagnose.app, name="diagnose")
-app.command("calibrate")(calibrate.calibrate)
-app.command("convert")(convert.convert)
-app.command("generate", context_settings=generate.SETTINGS)(generate.generate)
-app.command("info")(info.info)
+command(app, "calibrate")(calibrate.calibrate)
+command(app, "convert")(convert.convert)
+command(app, "generate", context_settings=generate.SETTINGS)(generate.generate)
+command(app, "info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longrnn.cli import evaluate
+from longrnn.cli.command import on_use
 from longrnn.cli.gradients import gradients
-from longrnn.cli.memory import memory
 from longrnn.cli.options import (
     Checkpoint,
     Device,
@@ -17,7 +19,6 @@ from longrnn.cli.options import (
     TrainLength,
     lock_output,
     pick_device,
-    warn_if_calibrated_on,
 )
 from longrnn.cli.results_folders import results_folder
 from longrnn.console import print_table
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from longrnn.diagnostics.states import Diagnosis
 
 app = typer.Typer(
+    cls=on_use({"memory": partial(evaluate.enter, "memory")}),
     help="Look inside a model: states, memory, gradients.",
     epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
     no_args_is_help=True,
 )
-app.command("memory")(memory)
 app.command("gradients")(gradients)
 # At most this many rows are printed; the report has all of them.
 MAX_ROWS = 30
@@ -74,9 +75,9 @@ def states(
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
-    from longrnn.diagnostics.observe import check_observable
-    from longrnn.diagnostics.states_report import summary, write_report
-    from longrnn.evaluation.texts import read_documents
+    from longrnn.diagnostics.states_report import write_report
+    from longrnn.diagnostics.states_summary import summary
+    from longrnn.evaluation.texts import read_documents, warn_if_calibrated_on
     from longrnn.hf.load import load_plain, mitigated
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
@@ -91,7 +92,7 @@ def states(
     model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(text or [], tokenizer, model)
-    warn_if_calibrated_on(model, documents)
+    warn_if_calibrated_on(model, {document.sha256: document.name for document in documents})
     prompts = [measure.text_prompt(document, tokens) for document in documents]
     if newlines is not False:
         prompts.append(measure.newlines(tokenizer, tokens))

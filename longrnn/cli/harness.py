@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from pydantic import Field
 
-from longrnn.cli.options import (
-    Checkpoint,
-    Device,
-    Mitigation,
-    Quiet,
-    TrustTaskCode,
-    pick_placement,
-)
+from longrnn.cli.options import Model, pick_placement
 from longrnn.errors import UserError
+from longrnn.options import Options
 
 # Options that typer does not know are passed on to lm-eval.
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def harness(
-    context: typer.Context,
-    checkpoint: Checkpoint,
-    mitigation: Mitigation = None,
-    datasets: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with data sets: ORGANISATION/NAME in it is read instead of the Hub."
-        ),
-    ] = None,
-    trust_task_code: TrustTaskCode = False,
-    device: Device = "auto",
-    quiet: Quiet = False,
-) -> None:
+class Tasks(Options):
+    """What `longrnn eval harness` reads itself; lm-eval reads all other options."""
+
+    datasets: Path | None = Field(
+        None, description="Folder with data sets: ORGANISATION/NAME in it is read, not the Hub."
+    )
+    trust_task_code: bool = Field(
+        False,
+        description="Allow lm-eval task files of your own, which can run any Python code.",
+    )
+    quiet: bool = Field(False, description="Show no progress.")
+
+
+def harness(context: typer.Context, models: Model, tasks: Tasks) -> None:
     """Evaluate a checkpoint on lm-eval tasks, with the options of lm-eval.
 
     The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
@@ -47,7 +41,7 @@ def harness(
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey
     --metadata '{"max_seq_lengths": [1024, 4096]}' --limit 20
     """
-    if checkpoint.startswith("-"):
+    if models.checkpoint.startswith("-"):
         raise UserError("give the checkpoint before lm-eval's options: longrnn eval harness NAME …")
     try:
         from longrnn.evaluation.harness import run
@@ -56,7 +50,16 @@ def harness(
             raise
         raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
-    options: dict[str, object] = {"device": pick_placement(device), "quiet": quiet}
-    if mitigation is not None:
-        options["mitigation"] = mitigation
-    run(checkpoint, context.args, options, datasets=datasets, trust_task_code=trust_task_code)
+    options: dict[str, object] = {
+        "device": pick_placement(models.device),
+        "quiet": tasks.quiet,
+    }
+    if models.mitigation is not None:
+        options["mitigation"] = models.mitigation
+    run(
+        models.checkpoint,
+        context.args,
+        options,
+        datasets=tasks.datasets,
+        trust_task_code=tasks.trust_task_code,
+    )

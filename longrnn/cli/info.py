@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from pydantic import Field
 
-from longrnn.cli.options import Checkpoint
 from longrnn.cli.verify import print_verified
+from longrnn.options import Options
 
 if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
     from longrnn.models import RecurrentLM
 
 
-def info(
-    checkpoint: Checkpoint,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Instead, compare files with their checksums: a checkpoint, run, corpus, state or "
-            "results file, or a download from the Hub.",
-        ),
-    ] = False,
-) -> None:
+class Subject(Options):
+    """What is described."""
+
+    checkpoint: str = Field(
+        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
+    )
+    verify: bool = Field(
+        False,
+        description="Instead, compare files with their checksums: a checkpoint, run, corpus, state "
+        "or results file, or a download from the Hub.",
+    )
+
+
+def info(subject: Subject) -> None:
     """Describe a checkpoint: its sizes, the bytes of its state, and its backend.
 
     Example: longrnn info passkey-tiny
     """
-    if verify:
+    checkpoint = subject.checkpoint
+    if subject.verify:
         print_verified(checkpoint)
         return
     from longrnn.hf.load import load

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from pydantic import Field
 
-if TYPE_CHECKING:
-    from longrnn.evaluation.texts import Document
-    from longrnn.models import LanguageModel
+from longrnn.options import Options
+
+
+class Models(Options):
+    """Models to evaluate."""
+
+    checkpoints: list[str] = Field(
+        description="Names of embedded checkpoints, folders, or organisation/model on the Hub. "
+        "CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in "
+        "another dtype. The others are compared with the first one.",
+    )
+    mitigation: str | None = Field(
+        None,
+        description="Mitigation of state collapse for all of them, such as "
+        "'sliding_window(window=8192)', or a file that `longrnn calibrate` wrote.",
+    )
+    device: str = Field(
+        "auto",
+        description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. balanced "
+        "divides Hugging Face models among all GPUs.",
+    )
+
+
+class Model(Options):
+    """One model."""
+
+    checkpoint: str = Field(
+        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
+    )
+    mitigation: str | None = Field(
+        None,
+        description="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a "
+        "file that `longrnn calibrate` wrote.",
+    )
+    device: str = Field("auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+
+
+class Output(Options):
+    """Where results go."""
+
+    output: Path | None = Field(
+        None, description="Folder for the results (default: results/COMMAND/NAMES)."
+    )
+    quiet: bool = Field(False, description="Show no progress.")
+
 
 Checkpoint = Annotated[
     str,
@@ -36,13 +78,6 @@ Device = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-TrustTaskCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-task-code",
-        help="Allow lm-eval task files of your own, which can run any Python code.",
-    ),
-]
 Mitigation = Annotated[
     str | None,
     typer.Option(
@@ -50,22 +85,6 @@ Mitigation = Annotated[
         metavar="SPEC",
         help="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that "
         "`longrnn calibrate` wrote.",
-    ),
-]
-Texts = Annotated[
-    list[Path],
-    typer.Option("--text", help="A text file; may be given several times.", show_default=False),
-]
-SomeTexts = Annotated[
-    list[Path] | None,
-    typer.Option("--text", help="A text file; may be given several times.", show_default=False),
-]
-Checkpoints = Annotated[
-    list[str],
-    typer.Argument(
-        help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION evaluates a "
-        "checkpoint under a mitigation, CHECKPOINT+float32 in another dtype.",
-        show_default=False,
     ),
 ]
 TrainLength = Annotated[
@@ -112,21 +131,6 @@ def pick_device(device: str) -> str:
 def pick_placement(device: str) -> str:
     """`pick_device` for commands that only evaluate, which may also divide Hugging Face models."""
     return device if device == "balanced" else pick_device(device)
-
-
-def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
-    """Prints a warning for every document that the model's mitigation was calibrated on."""
-    from longrnn.processes import is_main
-
-    parts = () if model.mitigation is None else model.mitigation.parts()
-    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
-    for document in documents:
-        if is_main() and document.sha256 in used:
-            typer.echo(
-                f"warning: the mitigation was calibrated on {document.name}: "
-                "measure it on another text",
-                err=True,
-            )
 
 
 def lock_output(folder: Path) -> Path:

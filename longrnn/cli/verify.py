@@ -66,7 +66,7 @@ def _verdict(path: Path) -> str:
     from longrnn.checksums import CHECKSUMS, fits
     from longrnn.data.stream import HEADER, Corpus
     from longrnn.hf.names import published_digest
-    from longrnn.results import has_checksums, read_results
+    from longrnn.results import is_store, read_rows
 
     if path.name == CHECKSUMS:
         return FITS if _listed(path.parent) else DAMAGED
@@ -76,8 +76,9 @@ def _verdict(path: Path) -> str:
     try:
         if path.name == HEADER:
             Corpus(path.parent)
-        elif path.suffix == ".jsonl" and has_checksums(path):
-            read_results(path)
+        elif is_store(path):
+            if damaged := read_rows(path)[1]:
+                raise UserError(f"{path}, lines {', '.join(map(str, damaged))} are damaged")
         elif not _is_intact_state(path):
             return UNKNOWN
     except UserError as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrnn.diagnostics.gradients import BINS, GradientRecord, Row
-from longrnn.diagnostics.pages import Picture, write_page
-from longrnn.diagnostics.plots import new_figure, png
+from longrnn.evaluation.figures import new_figure, png
+from longrnn.evaluation.report import Picture, write_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longrnn.diagnostics.pages import Picture, write_page
-from longrnn.diagnostics.plots import new_figure, png
+from longrnn.evaluation.figures import new_figure, png
+from longrnn.evaluation.report import Picture, write_page
 from longrnn.training.run import COUNTS, Run
 
 # The loss of an evaluation between the previous position and this one.

@@ -9,9 +9,7 @@ Notable choices:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,75 +18,18 @@ from torch import Tensor
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.layer_statistics import statistics
 from longrnn.evaluation.perplexity import losses
+from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from longrnn.seeds import check_seed, seeded
+from longrnn.seeds import seeded
 from longrnn.units import format_length
 
 # A head is global if it retains more than this share of its first token at the end of the training
 # length (arXiv 2504.16053).
 GLOBAL = 0.05
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a calibration.
-
-    Attributes:
-        train_length: length in tokens of the windows for statistics.
-        target_length: length in tokens at which the mitigated model should work; None if the
-            method does not need it.
-        windows: maximum number of windows of text.
-        margin: for `state_norm`, the threshold relative to the largest norm measured.
-        quantile: for `token_filter`, the share of tokens to filter; None for the share that keeps
-            as many tokens of the target length as the training length has.
-        share: for `scale_delta`; if set, there is no search: step sizes are divided by target /
-            training length in this share of the heads, those with the longest receptive fields.
-        steps: steps of the search.
-        seed: seed of the search.
-    """
-
-    train_length: int
-    target_length: int | None = None
-    windows: int = 32
-    margin: float = 1.0
-    quantile: float | None = None
-    share: float | None = None
-    steps: int = 30
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse values out of range."""
-        check_seed(self.seed)
-        if self.train_length < 2 or self.windows < 1 or self.steps < 1:
-            raise UserError(
-                "the training length must be at least 2, windows and steps at least 1: raise them"
-            )
-        if self.target_length is not None and self.target_length <= self.train_length:
-            raise UserError(
-                f"the target length {format_length(self.target_length)} must be above the "
-                f"training length {format_length(self.train_length)}: give a greater one"
-            )
-        if not 0 < self.margin < math.inf:
-            raise UserError(f"margin must be above 0, not {self.margin}: give a positive number")
-        for name, value in (("quantile", self.quantile), ("share", self.share)):
-            if value is not None and not 0 < value <= 1:
-                raise UserError(f"{name} must be in (0, 1], not {value}: give a share such as 0.5")
-
-    def target(self) -> int:
-        """Return the target length.
-
-        Raises:
-            UserError: there is none.
-        """
-        if self.target_length is None:
-            raise UserError(
-                "this method needs --target-length: give the length that the model should reach"
-            )
-        return self.target_length
 
 
 def calibrate(
@@ -116,6 +57,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise UserError(f"{method!r} cannot be calibrated: {nearest(method, METHODS)}")
+    settings.check()
     _refuse_unread(method, settings)
     return METHODS[method](model, documents, settings, quiet)
 
@@ -124,7 +66,7 @@ def _state_norm(
     model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold the largest state norm of each head, times the margin."""
-    found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
+    found = statistics(model, _windows(documents, settings.trained(), settings.windows), quiet)
     thresholds = [settings.margin * layer.norms.flatten(0, 1).amax(0) for layer in found]
     for index, threshold in enumerate(thresholds):
         if bool((threshold <= 0).any()):
@@ -139,10 +81,10 @@ def _token_filter(
 ) -> dict[str, Any]:
     """Return as threshold of the global heads a quantile of their step sizes; None for others."""
     _refuse_undefined(model, "token_filter")
-    found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
+    found = statistics(model, _windows(documents, settings.trained(), settings.windows), quiet)
     share = settings.quantile
     if share is None:
-        share = 1 - settings.train_length / settings.target()
+        share = 1 - settings.trained() / settings.target()
     thresholds = []
     for layer in found:
         assert layer.log_decay is not None
@@ -156,7 +98,7 @@ def _token_filter(
     if all(theta is None for layer in thresholds for theta in layer):
         raise UserError(
             f"no head keeps more than {GLOBAL} of its first token over "
-            f"{format_length(settings.train_length)} tokens, so there is nothing to filter: use "
+            f"{format_length(settings.trained())} tokens, so there is nothing to filter: use "
             "another method"
         )
     return {"kind": "token_filter", "threshold": thresholds}
@@ -169,14 +111,14 @@ def _scale_delta(
     _refuse_undefined(model, "scale_delta")
     if settings.share is None:
         return _search("scale_delta", model, documents, settings, quiet)
-    windows = _windows(documents, settings.train_length, settings.windows)
+    windows = _windows(documents, settings.trained(), settings.windows)
     reach = []
     for layer in statistics(model, windows, quiet):
         assert layer.log_decay is not None
         reach.append(-1 / layer.log_decay.flatten(0, 1).mean(0).clamp(max=-1e-12))
     count = max(1, round(settings.share * sum(len(layer) for layer in reach)))
     least = torch.cat(reach).topk(count).values[-1]
-    factor = settings.train_length / settings.target()
+    factor = settings.trained() / settings.target()
     return {
         "kind": "scale_delta",
         "scale": [[factor if far >= least else 1.0 for far in layer] for layer in reach],
@@ -227,7 +169,8 @@ def _search(
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]
         mitigated = model.under(mitigation({"kind": kind, "scale": factors}))
-        (total,) = losses(mitigated, windows, [[0, windows.shape[1] - 1]])
+        edges = torch.tensor([[0, windows.shape[1] - 1]]).repeat(len(windows), 1)
+        total = losses(mitigated, windows, edges)
         return float(total.sum() / (windows.numel() - len(windows)))
 
     logs = torch.zeros(layers, dtype=torch.float64)
@@ -252,12 +195,11 @@ def _search(
 
 def _refuse_unread(method: str, settings: Settings) -> None:
     """Raise a UserError for a setting that the method does not read."""
-    for field in fields(settings):
-        reader = OF_ONE_METHOD.get(field.name, method)
-        if reader != method and getattr(settings, field.name) != field.default:
+    for name in settings.model_fields_set:
+        reader = OF_ONE_METHOD.get(name, method)
+        if reader != method:
             raise UserError(
-                f"{field.name} is an option of {reader}, and {method} does not read it: leave it "
-                "out"
+                f"{name} is an option of {reader}, and {method} does not read it: leave it out"
             )
 
 

@@ -16,106 +16,224 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field, PrivateAttr
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.texts import Document, made_by
-from longrnn.evaluation.windows import Window, windows
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.texts import read_documents
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
-from longrnn.intervals import Estimate, mean
+from longrnn.intervals import Estimate, Quantity, mean
 from longrnn.models import LanguageModel
+from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
-from longrnn.results import Results, Row
 from longrnn.state import join, take
+from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.base import Cell
+    from longrnn.evaluation.report import Picture
 
 # A context is enough if its EffRem is at most this.
 ENOUGH = 0.1
 
 
-class MeanEffRem(NamedTuple):
-    """Mean EffRem over stretches, for one T and the start t."""
+def _distance(values: Sequence[float], _: float | None) -> Estimate:
+    estimate = mean(values)
+    if estimate.n == 1:
+        return estimate
+    return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
 
-    start: int
-    effrem: Estimate
+
+# Distances from 0 to 1, whose interval is cut to that.
+DISTANCE = Quantity(_distance, lambda a, b, _: mean([x - y for x, y in zip(a, b, strict=True)]))
+
+
+class Stretch(NamedTuple):
+    """`position` tokens of a text, and which texts of other models it is compared with."""
+
+    name: str
+    tokens: Tensor
+    position: int
+
+
+class Memory(Evaluation):
+    """Measure how much predictions depend on the start of the context (effective remembrance).
+
+    EffRem_T(t) is the total variation distance between the prediction after T tokens and the
+    prediction of a model that was not given the first t of them.
+    """
+
+    kind: ClassVar[str] = "memory"
+    across: ClassVar[str] = "last tokens kept"
+
+    texts: list[Path] = Field(description="A text file; may be given several times.")
+    positions: Lengths = Field(
+        [1024, 4096, 16384],
+        description="T: numbers of tokens after which the prediction is compared.",
+    )
+    stretches: Count = Field(
+        8, description="At most this many stretches of each text, each as long as the longest T."
+    )
+    batch_size: Count = Field(4, description="Stretches in one batch.")
+
+    _cut: dict[str, list[tuple[dict[str, Any], Stretch]]] = PrivateAttr(default_factory=dict)
+
+    def files(self) -> list[Path]:
+        return list(self.texts)
+
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        if self.positions[0] < 2:
+            raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
+        longest = self.positions[-1]
+        for model in models:
+            cut = self._cut[model.name] = []
+            for document in read_documents(self.texts, model.tokenizer, model.model):
+                count = (len(document.tokens) - 1) // longest
+                if count < 1:
+                    raise UserError(
+                        f"{document.name} has {len(document.tokens):,} tokens and a stretch of "
+                        f"{format_length(longest)} needs {longest + 1:,}: give a longer text or "
+                        "smaller --positions"
+                    )
+                for number in range(min(count, self.stretches)):
+                    key = {"text": document.sha256[:16], "start": number * longest}
+                    name = f"{document.sha256[:16]}/{number}"
+                    tokens = document.tokens[number * longest :][:longest]
+                    cut += [(key, Stretch(name, tokens, position)) for position in self.positions]
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {}
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        return [
+            Item(
+                {**key, "position": stretch.position},
+                stretch,
+                (stretch.name,),
+                self._work(stretch.position),
+            )
+            for key, stretch in self._cut[model.name]
+            if out_of_reach(model.model, stretch.position) is None
+        ]
+
+    def _work(self, position: int) -> int:
+        """Return the tokens read for a position after those before it."""
+        read = {s: p for p in self.positions if p < position for s in [0, *starts(p)]}
+        return sum(position - read.get(start, start) for start in [0, *starts(position)])
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        by_stretch: dict[str, list[Item]] = {}
+        for item in items:
+            by_stretch.setdefault(item.spec.name, []).append(item)
+        # Stretches with the same positions left are measured together, all positions in one pass.
+        together: dict[tuple[int, ...], list[list[Item]]] = {}
+        for own in by_stretch.values():
+            together.setdefault(tuple(sorted(i.spec.position for i in own)), []).append(own)
+        for positions, stretches in together.items():
+            for first in range(0, len(stretches), self.batch_size):
+                batch = stretches[first : first + self.batch_size]
+                texts = torch.stack([own[0].spec.tokens for own in batch])
+                found = remembrance(model.model, texts, positions, progress)
+                yield [
+                    (item, {"effrem": [float(found[at, t][row]) for t in starts(at)]})
+                    for row, own in enumerate(batch)
+                    for item in own
+                    if (at := item.spec.position)
+                ]
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        measurements = []
+        for position in self.positions:
+            column = Column(f"EffRem, T = {format_length(position)}", DISTANCE, ".3f")
+            reason = out_of_reach(model.model, position)
+            for kept, samples in self._by_kept(found, position).items():
+                if kept & (kept - 1) == 0:
+                    measurements.append(Measurement(column, kept, samples))
+            if reason is not None:
+                measurements.append(Measurement(column, position, {}, reason))
+        return measurements
+
+    def _by_kept(self, found: Found, position: int) -> dict[int, dict[str, float]]:
+        """Return the samples by the number of last tokens kept, the shortest context first."""
+        rows = {i.spec.name: row["effrem"] for i, row in found if i.spec.position == position}
+        return {
+            position - start: {name: values[k] for name, values in rows.items()}
+            for k, start in reversed([*enumerate(starts(position))])
+            if rows
+        }
+
+    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
+        """Say in two sentences what the prediction after the longest context depends on."""
+        reached = [item.spec.position for item, _ in found]
+        if not reached:
+            return []
+        position = max(reached)
+        means = {
+            kept: mean(list(samples.values())).mean
+            for kept, samples in self._by_kept(found, position).items()
+        }
+        # The most tokens that are left out, of at most a 64th.
+        kept = next(kept for kept in means if position - kept <= max(1, position // 64))
+        whole = format_length(position)
+        effect = (
+            f"After {whole} tokens the prediction changes by {means[kept]:.3f} (of at most 1) if "
+            f"the first {format_length(position - kept)} are left out."
+        )
+        shortest = enough(means)
+        if shortest is None:
+            return [f"{effect} No shorter context predicts within {ENOUGH:g} of the whole one."]
+        return [
+            f"{effect} The last {shortest:,} tokens predict within {ENOUGH:g} of the whole "
+            "context, and so does every longer context that was measured."
+        ]
+
+    def pictures(
+        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> list[Picture]:
+        from longrnn.evaluation.figures import Line, lines
+        from longrnn.evaluation.report import Picture
+
+        pictures = []
+        for by_start in (True, False):
+            drawn = []
+            for name, own in found.items():
+                for position in self.positions:
+                    points = self._by_kept(own, position)
+                    at = [position - kept if by_start else kept for kept in points]
+                    estimates = [_distance(list(one.values()), None) for one in points.values()]
+                    model = f"{name}, " if len(found) > 1 else ""
+                    if points:
+                        label = f"{model}T = {format_length(position)}"
+                        drawn.append(Line(label, at, estimates))
+            if drawn:
+                across = "first tokens left out" if by_start else self.across
+                png = lines(
+                    drawn,
+                    across=across,
+                    up="EffRem (total variation)",
+                    level=None if by_start else (ENOUGH, "enough"),
+                    limits=(-0.02, 1.02),
+                )
+                caption = f"EffRem by the number of {across}, one line for each context length T."
+                name = f"effrem_by_{'start' if by_start else 'kept'}"
+                pictures.append(Picture(name, caption, png))
+        return pictures
 
 
 def starts(position: int) -> list[int]:
     """Return the starts t for a context of `position` = T tokens, ascending."""
     powers = [2**k for k in range(position.bit_length()) if 2**k < position]
     return sorted({*powers, *(position - power for power in powers)})
-
-
-def evaluate(
-    model: LanguageModel,
-    documents: Sequence[Document],
-    *,
-    positions: Sequence[int],
-    output: Path,
-    stretches: int = 8,
-    batch_size: int = 4,
-    quiet: bool = False,
-) -> list[Row]:
-    """Measure EffRem; return all rows, new and earlier ones.
-
-    Args:
-        model: any language model.
-        documents: the texts.
-        positions: values of T in tokens, each at least 2.
-        output: the results file, which is resumed; texts and positions may be added.
-        stretches: maximum number of stretches of max(positions) tokens per text.
-        batch_size: stretches in one pass; each needs one row for the whole context and one per
-            start, about 2 · log2(T) in total.
-        quiet: show no progress.
-
-    Returns:
-        One row per stretch, position and start with `text`, `text_sha256`, `first` (where in the
-        text the stretch begins), `position`, `start` and `effrem`.
-
-    Raises:
-        UserError: settings out of range, a text shorter than a stretch, or `output` has the
-            results of another run.
-    """
-    if min(stretches, batch_size) < 1:
-        raise UserError("stretches and the batch size must be at least 1: give positive numbers")
-    if min(positions) < 2:
-        raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
-    positions = sorted(set(positions))
-    cut = [window for d in documents for window in windows(d, positions[-1])[:stretches]]
-    header = {
-        "evaluation": "memory",
-        "model": model.fingerprint(),
-        "tokenizer": made_by(documents),
-    }
-    results = Results(output, header)
-    pairs = [(position, start) for position in positions for start in starts(position)]
-    done = {_identity(row) for row in results.rows}
-    todo = [w for w in cut if not all((*_key(w), *pair) in done for pair in pairs)]
-    work = len(todo) * sum(_lifetimes(positions).values())
-    with Progress("memory", work, unit="tokens", quiet=quiet) as progress:
-        for first in range(0, len(todo), batch_size):
-            batch = todo[first : first + batch_size]
-            texts = torch.stack([window.tokens()[:-1] for window in batch])
-            found = remembrance(model, texts, positions, progress)
-            results.append(
-                {
-                    "text": window.document.name,
-                    "text_sha256": window.document.sha256,
-                    "first": window.start,
-                    "position": position,
-                    "start": start,
-                    "effrem": float(found[position, start][row]),
-                }
-                for row, window in enumerate(batch)
-                for position, start in pairs
-                if (*_key(window), position, start) not in done
-            )
-    rows = {_identity(row): row for row in results.rows}
-    return [rows[*_key(window), *pair] for window in cut for pair in pairs]
 
 
 @torch.no_grad()
@@ -161,42 +279,16 @@ def remembrance(
     return found
 
 
-def _lifetimes(positions: Sequence[int]) -> dict[int, int]:
-    """Return the number of tokens that a row of each start reads; the whole context starts at 0."""
-    ends = {start: position for position in positions for start in [0, *starts(position)]}
-    return {start: end - start for start, end in ends.items()}
-
-
-def summarise(rows: Sequence[Row]) -> dict[int, list[MeanEffRem]]:
-    """Return means over stretches by T, starts ascending.
-
-    Intervals are Student's t, cut to [0, 1].
-    """
-    values: dict[tuple[int, int], list[float]] = {}
-    for row in rows:
-        values.setdefault((row["position"], row["start"]), []).append(row["effrem"])
-    found: dict[int, list[MeanEffRem]] = {}
-    for (position, start), effrem in sorted(values.items()):
-        estimate = mean(effrem)
-        inside = estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
-        found.setdefault(position, []).append(MeanEffRem(start, inside))
-    return found
-
-
-def enough(points: Sequence[MeanEffRem], position: int) -> int | None:
+def enough(means: Mapping[int, float]) -> int | None:
     """Return the length of the shortest context whose EffRem, like that of all longer ones, is at
-    most ENOUGH; None if the EffRem of every shortened context is larger."""
+    most ENOUGH; None if the EffRem of every shortened context is larger.
+
+    Args:
+        means: EffRem by the number of tokens kept.
+    """
     shortest = None
-    for start, effrem in points:
-        if not effrem.mean <= ENOUGH:
+    for kept in sorted(means, reverse=True):
+        if not means[kept] <= ENOUGH:
             break
-        shortest = position - start
+        shortest = kept
     return shortest
-
-
-def _key(window: Window) -> tuple[str, int]:
-    return window.document.sha256, window.start
-
-
-def _identity(row: Row) -> tuple[str, int, int, int]:
-    return row["text_sha256"], row["first"], row["position"], row["start"]

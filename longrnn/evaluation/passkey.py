@@ -1,270 +1,409 @@
-"""Passkey retrieval over lengths × positions of the key, with greedy answers and held-out keys."""
+"""Passkey retrieval over lengths × positions of the key, with greedy answers and held-out keys.
+
+Notable choices:
+- A relative depth puts the key at a share of the filler, so that its position grows with the
+  prompt. An absolute insertion point puts the key after a fixed number of filler tokens at every
+  length, which separates the position of the key from its distance to the question.
+- If header, key and question are a small part of a prompt, a depth is a share of the whole length,
+  so that half of 4k and a quarter of 8k are the same position.
+- A key depends on its position and index only: a longer prompt with a key at the same position
+  begins with a shorter one, and the common beginning is read once.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from longrnn import processes
+from pydantic import BeforeValidator, Field, PrivateAttr
+
 from longrnn.data import Passkey
-from longrnn.data.prompts import is_recalled, read
+from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.inference.engine import Answer, Cost, answers, count_tokens, refuse_long
-from longrnn.inference.trie import Prompt
-from longrnn.intervals import Estimate, independent_stretches, proportion
-from longrnn.models import LanguageModel, generate
+from longrnn.inference.engine import Answer, Prompt, answers, count_tokens, out_of_reach
+from longrnn.intervals import SCORE, independent_stretches
+from longrnn.models import generate
+from longrnn.options import Count, Lengths, Seed, Tokens
 from longrnn.progress import Progress
-from longrnn.results import Results, Row
-from longrnn.units import check_count, format_length
+from longrnn.text import read_text
+from longrnn.units import format_length, parse_length
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.base import Cell
+    from longrnn.evaluation.report import Picture
+
+# A prompt is short if everything but its filler is more than 1 / SHORT of it.
+SHORT = 8
+# Version of the prompts, which belongs to the protocol.
+VERSION = 3
 
 
 def evenly_spaced(count: int) -> list[float]:
     """Return `count` depths from 0 to 1; a single depth is 0.5."""
     if count < 1:
-        raise UserError(
-            f"the number of depths must be at least 1, not {count}: give a positive number"
-        )
+        raise UserError(f"the number of depths must be at least 1, not {count}: give 5")
     return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
 
 
-def evaluate(
-    models: Sequence[OpenCheckpoint],
-    grid: Grid,
-    *,
-    output: Path,
-    tasks: Mapping[str, Passkey] | None = None,
-    chunk: int | None = None,
-    naive: bool = False,
-    batch_size: int = 16,
-    quiet: bool = False,
-) -> list[Row]:
-    """Measure passkey retrieval; return the rows of the grid, new and earlier ones.
+def _depths(value: Any) -> Any:
+    if isinstance(value, int):
+        return evenly_spaced(value)
+    if isinstance(value, str):
+        parts = value.split(",")
+        return evenly_spaced(int(value)) if value.isdecimal() else [part.strip() for part in parts]
+    return value
 
-    Args:
-        models: models with different names; all get the same prompts.
-        grid: the prompts.
-        output: the results file, which is resumed; lengths, positions and n may grow.
-        tasks: the result of `tasks_of`, if it exists already.
-        chunk: if set, the model answers from one chunk of this many tokens, the one after which its
-            next token has the lowest entropy (see `longrnn.inference.chunk_select`).
-        naive: read every prompt separately; the answers are the same up to rounding.
-        batch_size: prompts in one batch.
-        quiet: show no progress.
 
-    Returns:
-        One row per prompt with `model`, `length`, `depth` or `insert_at`, `index`, `key`, `said`
-        (the generated answer) and `correct`; for a filler from a file also `start` (where in the
-        filler the prompt begins) and `covers` (the length of the prompt), as shares of the filler.
+def _places(value: Any) -> Any:
+    parts = value.split(",") if isinstance(value, str) else value
+    counts = [part.strip() if isinstance(part, str) else part for part in parts]
+    return sorted({c if isinstance(c, int) else 0 if c == "0" else parse_length(c) for c in counts})
 
-    Raises:
-        UserError: a length is too short, the logits are not finite, or `output` has the results of
-            another run.
+
+Depths = Annotated[
+    list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_depths), Field(min_length=1)
+]
+Places = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_places)]
+
+
+class Question(NamedTuple):
+    """The keys of a prompt, the index of the queried key, and where in the filler it begins."""
+
+    needles: list[Needle]
+    asked: int
+    start: float
+
+    @property
+    def needle(self) -> Needle:
+        """The key that is queried."""
+        return self.needles[self.asked]
+
+
+class Sample(NamedTuple):
+    """The `index`-th prompt of a cell.
+
+    Attributes:
+        length: exact length of the prompt in tokens.
+        place: a depth from 0 to 1 (float), or the tokens of filler before the key (int).
+        index: which of the prompts.
     """
-    check_count("the batch size", batch_size)
-    tasks = tasks_of(models, grid) if tasks is None else tasks
-    wanted = _samples(tasks, grid)
-    header = {
-        "evaluation": "passkey",
-        "models": {model.name: model.model.fingerprint() for model in models},
-        "tokenizers": {model.name: model.tokenizer.fingerprint() for model in models},
-        **grid.header(),
-    }
-    if chunk is not None:
-        header["chunk_select"] = chunk
-    results = Results(output, header)
-    for model in models:
-        task = tasks[model.name]
-        done = {sample_of(row) for row in results.rows if row["model"] == model.name}
-        todo = processes.share(
-            [sample for sample in wanted if sample not in done],
-            # Prompts with the same index begin at the same place and share keys.
-            lambda sample: sample.index,
-            lambda sample: (sample.index, sample.place),
-        )
-        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in todo]
-        title = f"passkey {model.name}"
-        with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
-            missing = list(prompts(task, todo, questions, naive=naive))
-            if chunk is None:
-                found = answers(
-                    model.model,
-                    missing,
-                    max_new_tokens=_longest_answer(task, questions),
-                    batch_size=batch_size,
-                    progress=progress,
-                )
-            else:
-                found = _by_chunk(model.model, task, missing, questions, chunk, progress)
-            for batch in found:
-                results.append(
-                    _row(model.name, task, todo[index], questions[index], ids)
-                    for index, ids in batch
-                )
-                lengths_done = {format_length(todo[index].length) for index, _ in batch}
-                progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
-    results.collect()
-    rows = {(row["model"], sample_of(row)): row for row in results.rows}
-    return [rows[model.name, sample] for model in models for sample in wanted]
+
+    length: int
+    place: float | int
+    index: int
+
+    def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
+        """Return the prompt's keys, all held out from training; the queried one is at `place`."""
+        start = random.Random(f"{seed}/{self.index}").random()
+        if n_keys > 1:
+            rng = random.Random(f"{seed}/{self.place}/{self.index}")
+            needles = draw_needles(rng, n_keys, held_out=True)
+            asked = rng.randrange(n_keys)
+            needles[asked] = needles[asked]._replace(depth=self.place)
+            return Question(needles, asked, start)
+        is_depth = isinstance(self.place, float)
+        token = round(self.place * self.length) if is_depth else self.place
+        key = random.Random(f"{seed}/{token}/{self.index}").choice(keys(True))
+        if is_depth:
+            free = task.free(key, self.length)
+            if (self.length - free) * SHORT > self.length:
+                return Question([Needle(key, self.place)], 0, start)
+            token = min(token, free)
+        return Question([task.needle_at(key, token, length=self.length)], 0, start)
 
 
-def refuse_out_of_reach(
-    models: Sequence[OpenCheckpoint],
-    grid: Grid,
-    *,
-    tasks: Mapping[str, Passkey] | None = None,
-    chunk: int | None = None,
-) -> None:
-    """Refuse a grid whose longest prompt with its answer exceeds a model's maximum length.
+class PasskeyRetrieval(Evaluation):
+    """Evaluate passkey retrieval over lengths × depths, with keys that training never saw.
 
-    With `chunk`, a model reads at most header, chunk and question at once.
-
-    Raises:
-        UserError: with the maximum length, or as `evaluate`.
+    All models get the same keys at the same places, in prompts of exactly the same number of their
+    own tokens. Insertion points instead of depths separate the effect of the key's position from
+    that of its distance to the question.
     """
-    tasks = tasks_of(models, grid) if tasks is None else tasks
-    samples = _samples(tasks, grid)
-    for model in models:
-        task = tasks[model.name]
-        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
-        longest = max(grid.lengths)
-        if chunk is not None:
-            n_question = max((len(task.question(one.needle)) for one in questions), default=1)
-            longest = min(longest, task.n_header + chunk + n_question)
-        refuse_long(model.model, longest + _longest_answer(task, questions))
 
+    kind: ClassVar[str] = "passkey"
 
-def cost(
-    models: Sequence[OpenCheckpoint], grid: Grid, *, tasks: Mapping[str, Passkey] | None = None
-) -> dict[str, Cost]:
-    """Count the tokens that each model would read for a grid, with shared prefixes and without.
+    lengths: Lengths = Field([256, 1024, 4096, 16384], description="Prompt lengths in tokens.")
+    depths: Depths = Field(
+        evenly_spaced(5),
+        description="Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1.",
+    )
+    insert_at: Places | None = Field(
+        None,
+        description="Instead of depths: tokens of filler before the key, such as 0,8k,16k.",
+    )
+    insert_every: Tokens | None = Field(
+        None,
+        description="Instead of depths: put the key after 0, 1, 2, … times this many tokens of "
+        "filler.",
+    )
+    n: Annotated[int, Field(ge=1, le=len(keys(True)))] = Field(10, description="Prompts per cell.")
+    seed: Seed = Field(0, description="Random seed of the keys.")
+    filler: Path | None = Field(
+        None, description="A text file to hide the keys in (default: The grass is green. …)."
+    )
+    n_keys: Annotated[int, Field(ge=1, le=9)] = Field(
+        1, description="Numbered keys in one prompt; the question is about one of them."
+    )
+    chunk_select: Tokens | None = Field(
+        None,
+        description="Split the prompt into chunks of this many tokens, and take the answer with "
+        "the lowest entropy.",
+    )
+    naive: bool = Field(
+        False, description="Read every prompt separately instead of sharing prefixes: slower."
+    )
+    batch_size: Count = Field(16, description="Prompts in one batch.")
 
-    Raises:
-        UserError: as `evaluate` does.
-    """
-    tasks = tasks_of(models, grid) if tasks is None else tasks
-    samples = _samples(tasks, grid)
-    found = {}
-    for name, task in tasks.items():
-        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
-        found[name] = count_tokens(
-            list(prompts(task, samples, questions, naive=False)),
-            max_new_tokens=_longest_answer(task, questions),
-        )
-    return found
+    _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
+    _samples: list[Sample] = PrivateAttr(default_factory=list)
 
+    def files(self) -> list[Path]:
+        return [] if self.filler is None else [self.filler]
 
-def tasks_of(models: Sequence[OpenCheckpoint], grid: Grid) -> dict[str, Passkey]:
-    """Build the task with each model's tokenizer, by the model's name.
+    @property
+    def is_absolute(self) -> bool:
+        """Whether the grid has insertion points."""
+        return self.insert_at is not None or self.insert_every is not None
 
-    Raises:
-        UserError: the grid is out of range, a length is too short, or a tokenizer does not fit its
-            model.
-    """
-    grid.check()
-    files = None if grid.filler is None else [str(grid.filler)]
-    tasks = {}
-    for model in models:
-        model.refuse_unfit()
-        task = Passkey(model.tokenizer, filler=files, n_keys=grid.n_keys)
-        least = task.least_length()
-        if min(grid.lengths) < least:
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        given = {"depths", "insert_at", "insert_every"} & self.model_fields_set
+        if len(given) > 1:
+            raise UserError("give one of --depths, --insert-every and --insert-at")
+        if self.is_absolute and self.n_keys > 1:
+            raise UserError("a grid of insertion points has one key per prompt: leave out --n-keys")
+        files = None if self.filler is None else [str(self.filler)]
+        self._tasks = {
+            model.name: Passkey(model.tokenizer, filler=files, n_keys=self.n_keys)
+            for model in models
+        }
+        needs = {name: task.least_length() for name, task in self._tasks.items()}
+        least = max(needs.values())
+        if self.lengths[0] < least:
+            name = max(needs, key=lambda one: needs[one])
             raise UserError(
-                f"length {min(grid.lengths)} is too short for the passkey prompt: "
-                f"the least is {least} tokens with the tokenizer of {model.name}; give that or more"
+                f"length {self.lengths[0]} is too short for the passkey prompt: the least is "
+                f"{least} tokens with the tokenizer of {name}; give that or more"
             )
-        tasks[model.name] = task
-    return tasks
+        self._samples = [Sample(*cell) for cell in self._grid(least)]
+
+    def _grid(self, least: int) -> list[tuple[int, Any, int]]:
+        """Return the cells; a length that is too short for an insertion point has none with it."""
+        if not self.is_absolute:
+            depths = dict.fromkeys(map(float, self.depths))
+            return list(product(self.lengths, depths, range(self.n)))
+        places = self.insert_at or []
+        if self.insert_every is not None:
+            longest = max(self.lengths[-1] - least, 0)
+            places = list(range(0, longest + 1, self.insert_every))
+        if places[-1] + least > self.lengths[-1]:
+            raise UserError(
+                f"a key after {format_length(places[-1])} tokens of filler needs a prompt of "
+                f"{places[-1] + least:,} tokens or more: give a greater length, or leave "
+                f"{format_length(places[-1])} out"
+            )
+        cells = product(self.lengths, places, range(self.n))
+        return [cell for cell in cells if cell[1] + least <= cell[0]]
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        found: dict[str, Any] = {"seed": self.seed, "version": VERSION}
+        if self.n_keys > 1:
+            found["n_keys"] = self.n_keys
+        if self.filler is not None:
+            found["filler"] = read_text(self.filler)[1]
+        if self.chunk_select is not None:
+            found["chunk_select"] = self.chunk_select
+        return found
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        place = "insert_at" if self.is_absolute else "depth"
+        return [
+            # Prompts with the same index begin at the same place and share keys.
+            Item(
+                {"length": sample.length, place: sample.place, "index": sample.index},
+                sample,
+                (sample.index, sample.place),
+            )
+            for sample in self._samples
+            if self._reason(model, sample.length) is None
+        ]
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        task = self._tasks[model.name]
+        samples = [item.spec for item in items]
+        questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
+        prompts = self._prompts(task, samples, questions)
+        if self.chunk_select is None:
+            found = answers(
+                model.model,
+                prompts,
+                max_new_tokens=_longest_answer(task, questions),
+                batch_size=self.batch_size,
+                progress=progress,
+            )
+        else:
+            found = self._by_chunk(model, prompts, questions, progress)
+        for batch in found:
+            rows = []
+            for number, ids in batch:
+                key, said = questions[number].needle.key, task.tokenizer.decode(ids).strip()
+                row = {"key": key, "said": said, "correct": is_recalled(said, key)}
+                if task.own_filler:
+                    covers = samples[number].length / task.n_filler
+                    row |= {"start": questions[number].start, "covers": covers}
+                rows.append((items[number], row))
+            lengths = {format_length(samples[number].length) for number, _ in batch}
+            progress.advance(len(batch), 0, f"at {', '.join(lengths)}")
+            yield rows
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        by_place: dict[tuple[int, Any], Found] = {}
+        for item, row in found:
+            for place in (item.spec.place, None):
+                by_place.setdefault((item.spec.length, place), []).append((item, row))
+        measurements = []
+        places = dict.fromkeys(sample.place for sample in self._samples)
+        several = places if len(places) > 1 else ()
+        for length, place in product(self.lengths, [*several, None]):
+            own = by_place.get((length, place), [])
+            name = f"{self.title}, keys recalled"
+            if place is not None:
+                name = f"depth {place:.0%}" if not self.is_absolute else format_length(place)
+            quantity = SCORE if place is None else SCORE._replace(difference=None)
+            column = Column(name, quantity, drawn=place is None, brief=self.is_absolute)
+            samples = {
+                f"{item.spec.place}/{item.spec.index}": float(row["correct"]) for item, row in own
+            }
+            reason = self._reason(model, length)
+            measurements.append(Measurement(column, length, samples, reason, independent(own)))
+        return measurements
+
+    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
+        notes = []
+        counts: dict[int, Found] = {}
+        for pair in found:
+            counts.setdefault(pair[0].spec.length, []).append(pair)
+        overlapping = [
+            f"{count:.1f} of {len(own)} at {format_length(length)}"
+            for length, own in counts.items()
+            if (count := independent(own)) is not None
+        ]
+        if overlapping:
+            notes.append(
+                "Prompts that contain the same filler text are not independent: the intervals "
+                f"count {', '.join(overlapping)}."
+            )
+        if found and self.chunk_select is None and not self.naive:
+            task, samples = self._tasks[model.name], [item.spec for item, _ in found]
+            questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
+            cost = count_tokens(
+                self._prompts(task, samples, questions),
+                max_new_tokens=_longest_answer(task, questions),
+            )
+            notes.append(
+                f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt "
+                f"by prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
+            )
+        return notes
+
+    def pictures(
+        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> list[Picture]:
+        from longrnn.evaluation.figures import heat_maps
+        from longrnn.evaluation.report import Picture, by_length
+
+        shares: dict[str, dict[tuple[float, float], float]] = {}
+        for name, own in found.items():
+            places: dict[tuple[float, float], list[bool]] = {}
+            for item, row in own:
+                length, place, _ = item.spec
+                across = length - place if self.is_absolute else length
+                places.setdefault((across, place), []).append(row["correct"])
+            if places:
+                shares[name] = {at: sum(right) / len(right) for at, right in places.items()}
+        if not shares:
+            return []
+        if self.is_absolute:
+            axes = "distance since the key (tokens)", "filler before the key (tokens)"
+        else:
+            axes = "prompt length (tokens)", "depth of the key"
+        png = heat_maps(
+            shares, axes, format_length if self.is_absolute else "{:.0%}".format, "keys recalled"
+        )
+        caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
+        drawn = by_length(self, cells) if len(models) > 1 else []
+        return [*drawn, Picture(f"{self.title}_by_position", caption, png)]
+
+    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
+        """Return why a model cannot read prompts of a length with their answers."""
+        task = self._tasks[model.name]
+        number = int(self.n_keys > 1)
+        some = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        if self.chunk_select is not None:
+            question = max(len(task.question(needle)) for needle in some)
+            length = min(length, task.n_header + self.chunk_select + question)
+        return out_of_reach(model.model, length + max(len(task.answer(one)) for one in some))
+
+    def _prompts(
+        self, task: Passkey, samples: Sequence[Sample], questions: Sequence[Question]
+    ) -> list[Prompt]:
+        prompts = []
+        for index, (sample, question) in enumerate(zip(samples, questions, strict=True)):
+            start = int(question.start * task.n_filler) if task.own_filler else 0
+            needles, ids = question.needles, task.question(question.needle)
+            context = task.context(needles, question.asked, length=sample.length, start=start)
+            if self.naive:
+                prompts.append(Prompt(context, ids, None, 0, index))
+                continue
+            # The fork is after header and filler, at the first key line. Prompts with the same
+            # single key share a branch; with several keys, the text after the first depends on the
+            # length.
+            fork = context[0].size + context[1].size
+            branch = needles[0].key if len(needles) == 1 else sample
+            prompts.append(Prompt(context, ids, start, fork, branch))
+        return prompts
+
+    def _by_chunk(
+        self,
+        model: OpenCheckpoint,
+        prompts: Sequence[Prompt],
+        questions: Sequence[Question],
+        progress: Progress,
+    ) -> Iterator[list[Answer]]:
+        """Yield one answer at a time, each from the chunk that was selected for it."""
+        task = self._tasks[model.name]
+        assert self.chunk_select is not None
+        for index, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
+            header, *rest = prompt.context
+            text = read(rest)
+            chosen = select(
+                model.model, text, prompt.question, chunk=self.chunk_select, prefix=read([header])
+            )
+            progress.advance(0, header.size + len(text) + len(prompt.question))
+            ids = prompt.question[None].to(chosen.state.position.device)
+            longest = len(task.answer(question.needle))
+            generated = generate(model.model, ids, chosen.state, max_new_tokens=longest)
+            yield [Answer(index, generated.tokens[0])]
 
 
-def _samples(tasks: Mapping[str, Passkey], grid: Grid) -> list[Sample | Inserted]:
-    """Return the samples of a grid for which the tokenizers of all models leave enough room."""
-    return grid.samples(max(task.least_length() for task in tasks.values()))
-
-
-def _longest_answer(task: Passkey, questions: Sequence[Question]) -> int:
-    return max((len(task.answer(question.needle)) for question in questions), default=1)
-
-
-def _by_chunk(
-    model: LanguageModel,
-    task: Passkey,
-    prompts: Sequence[Prompt],
-    questions: Sequence[Question],
-    chunk: int,
-    progress: Progress,
-) -> Iterator[list[Answer]]:
-    """Yield one answer at a time, each from the chunk that was selected for it."""
-    for index, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
-        header, *rest = prompt.context
-        text = read(rest)
-        chosen = select(model, text, prompt.question, chunk=chunk, prefix=read([header]))
-        progress.advance(0, header.size + len(text) + len(prompt.question))
-        ids = prompt.question[None].to(chosen.state.position.device)
-        longest = len(task.answer(question.needle))
-        generated = generate(model, ids, chosen.state, max_new_tokens=longest)
-        yield [Answer(index, generated.tokens[0])]
-
-
-def _row(
-    name: str,
-    task: Passkey,
-    sample: Sample | Inserted,
-    question: Question,
-    ids: list[int],
-) -> Row:
-    key = question.needle.key
-    answer = task.tokenizer.decode(ids).strip()
-    correct = is_recalled(answer, key)
-    row = {"model": name, **asdict(sample), "key": key, "said": answer, "correct": correct}
-    if task.own_filler:
-        row |= {"start": question.start, "covers": sample.length / task.n_filler}
-    return row
-
-
-def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by the model's name, in the order of their first appearance."""
-    split: dict[str, list[Row]] = {}
-    for row in rows:
-        split.setdefault(row["model"], []).append(row)
-    return split
-
-
-def independent(rows: Sequence[Row]) -> float | None:
+def independent(found: Found) -> float | None:
     """Return how many of the prompts of one length count as independent; None for all of them.
 
     Prompts that read overlapping parts of a text file are not independent samples of such texts,
     see `independent_stretches`. With the built-in filler, all prompts have the same text and only
     the key is sampled.
     """
-    if "covers" not in rows[0]:
+    if not found or "covers" not in found[0][1]:
         return None
-    return independent_stretches([row["start"] for row in rows], rows[0]["covers"])
+    return independent_stretches([row["start"] for _, row in found], found[0][1]["covers"])
 
 
-def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
-    """Return the accuracy of one model by (length, depth); depth None stands for all depths.
-
-    Intervals are Wilson's, with the number of prompts that `independent` returns.
-    """
-    return _accuracy(rows, "depth")
-
-
-def summarise_inserted(rows: Sequence[Row]) -> dict[tuple[int, int | None], Estimate]:
-    """Return the accuracy of one model by (length, insertion point); None stands for all points."""
-    return _accuracy(rows, "insert_at")
-
-
-def _accuracy(rows: Sequence[Row], place: str) -> dict[tuple[int, Any], Estimate]:
-    cells: dict[tuple[int, Any], list[Row]] = {}
-    for row in rows:
-        for where in (row[place], None):
-            cells.setdefault((row["length"], where), []).append(row)
-    return {
-        cell: proportion(sum(row["correct"] for row in own), len(own), independent(own))
-        for cell, own in cells.items()
-    }
+def _longest_answer(task: Passkey, questions: Sequence[Question]) -> int:
+    return max((len(task.answer(question.needle)) for question in questions), default=1)

@@ -1,136 +1,176 @@
-"""Evaluates tasks of random sequences, such as reversing, on held-out sequences."""
+"""Tasks of random sequences, such as reversing, on held-out sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from pydantic import Field, PrivateAttr
 
 from longrnn import processes
+from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
-from longrnn.errors import UserError
-from longrnn.intervals import Estimate, mean, proportion, share_or_mean
-from longrnn.models import LanguageModel
+from longrnn.errors import UserError, nearest
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.hf.load import resolve
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import out_of_reach
+from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
+from longrnn.options import Count, Lengths, Seed
 from longrnn.progress import Progress
-from longrnn.results import Results, Row
 
 # Default number of sequences, if there are as many held-out ones.
 MAX_SEQUENCES = 1024
+SCORES = {"token_accuracy": SCORE, "exact_match": SCORE, "edit_distance": MEAN}
 
 
-@torch.no_grad()
-def evaluate(
-    model: LanguageModel,
-    task: SequenceTask,
-    *,
-    length: int,
-    n: int | None = None,
-    output: Path,
-    batch_size: int = 64,
-    quiet: bool = False,
-) -> list[Row]:
-    """Measure a sequence task; return all rows, new and earlier ones.
+class Sequences(Evaluation):
+    """Evaluate a sequence task on held-out sequences: token accuracy, exact match, edit distance.
 
-    Args:
-        model: any language model with at least as many ids as the task.
-        task: defines the vocabulary and the held-out sequences.
-        length: length of the sequences, as in `Task.sample`.
-        n: number of held-out sequences; None for all of them, at most MAX_SEQUENCES.
-        output: the results file, which is resumed.
-        batch_size: sequences in one batch.
-        quiet: show no progress.
-
-    Returns:
-        One row per sequence with `index`, `token_accuracy`, `exact_match`, `edit_distance`, and
-        `condition` if the task has conditions.
-
-    Raises:
-        UserError: sizes that do not fit, or `output` has the results of another run.
+    For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
+    among frequent tokens. What is not given is as in the training of the first model.
     """
-    kind = kind_of(task)
-    if model.vocab_size < task.vocab_size:
-        raise UserError(
-            f"{kind} with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
-            f"this one has {model.vocab_size}: give the vocab_size it was trained with"
-        )
-    n = min(task.n_held_out, MAX_SEQUENCES) if n is None else n
-    if not 1 <= n <= task.n_held_out:
-        raise UserError(
-            f"n must be between 1 and the {task.n_held_out} held-out sequences: give a smaller one"
-        )
-    task.evaluation_batch(0, 1, length=length)  # refuses an invalid length
-    header = {
-        "evaluation": kind,
-        "model": model.fingerprint(),
-        "length": length,
-        **task.options(),
-    }
-    results = Results(output, header)
-    done = {row["index"] for row in results.rows}
-    todo = [index for index in range(n) if index not in done]
-    most = processes.batch_size(len(todo), batch_size)
-    own = processes.share(list(_runs(todo, most)))
-    total = sum(stop - start for start, stop in own)
-    with Progress(kind, total, unit="tokens", quiet=quiet) as progress:
-        for start, stop in own:
-            batch = task.evaluation_batch(start, stop, length=length)
-            state = model.init_state(stop - start)
-            tokens = batch.tokens.to(state.position.device)
-            logits = model(tokens, state).logits
-            refuse_nonfinite(logits, model, tokens, state)
-            predictions = logits.argmax(-1).cpu()
-            scores = {name: v.tolist() for name, v in task.score(predictions, batch).items()}
-            results.append(
-                {
-                    "index": start + i,
-                    **_condition(task, start + i),
-                    **{name: values[i] for name, values in scores.items()},
-                }
-                for i in range(stop - start)
+
+    kind: ClassVar[str] = "task"
+    reads_text: ClassVar[bool] = False
+
+    task: str | dict[str, Any] | None = Field(
+        None,
+        description="Name of the task, such as sort, recall or reverse_dual_frequency (default: as "
+        "in training).",
+    )
+    vocab_size: Count | None = Field(
+        None, description="Vocabulary size of the task (default: as in training)."
+    )
+    lengths: Lengths | None = Field(
+        None, description="Lengths of the sequences in tokens (default: as in training)."
+    )
+    n: Count | None = Field(
+        None, description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES})."
+    )
+    seed: Seed | None = None
+    batch_size: Count = Field(64, description="Sequences in one batch.")
+
+    _task: SequenceTask = PrivateAttr()
+    _kind: str = PrivateAttr()
+
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
+        source = models[0].source
+        trained = read_recorded(resolve(models[0].checkpoint)) if source else {}
+        recorded = trained.get("task", {})
+        known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
+        self._kind = str(given.get("kind", recorded.get("kind")))
+        if self._kind not in known:
+            if "kind" not in given:
+                raise UserError(
+                    f"{models[0].name} was not trained on a sequence task: give --task, one of "
+                    f"{', '.join(sorted(known))}"
+                )
+            raise UserError(f"unknown sequence task {self._kind!r}: {nearest(self._kind, known)}")
+        if self._kind == recorded.get("kind"):
+            given = recorded | given
+            if self.lengths is None and trained.get("length", {}).get("max"):
+                self.lengths = [trained["length"]["max"]]
+        for name in ("vocab_size", "seed"):
+            if getattr(self, name) is not None:
+                given.setdefault(name, getattr(self, name))
+        if self.vocab_size is not None:
+            given["vocab_size"] = self.vocab_size
+        if "vocab_size" not in given or self.lengths is None:
+            raise UserError(
+                f"{models[0].name} was not trained on {self._kind}: give --vocab-size and --lengths"
             )
-            progress.advance(stop - start, tokens.numel())
-    results.collect()
-    rows = {row["index"]: row for row in results.rows}
-    return [rows[index] for index in range(n)]
+        task: Any = TASKS.build({**given, "kind": self._kind}, None)
+        self._task = task
+        for model in models:
+            if model.model.vocab_size < self._task.vocab_size:
+                raise UserError(
+                    f"{self._kind} with vocab_size {self._task.n_tokens} needs a model with "
+                    f"{self._task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: "
+                    "give the vocab_size that it was trained with"
+                )
+        if self.n is not None and self.n > self._task.n_held_out:
+            raise UserError(
+                f"there are {self._task.n_held_out} held-out sequences: give n of at most that, "
+                f"not {self.n}"
+            )
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {"task": self._kind, **self._task.options()}
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        n = self.n or min(self._task.n_held_out, MAX_SEQUENCES)
+        return [
+            Item({"length": length, "index": index}, (length, index))
+            for length in self.lengths or ()
+            if self._reason(model, length) is None
+            for index in range(n)
+        ]
+
+    @torch.no_grad()
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        most = processes.batch_size(len(items) * processes.size(), self.batch_size)
+        for part in _runs(items, most):
+            (length, start), (_, last) = part[0].spec, part[-1].spec
+            batch = self._task.evaluation_batch(start, last + 1, length=length)
+            state = model.model.init_state(len(part))
+            tokens = batch.tokens.to(state.position.device)
+            logits = model.model(tokens, state).logits
+            refuse_nonfinite(logits, model.model, tokens, state)
+            found = self._task.score(logits.argmax(-1).cpu(), batch)
+            scores = {name: values.tolist() for name, values in found.items()}
+            progress.advance(len(part), tokens.numel())
+            yield [
+                (item, {name: values[row] for name, values in scores.items()})
+                for row, item in enumerate(part)
+            ]
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        measurements = []
+        for length in self.lengths or ():
+            rows = {item.spec[1]: row for item, row in found if item.spec[0] == length}
+            reason = self._reason(model, length)
+            names = dict.fromkeys(name for row in rows.values() for name in row) or ("exact_match",)
+            for name in names:
+                samples = {str(index): float(row[name]) for index, row in rows.items()}
+                title = f"{self.title}, {name.replace('_', ' ')}"
+                column = Column(title, SCORES.get(name, SCORE), ".3f")
+                measurements.append(Measurement(column, length, samples, reason))
+            conditions: dict[str, dict[str, float]] = {}
+            for index, row in rows.items():
+                if (condition := self._task.condition(index)) is not None:
+                    conditions.setdefault(condition, {})[str(index)] = float(row["exact_match"])
+            for condition, samples in conditions.items():
+                column = Column(condition, SCORE, ".3f", drawn=False)
+                measurements.append(Measurement(column, length, samples))
+        return measurements
+
+    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
+        return out_of_reach(model.model, self._task.width(length))
 
 
-def _runs(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of runs of consecutive indices, each of at most `most`."""
-    start = 0
-    for place in range(1, len(indices) + 1):
-        ends = place == len(indices) or indices[place] != indices[place - 1] + 1
-        if ends or place - start == most:
-            yield indices[start], indices[place - 1] + 1
-            start = place
+class Reverse(Sequences):
+    """Evaluate reverse ordering on held-out sequences: token accuracy, exact match, edit distance.
 
-
-def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
-    """Return mean token accuracy and edit distance (Student's t) and exact matches (Wilson).
-
-    Token accuracies that are all 0 or 1 are a share with Wilson's interval too. If the task has
-    conditions, the share of exact matches under each is included.
+    This is `eval task --task reverse`.
     """
-    found = {
-        "token_accuracy": share_or_mean([row["token_accuracy"] for row in rows]),
-        "exact_match": _exact(rows),
-        "edit_distance": mean([row["edit_distance"] for row in rows]),
-    }
-    for condition in dict.fromkeys(row["condition"] for row in rows if "condition" in row):
-        found[condition] = _exact([row for row in rows if row["condition"] == condition])
-    return found
+
+    task: str | dict[str, Any] | None = "reverse"
 
 
-def kind_of(task: SequenceTask) -> str:
-    """Return the name under which a task is registered."""
-    return next(kind for kind, member in TASKS.items() if type(task) is member)
-
-
-def _condition(task: SequenceTask, index: int) -> Row:
-    condition = task.condition(index)
-    return {} if condition is None else {"condition": condition}
-
-
-def _exact(rows: Sequence[Row]) -> Estimate:
-    return proportion(sum(row["exact_match"] == 1 for row in rows), len(rows))
+def _runs(items: Sequence[Item], most: int) -> Iterator[list[Item]]:
+    """Yield runs of items with consecutive sequences of one length, each of at most `most`."""
+    run: list[Item] = []
+    for item in items:
+        length, index = item.spec
+        if run and (len(run) == most or run[-1].spec != (length, index - 1)):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run

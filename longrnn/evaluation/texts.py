@@ -1,9 +1,10 @@
-"""Reads, hashes and tokenizes evaluation texts."""
+"""Texts of evaluations: reading, tokenizing, and tokens of several models that end at one byte."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from longrnn.errors import UserError
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer, read_text
 
+logger = logging.getLogger(__name__)
+
 
 class Document(NamedTuple):
     """A tokenized text.
@@ -25,25 +28,18 @@ class Document(NamedTuple):
         tokens: `(n,)` int64.
         byte_ends: `(n,)` int64, the byte at which each token ends; None if the tokenizer has no
             offsets.
-        tokenizer: fingerprint of the tokenizer; empty for tokens that are not from a text.
     """
 
     name: str
     sha256: str
     tokens: Tensor
     byte_ends: Tensor | None = None
-    tokenizer: str = ""
 
 
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
 ) -> list[Document]:
     """Read text files, one document per file.
-
-    Args:
-        paths: UTF-8 files.
-        tokenizer: the tokenizer of the model.
-        model: the model that is evaluated.
 
     Raises:
         UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
@@ -64,10 +60,11 @@ def read_documents(
 
 
 def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Document:
-    """Tokenize a text or a part of one."""
-    tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
-    ends = None if ends is None else _integers(ends)
-    return Document(name, sha256, tokens, ends, tokenizer.fingerprint())
+    """Tokenize a text."""
+    ends = tokenizer.byte_ends(text)
+    return Document(
+        name, sha256, _integers(tokenizer.encode(text)), None if ends is None else _integers(ends)
+    )
 
 
 def newlines(tokenizer: Tokenizer, count: int) -> Document:
@@ -85,13 +82,66 @@ def newlines(tokenizer: Tokenizer, count: int) -> Document:
     tokens, ends = _integers(ids).repeat(count), tokenizer.byte_ends("\n")
     if ends is not None:
         ends = (torch.arange(count)[:, None] + _integers(ends)).flatten()
-    digest = hashlib.sha256(b"\n" * count).hexdigest()
-    return Document("newlines", digest, tokens, ends, tokenizer.fingerprint())
+    return Document("newlines", hashlib.sha256(b"\n").hexdigest(), tokens, ends)
 
 
-def made_by(documents: Iterable[Document]) -> str:
-    """Return the fingerprints of the tokenizers of documents, for the header of results."""
-    return ", ".join(sorted({document.tokenizer for document in documents}))
+def warn_if_calibrated_on(model: LanguageModel, names: Mapping[str, str]) -> None:
+    """Warn of every text that the model's mitigation was calibrated on.
+
+    Args:
+        model: any model.
+        names: names of texts by their SHA-256.
+    """
+    parts = () if model.mitigation is None else model.mitigation.parts()
+    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
+    for digest in used & names.keys():
+        logger.warning(
+            f"the mitigation was calibrated on {names[digest]}: measure it on another text"
+        )
+
+
+def are_alike(documents: Sequence[Document]) -> bool:
+    """Return whether a text has the same tokens for every model."""
+    return all(torch.equal(one.tokens, documents[0].tokens) for one in documents)
+
+
+def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:
+    """Return tokens of several tokenizers that end at the same bytes of one text.
+
+    Args:
+        texts: the text, tokenized for each model.
+        places: indices of tokens of the first model, ascending.
+
+    Returns:
+        For each model the index of a token for each of `places`: the token that ends at the last
+        byte that is a token border of all tokenizers and not after the end of the first model's
+        token. If all models have the same tokens, these are `places`.
+
+    Raises:
+        UserError: the byte offsets of a tokenizer are not known, or there are too few common
+            borders.
+    """
+    if are_alike(texts):
+        return [list(places) for _ in texts]
+    ends = [text.byte_ends for text in texts if text.byte_ends is not None]
+    if len(ends) < len(texts):
+        raise UserError(
+            f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
+            "and one of the tokenizers has no byte offsets: measure these models one by one"
+        )
+    common = ends[0]
+    for end in ends[1:]:
+        common = common[torch.isin(common, end)]
+    wanted = ends[0][torch.tensor(places)]
+    found = (torch.searchsorted(common, wanted, right=True) - 1).clamp(min=0)
+    if not len(common) or len(found.unique()) < len(found):
+        raise UserError(
+            f"the tokenizers of these models have too few common token borders in {texts[0].name}: "
+            "give greater --lengths"
+        )
+    cuts = common[found]
+    # Of several tokens that end at one byte, take the last.
+    return [(torch.searchsorted(end, cuts, right=True) - 1).tolist() for end in ends]
 
 
 def _integers(values: Sequence[int]) -> Tensor:

@@ -89,8 +89,9 @@ def commands(
     group: Any, above: tuple[str, ...] = (), *, groups: bool = False
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the names and the click command of every command below a group."""
-    for own, command in group.commands.items():
-        name = (*above, own)
+    context = typer.Context(group)
+    for own in group.list_commands(context):
+        command, name = group.get_command(context, own), (*above, own)
         is_group = hasattr(command, "commands")
         if groups or not is_group:
             yield name, command

@@ -48,8 +48,8 @@ def test_every_command_takes_a_folder_of_transformers(
         *("eval", "passkey", model, "--lengths", "160", "--n", "1", "--depths", "2", "--quiet")
     )
     assert passkey.code == 0, passkey.err
-    assert "2 × 1" in passkey.out
-    loss = cli("eval", "perplexity", model, "--text", text, "--length", "100", "--quiet")
+    assert "depth 100%" in passkey.out
+    loss = cli("eval", "perplexity", model, "--text", text, "--lengths", "100", "--quiet")
     assert loss.code == 0, loss.err
 
 
@@ -104,13 +104,16 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
 def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:
     """`+beyond` evaluates a model beyond its maximum length, and the output says so."""
     llama = foreign / "llama"
-    long = ("eval", "perplexity", llama, "--text", text, "--length", "300", "--quiet")
+    long = ("eval", "perplexity", llama, "--text", text, "--lengths", "300", "--quiet")
     refused = cli(*long)
     assert refused.code == 2
     assert "256" in refused.err
     assert refused.err.count("\n") == 1
-    assert cli("eval", "passkey", llama, "--lengths", "160,300", "--n", "1").code == 2
+    assert cli("eval", "passkey", llama, "--lengths", "300", "--n", "1").code == 2
     assert not Path("results").exists()
+    some = cli("eval", "passkey", llama, "--lengths", "160,300", "--n", "1")
+    assert some.code == 0
+    assert "256 tokens" in some.out
     assert cli(*long, "--mitigation", "beyond").code == 0
     assert cli("eval", "passkey", f"{llama}+beyond", "--lengths", "300", "--n", "1").code == 0
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from longrnn import load
-from longrnn.config import load_config
-from longrnn.results import Results, read_results
-from longrnn.sweep.grid import expand, parse_axes
 from longrnn.text import ByteTokenizer
-from longrnn.training.config import TrainConfig
 from tests.cli.conftest import CLI
-from tests.training.runs import metrics, tiny, train, write_config
+from tests.training.runs import metrics, tiny, write_config
 
 
 def test_version(cli: CLI) -> None:
@@ -34,7 +27,7 @@ def test_the_home_folder_is_expanded(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     command = ["eval", "passkey", models / "text", "--lengths", "256", "--n", "1", "--depths", "1"]
     assert cli(*command, *words).code == 0
-    assert (tmp_path / "home/out/results.jsonl").is_file()
+    assert (tmp_path / "home/out/rows.jsonl").is_file()
     assert not Path("~").exists()
 
 
@@ -97,102 +90,6 @@ def test_generate_stops(cli: CLI, models: Path) -> None:
     assert stopped.out == text.out[: text.out.index(sign) + 1] + "\n"
 
 
-def test_eval_passkey(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """`eval passkey` prints a table, writes rows and a picture, and a second run keeps all rows."""
-    arguments = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "2"]
-    result = cli(*arguments, "--depths", "3", "--output", "out/here", "--quiet")
-    assert result.code == 0
-    assert result.err == ""
-    assert result.out.endswith("out/here/results.jsonl\nout/here/heatmap.png\n")
-    for piece in (
-        "passkeys recalled",
-        "depth 0%",
-        "depth 50%",
-        "depth 100%",
-        "160",
-        "256",
-        "3 × 2",
-    ):
-        assert piece in result.out
-    _, rows = read_results(tmp_path / "out/here/results.jsonl")
-    assert len(rows) == 12
-    assert {row["depth"] for row in rows} == {0.0, 0.5, 1.0}
-    assert (tmp_path / "out/here/heatmap.png").stat().st_size > 1000
-    assert sorted(p.name for p in (tmp_path / "out/here").iterdir()) == [
-        "heatmap.png",
-        "results.jsonl",
-    ]
-    # Twice the same command asks nothing again.
-    before = (tmp_path / "out/here/results.jsonl").read_bytes()
-    again = cli(*arguments, "--depths", "3", "--output", "out/here")
-    assert again.out == result.out
-    assert (tmp_path / "out/here/results.jsonl").read_bytes() == before
-
-
-def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """By default, each set of checkpoints has a results folder of its own."""
-    short = ["--lengths", "160", "--depths", "0.25,1.0", "--n", "1", "--quiet"]
-    assert cli("eval", "passkey", models / "text", *short).code == 0
-    both = cli("eval", "passkey", models / "text", f"{models}/text/", *short)
-    assert both.code == 0
-    folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
-    assert folders == ["text", "text--plain--plain"]
-    _, rows = read_results(tmp_path / "results/passkey/text--plain--plain/results.jsonl")
-    assert len(rows) == 4
-    assert {row["depth"] for row in rows} == {0.25, 1.0}
-
-
-def test_eval_passkey_inserted(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Insertion points have their own results folder; the saving by shared prefixes is printed."""
-    short = ["--lengths", "200,300", "--n", "1", "--quiet"]
-    result = cli("eval", "passkey", models / "text", *short, "--insert-every", "100")
-    assert result.code == 0, result.err
-    folder = Path("results/passkey-absolute/text")
-    assert result.out.endswith(f"{folder}/results.jsonl\n{folder}/positions.png\n")
-    assert (tmp_path / folder / "positions.png").stat().st_size > 10_000
-    _, rows = read_results(tmp_path / folder / "results.jsonl")
-    cells = sorted((row["length"], row["insert_at"]) for row in rows)
-    assert cells == [(200, 0), (300, 0), (300, 100)]
-    again = cli("eval", "passkey", models / "text", *short, "--insert-at", "0,100")
-    assert again.out == result.out
-
-
-def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """`eval reverse` uses the sizes of the training run by default."""
-    result = cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet")
-    assert result.code == 0
-    header, rows = read_results(tmp_path / "results/reverse/backwards/results.jsonl")
-    assert (header["vocab_size"], header["length"], header["held_out"]) == (8, 8, 16)
-    assert len(rows) == 7
-    for name in ("token_accuracy", "exact_match", "edit_distance"):
-        assert f"{name} " in result.out
-    assert "(n = 7, 95 % interval)" in result.out
-    # Without --n, all 16 that this task holds out.
-    whole = cli("eval", "reverse", models / "backwards", "--output", "all", "--quiet")
-    assert whole.code == 0, whole.err
-    assert "(n = 16, 95 % interval)" in whole.out
-    other = cli("eval", "reverse", models / "backwards", "--length", "5", "--n", "3",
-                "--output", "five", "--quiet")  # fmt: skip
-    assert other.code == 0
-    assert read_results(tmp_path / "five/results.jsonl")[0]["length"] == 5
-    bare = ["--vocab-size", "20", "--length", "4", "--n", "2", "--quiet"]
-    assert cli("eval", "reverse", models / "text", *bare).code == 0
-
-
-def test_eval_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """`eval task` evaluates the training task by default, and each task in its own folder."""
-    result = cli("eval", "task", models / "backwards", "--n", "7", "--quiet")
-    assert result.code == 0, result.err
-    assert result.out == cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet").out
-    sizes = ["--vocab-size", "8", "--length", "6", "--n", "5", "--quiet"]
-    dual = "reverse_dual_frequency"
-    other = cli("eval", "task", models / "backwards", "--task", dual, *sizes)
-    assert other.code == 0, other.err
-    assert "rare target" in other.out
-    header, rows = read_results(tmp_path / f"results/{dual}/backwards/results.jsonl")
-    assert (header["vocab_size"], header["length"], len(rows)) == (8, 6, 5)
-
-
 def test_train(cli: CLI, tmp_path: Path) -> None:
     """Overrides reach the run, which reports its end, also when there is nothing left to train."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
@@ -243,43 +140,3 @@ def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "embedding.weight" in refused.err
     assert not (tmp_path / "other").exists()
-
-
-def test_diagnose_stability(cli: CLI, models: Path) -> None:
-    """`diagnose stability` prints one row with intervals per checkpoint and condition."""
-    result = cli("diagnose", "stability", models / "backwards", "--n", "3", "--quiet")
-    assert result.code == 0, result.err
-    assert re.search(r"│ +4 │ all tokens │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
-
-
-def test_diagnose_attribution(cli: CLI, tmp_path: Path) -> None:
-    """`diagnose attribution` prints sums for rare and frequent tokens, one row per checkpoint."""
-    dual = {"kind": "reverse_dual_frequency", "vocab_size": 8, "held_out": 4}
-    train(tiny("reverse", tmp_path / "run", task=dual, save_total_limit=9))
-    result = cli("diagnose", "attribution", tmp_path / "run", "--n", "16", "--quiet")
-    assert result.code == 0, result.err
-    steps = re.findall(r"│ +(\d+) │(?: +\S+ \[\S+ \S+\] +│){5}", result.out)
-    assert steps == ["4", "8", "10"]
-
-
-def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sweep` writes its table, and exits with 2 if a run failed."""
-    config = write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
-    done, failing = "position.kind=none,seed=1", "position.kind=none,seed=2"
-    base = load_config(TrainConfig, config)
-    [point] = expand(base, parse_axes(done.replace(",", " ").split()), Path("run-sweep/runs"))
-    row = {"run": done, "values": point.values, "metrics": {"token_accuracy": 0.5}}
-    results = Results(tmp_path / "run-sweep/results.jsonl", {"evaluation": "sweep"})
-    results.append([{**row, "config": point.content()}])
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # every training fails, at once
-    command = ["sweep", "c.yaml", "--grid", "position.kind=none", "--quiet"]
-    result = cli(*command, "seed=1,2")
-    assert result.code == 2
-    assert f"run-sweep/logs/{failing}.log" in result.err
-    assert "Traceback" not in result.err
-    result = cli(*command, "seed=1")
-    assert result.code == 0, result.err
-    lines = result.out.splitlines()
-    assert lines[:3:2] == ["| position.kind | runs | token_accuracy |", "| none | 1 | 0.500 |"]
-    assert lines[-2:] == ["run-sweep/results.jsonl", "run-sweep/table.md"]
-    assert result.out.startswith((tmp_path / "run-sweep/table.md").read_text())

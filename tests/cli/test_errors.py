@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.hf import names
-from longrnn.results import read_results
+from longrnn.results import read_rows
 from tests.cli.conftest import CLI, assert_refused, refused
 from tests.training.runs import metrics, tiny, write_config
 
@@ -26,7 +25,7 @@ def test_unknown_checkpoints(
     refused(cli, *command, "passkey-tyni", says=("passkey-tiny",))
     refused(cli, *command, "no/such/folder", says=("passkey-tiny",))
     refused(cli, *command, models / "text/config.json", says=("folder",))
-    sizes = ["--vocab-size", "8", "--length", "4"] if "reverse" in command else []
+    sizes = ["--vocab-size", "8", "--lengths", "4"] if "reverse" in command else []
     refused(cli, *command, models, *sizes, says=("config.json",))
 
 
@@ -100,15 +99,6 @@ def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:
         refused(cli, *arguments, says=("seed", "output_dir"))
 
 
-def test_results_of_another_run(cli: CLI, models: Path) -> None:
-    """Rows of a different evaluation are not added to an existing results file."""
-    arguments = ["eval", "passkey", models / "text", *SHORT, "--output", "out"]
-    assert cli(*arguments).code == 0
-    refused(cli, *arguments, "--seed", "1", says=("seed",))
-    other = ["eval", "reverse", models / "backwards", "--n", "2", "--quiet", "--output", "out"]
-    refused(cli, *other)
-
-
 def test_folders_that_cannot_be_written(cli: CLI, models: Path, tmp_path: Path) -> None:
     """An output path at or below a file is refused."""
     (tmp_path / "file").write_text("x")
@@ -146,12 +136,12 @@ def test_a_full_disk_while_evaluating(
     finally:
         small_files(0)
     assert_refused(result, "File too large", "longrnn eval passkey")
-    torn = (tmp_path / "out/results.jsonl").read_bytes()
+    torn = (tmp_path / "out/rows.jsonl").read_bytes()
     assert len(torn) == 1500
     assert cli(*arguments).code == 0
-    whole = (tmp_path / "out/results.jsonl").read_bytes()
+    whole = (tmp_path / "out/rows.jsonl").read_bytes()
     assert whole.startswith(torn[: torn.rindex(b"\n") + 1])
-    _, rows = read_results(tmp_path / "out/results.jsonl")
+    rows = [row["item"] for row in read_rows(tmp_path / "out/rows.jsonl")[0]]
     assert sorted((row["depth"], row["index"]) for row in rows) == [
         (depth, index) for depth in (0, 0.25, 0.5, 0.75, 1) for index in range(8)
     ]

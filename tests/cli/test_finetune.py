@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from longrnn import load, load_tokenizer
-from longrnn.comparison.suites import perplexity
 from longrnn.config import load_config
 from longrnn.errors import UserError
+from longrnn.evaluation import perplexity
 from longrnn.training import finetuning
 from longrnn.training.config import TrainConfig
 from tests.cli.conftest import CLI, refused

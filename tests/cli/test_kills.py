@@ -52,29 +52,25 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         ["train", "{shelf}/train.yaml", "output_dir={out}", "--quiet"], ["out"], ["--resume"]
     ),
-    "sweep": Command(
-        ["sweep", "{shelf}/short.yaml", "--grid", "seed=1,2", "--output", "{out}", "--quiet"],
-        ["out/results.jsonl", "out/table.md"],
-    ),
     "passkey": Command(
         ["eval", "passkey", MODEL, "--lengths", "160,256", "--n", "8", "--batch-size", "2"]
         + ["--output", "{out}", "--quiet"],
         ["out"],
     ),
     "perplexity": Command(
-        ["eval", "perplexity", MODEL, *TEXT, "--length", "64", "--batch-size", "1"]
+        ["eval", "perplexity", MODEL, *TEXT, "--lengths", "64", "--batch-size", "1"]
         + ["--output", "{out}", "--quiet"],
         ["out"],
     ),
     "task": Command(
-        ["eval", "task", MODEL, "--task", "sort", "--vocab-size", "64", "--length", "12"]
+        ["eval", "task", MODEL, "--task", "sort", "--vocab-size", "64", "--lengths", "12"]
         + ["--n", "256", "--output", "{out}", "--quiet"],
         ["out"],
     ),
     "memory": Command(
         ["diagnose", "memory", MODEL, *TEXT, "--positions", "16,64", "--stretches", "6"]
         + ["--output", "{out}", "--quiet"],
-        ["out/results.jsonl"],
+        ["out"],
     ),
     "states": Command(
         ["diagnose", "states", "{shelf}/mamba2", *TEXT, "--train-length", "64", "--length", "1k"]
@@ -89,7 +85,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         ["compare", MODEL, "{shelf}/mamba2", "--suite", "{shelf}/suite.yaml", "--output", "{out}"]
         + ["--quiet"],
-        ["out/comparison.jsonl", "out/suite"],
+        ["out"],
     ),
     "calibrate": Command(
         ["calibrate", "{shelf}/mamba2", *TEXT, "--method", "scale_decay", "--train-length", "32"]

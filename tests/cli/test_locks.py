@@ -27,13 +27,12 @@ FOLDERS = {
     "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
     "eval reverse": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
-    "eval perplexity": ["{model}", *TEXT, "--length", "64", *OUTPUT, *QUIET],
+    "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
     "compare": ["{model}", "suite.yaml", *OUTPUT, *QUIET],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
     "diagnose gradients": ["{run}", "--lengths", "4", "--rows", "1", *OUTPUT, *QUIET],
     "report": ["{run}", *OUTPUT],
-    "sweep": ["{config}", "seed=1", *OUTPUT, *QUIET],
     "train": ["{config}", "output_dir=out", *QUIET],
 }
 SHORT = ["--length", "16", "--no-evaluate", "max_steps=1", "per_device_train_batch_size=1"]
@@ -46,8 +45,6 @@ FILES = {
 }
 # lm-eval writes its own results, into new files whose names hold the time.
 OTHERS = {"eval harness"}
-# `tests/cli/test_memory.py` asserts it of this one, which needs a family of models.
-SEPARATE = {"diagnose capacity"}
 WRITES = {"output", "out", "destination"}
 
 
@@ -58,7 +55,7 @@ def test_no_command_that_writes_is_left_out() -> None:
         for name, command in commands(typer.main.get_command(app))
         if WRITES & {parameter.name for parameter in command.params}
     }
-    assert found | {"train"} | OTHERS == {*FOLDERS, *FILES, *SEPARATE, *OTHERS}
+    assert found | {"train"} | OTHERS == {*FOLDERS, *FILES, *OTHERS}
 
 
 @pytest.fixture
@@ -96,17 +93,6 @@ def test_a_command_is_refused_while_another_process_writes_there(
     done = cli(*command)
     assert done.code == 0, done.err
     assert not list(tmp_path.rglob("*.lock"))
-
-
-def test_two_evaluations_of_one_file_do_not_mix(
-    cli: CLI, places: dict[str, Path], tmp_path: Path
-) -> None:
-    """A results file is locked as well as its folder."""
-    command = ["eval", "perplexity", places["model"], *TEXT, "--length", "64", *OUTPUT, *QUIET]
-    with held(tmp_path / "out/results.jsonl", "file"):
-        refused = cli(*command)
-    assert refused.code == 2
-    assert "out/results.jsonl" in refused.err
 
 
 def test_a_run_whose_trainer_is_alive_is_not_resumed(tmp_path: Path) -> None:

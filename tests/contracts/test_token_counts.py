@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from longrnn.comparison.suites import EVALUATIONS
 
 from longrnn.cells import MIXERS
-from longrnn.comparison.suites import EVALUATIONS
-from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.positions import POSITIONS

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.diagnostics.through_time import Run, norms
 from longrnn.studies.stability import stability
-from longrnn.training.prefetch import Prefetch
 
 from longrnn import load, state
 from longrnn.cells import MIXERS

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import image
-
 from longrnn.comparison.compare import Cell
 from longrnn.diagnostics.comparison import write_report
+from matplotlib import image
+
 from longrnn.intervals import Estimate, figure, proportion
 from tests.diagnostics.conftest import open_alone
 

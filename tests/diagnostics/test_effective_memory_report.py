@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.effective_memory_report import summary, write_report
+
 from longrnn.evaluation.memory import MeanEffRem, starts
 from longrnn.intervals import Estimate
 from tests.diagnostics.conftest import open_alone

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from longrnn.diagnostics.loss_curves import losses_by_position
 from matplotlib import image
 
-from longrnn.diagnostics.loss_curves import losses_by_position
-from longrnn.diagnostics.plots import (
+from longrnn.evaluation.figures import (
     lengths_axis,
     loss_by_position,
     new_figure,

@@ -24,6 +24,7 @@ class Oracle:
 
     vocab_size = 256
     max_length = None
+    mitigation = None
 
     def __init__(
         self, *, forgets: int | None = None, fails_after: int | None = None, name: str = "oracle"

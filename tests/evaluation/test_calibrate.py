@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from torch import Tensor
 import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
-from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calibrate
+from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
-from longrnn.evaluation.texts import Document, read_documents
+from longrnn.evaluation.settings import Settings
+from longrnn.evaluation.texts import Document, read_documents, warn_if_calibrated_on
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
@@ -43,7 +42,7 @@ OTHER = "There is nothing surprising in this. If they but knew it, almost all me
 LENGTH, TARGET = 40, 150  # LENGTH is no multiple of EVERY
 SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
 # What every method needs to run on PROSE.
-QUICK = Settings(LENGTH, TARGET, windows=2, steps=2)
+QUICK = Settings(train_length=LENGTH, target_length=TARGET, windows=2, steps=2)
 
 
 @pytest.fixture
@@ -131,7 +130,9 @@ def written(
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
     """The threshold is the largest norm of a head inside the training length times the margin."""
     model = build(mixer)
-    member = calibrate(model, documents, "state_norm", Settings(LENGTH, margin=0.8), quiet=True)
+    member = calibrate(
+        model, documents, "state_norm", Settings(train_length=LENGTH, margin=0.8), quiet=True
+    )
     expected = largest_norms(model, windows(LENGTH))
     assert member["kind"] == "state_norm"
     for found, norms in zip(member["threshold"], expected, strict=True):
@@ -140,7 +141,9 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
 
 def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
     """Windows are spread evenly over all texts."""
-    member = calibrate(build(), documents, "state_norm", Settings(LENGTH, windows=3), quiet=True)
+    member = calibrate(
+        build(), documents, "state_norm", Settings(train_length=LENGTH, windows=3), quiet=True
+    )
     assert len(windows(LENGTH)) == 13
     expected = largest_norms(build(), windows(LENGTH, [0, 4, 8]))
     assert member["threshold"][1] == pytest.approx(expected[1], rel=1e-5)
@@ -153,14 +156,14 @@ def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
         for parameter in model.cells[1].parameters():
             parameter.zero_()
     with pytest.raises(UserError, match="layer 1"):
-        calibrate(model, documents, "state_norm", Settings(LENGTH), quiet=True)
+        calibrate(model, documents, "state_norm", Settings(train_length=LENGTH), quiet=True)
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.6, None])
 def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
     """Only global heads have a threshold, which is the quantile of their step sizes."""
     model = build(n_layers=3)
-    asked = Settings(LENGTH, TARGET, quantile=quantile)
+    asked = Settings(train_length=LENGTH, target_length=TARGET, quantile=quantile)
     member = calibrate(model, documents, "token_filter", asked, quiet=True)
     share = 1 - LENGTH / TARGET if quantile is None else quantile
     kinds = set()
@@ -181,7 +184,7 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
 def test_the_largest_step_filters_all_of_the_text(documents: list[Document]) -> None:
     """In float32 the threshold is not below the step size from which it was taken."""
     model = build(dtype=torch.float32)
-    asked = Settings(LENGTH, quantile=1.0)
+    asked = Settings(train_length=LENGTH, quantile=1.0)
     member = calibrate(model, documents, "token_filter", asked, quiet=True)
     after = Mitigated(model, mitigation(member))(windows(LENGTH)).state
     # Below the first layer the filter itself changes what is read.
@@ -193,14 +196,20 @@ def test_nothing_to_filter(documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to filter."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=naming("0.05", 40)):
-        calibrate(model, documents, "token_filter", Settings(LENGTH, TARGET), quiet=True)
+        calibrate(
+            model,
+            documents,
+            "token_filter",
+            Settings(train_length=LENGTH, target_length=TARGET),
+            quiet=True,
+        )
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.3, 2), (0.5, 4), (0.01, 1), (1.0, 8)])
 def test_scale_delta_by_share(share: float, count: int, documents: list[Document]) -> None:
     """The factor applies to the share of heads with the longest receptive fields only."""
     model = build()
-    asked = Settings(LENGTH, TARGET, share=share)
+    asked = Settings(train_length=LENGTH, target_length=TARGET, share=share)
     member = calibrate(model, documents, "scale_delta", asked, quiet=True)
     slowness = torch.stack(
         [(dt * A).flatten(0, 1).mean(0) for dt, A in steps(model, windows(LENGTH))]
@@ -218,7 +227,7 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     assert len(tokens) == 2
     plain, better = mean_loss(model, tokens), []
     for seed in range(4):
-        asked = Settings(LENGTH, TARGET, steps=1 + seed, seed=seed)
+        asked = Settings(train_length=LENGTH, target_length=TARGET, steps=1 + seed, seed=seed)
         member = calibrate(model, documents, kind, asked, quiet=True)
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
@@ -231,7 +240,12 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
 def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> None:
     """The first step evaluates both factors at exp(±0.2)."""
     model, tokens = build(), windows(TARGET + 1)
-    member = calibrate(model, documents, "scale_delta", Settings(LENGTH, TARGET, steps=1))
+    member = calibrate(
+        model,
+        documents,
+        "scale_delta",
+        Settings(train_length=LENGTH, target_length=TARGET, steps=1),
+    )
     up, down = float(np.exp(0.2)), float(np.exp(-0.2))
     sides = [[[up, up], [down, down]], [[up, down], [down, up]]]
     best = []
@@ -251,7 +265,7 @@ def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
     model = build()
 
     def search(seed: int) -> dict[str, Any]:
-        asked = Settings(LENGTH, TARGET, windows=1, steps=3, seed=seed)
+        asked = Settings(train_length=LENGTH, target_length=TARGET, windows=1, steps=3, seed=seed)
         return calibrate(model, documents, kind, asked, quiet=True)
 
     torch.manual_seed(1)
@@ -338,8 +352,6 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
     path.write_text("collapsing: [[0, 2]]\n")
     other = Mitigated(model, mitigation(spec))
     assert one.fingerprint() != other.fingerprint()
-    with pytest.raises(UserError):
-        other(windows(LENGTH), one.init_state(len(windows(LENGTH))))
     path.write_text(f"collapsing: [[0, 2]]\nfingerprint: {build(seed=1).fingerprint()}\n")
     with pytest.raises(UserError, match="model"):
         Mitigated(model, mitigation(spec))
@@ -350,7 +362,7 @@ def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text(FILLER * 20)
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    asked = Settings(256, 65536, windows=4)
+    asked = Settings(train_length=256, target_length=65536, windows=4)
     member = calibrate(model, texts, "token_filter", asked, quiet=True)
     none = [None] * 4
     (theta,) = [value for value in member["threshold"][0] if value is not None]
@@ -380,7 +392,7 @@ def test_methods_that_cannot_be(
     [
         ({"train_length": 1}, "length"),
         ({"windows": 0}, "windows"),
-        ({"steps": 0}, "windows"),
+        ({"steps": 0}, "steps"),
         ({"target_length": LENGTH}, "40"),
         ({"margin": 0.0}, "margin"),
         ({"margin": float("nan")}, "margin"),
@@ -393,7 +405,7 @@ def test_methods_that_cannot_be(
 def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
     """Settings out of range raise a UserError."""
     with pytest.raises(UserError, match=message):
-        Settings(**{"train_length": LENGTH, **options})
+        Settings(**{"train_length": LENGTH, **options}).check()
 
 
 @pytest.mark.parametrize(
@@ -405,7 +417,7 @@ def test_a_setting_that_a_method_does_not_read_is_refused(
 ) -> None:
     """A setting is not silently without effect."""
     with pytest.raises(UserError, match=naming(name, OF_ONE_METHOD[name])):
-        calibrate(build(), documents, method, replace(QUICK, **{name: 0.5}), quiet=True)
+        calibrate(build(), documents, method, QUICK.model_copy(update={name: 0.5}), quiet=True)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -413,7 +425,9 @@ def test_texts_that_are_too_short(method: str, documents: list[Document]) -> Non
     """A text that is shorter than a window raises a UserError."""
     need = 600 if method in SEARCHED else 500
     with pytest.raises(UserError, match=naming(len(PROSE), need + 1)):
-        calibrate(build(), documents, method, Settings(501, 600), quiet=True)
+        calibrate(
+            build(), documents, method, Settings(train_length=501, target_length=600), quiet=True
+        )
     with pytest.raises(UserError):
         calibrate(build(), [], method, QUICK, quiet=True)
 
@@ -422,11 +436,11 @@ def test_texts_that_are_too_short(method: str, documents: list[Document]) -> Non
 def test_the_target_length_must_be_said(method: str, documents: list[Document]) -> None:
     """A method that needs a target length raises a UserError without one."""
     with pytest.raises(UserError, match="--target-length"):
-        calibrate(build(), documents, method, Settings(LENGTH), quiet=True)
+        calibrate(build(), documents, method, Settings(train_length=LENGTH), quiet=True)
 
 
 def test_measuring_on_what_was_calibrated_on(
-    documents: list[Document], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    documents: list[Document], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Evaluating on the calibration text causes a warning for each such file, and for no other."""
     model = build()
@@ -435,8 +449,10 @@ def test_measuring_on_what_was_calibrated_on(
     second = written(tmp_path, model, [short], {"kind": "scale_delta", "scale": 0.9})
 
     def warned(subject: Any) -> list[str]:
-        warn_if_calibrated_on(subject, documents)
-        return [line.split()[6].rstrip(":") for line in capsys.readouterr().err.splitlines()]
+        caplog.clear()
+        warn_if_calibrated_on(subject, {one.sha256: one.name for one in documents})
+        names = [one.name for one in documents]
+        return [name for name in names if name in caplog.text]
 
     assert warned(model) == warned(Mitigated(model, mitigation("forget_more"))) == []
     assert warned(Mitigated(model, mitigation(first))) == ["ishmael.txt"]

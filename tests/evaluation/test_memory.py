@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.evaluation.memory import MeanEffRem, enough, evaluate, remembrance, starts, summarise
-from longrnn.evaluation.texts import Document
-from longrnn.inference import trie
-from longrnn.intervals import Estimate
+from longrnn.evaluation.memory import Memory, enough, remembrance, starts
+from longrnn.evaluation.texts import read_documents
+from longrnn.inference import prefill
 from longrnn.models import LanguageModel
-from longrnn.results import read_results
+from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
-from tests.inference.test_prefix import Watched
+from tests.evaluation.small_models import measure, small_model
+from tests.refusals import naming
 
 
 def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -> float:
@@ -50,95 +49,60 @@ def test_one_pass_is_the_definition(kind: str) -> None:
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long pieces and a mitigation's carry give the EffRem of separate contexts."""
-    monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
-
-
-def test_no_token_is_read_twice() -> None:
-    """Starts that several T share are read once."""
-    model, positions = Watched(build_model("gru")), [16, 64]
-    remembrance(model, random_tokens(3, 64), positions)
-    ends = {start: T for T in positions for start in [0, *starts(T)]}
-    assert model.tokens == 3 * sum(end - start for start, end in ends.items())
-    assert model.tokens < 3 * sum(T + sum(T - t for t in starts(T)) for T in positions)
 
 
 def test_starts() -> None:
     """Starts are powers of two from both ends of the context, ascending."""
     assert starts(2) == [1]
     assert starts(16) == [1, 2, 4, 8, 12, 14, 15]
-    assert starts(10) == [1, 2, 4, 6, 8, 9]
     assert {4096, 8192, 12288} <= set(starts(16384))
 
 
-def document(seed: int, tokens: int) -> Document:
-    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0])
-
-
-def test_rows_go_on(tmp_path: Path) -> None:
-    """A resumed evaluation measures only what is missing; another model is refused."""
-    model, output = build_model("lstm"), tmp_path / "r.jsonl"
-    asked: dict[str, Any] = {"positions": [8, 20], "output": output, "quiet": True}
-    texts = [document(0, 70), document(1, 45)]
-    rows = evaluate(model, texts[:1], batch_size=1, **asked)
-    assert [row["first"] for row in rows[:: len(starts(8)) + len(starts(20))]] == [0, 20, 40]
-    for row in rows:
-        piece = texts[0].tokens[row["first"] :]
-        expected = naive(model, piece, row["position"], row["start"])
-        assert row["effrem"] == pytest.approx(expected, abs=1e-11)
-    before = output.read_bytes()
-    watched = Watched(model)
-    more = evaluate(watched, texts, **asked)
-    assert more[: len(rows)] == rows
-    assert watched.tokens == 2 * sum(
-        end - start for start, end in {t: T for T in (8, 20) for t in [0, *starts(T)]}.items()
-    )
-    assert output.read_bytes().startswith(before)
-    assert len(read_results(output)[1]) == len(more)
-    assert len(evaluate(model, texts, stretches=1, **asked)) == len(more) * 2 // 5
-    lines = output.read_bytes().splitlines(keepends=True)
-    output.write_bytes(b"".join(lines[:-3]))
-    evaluate(model, texts, **asked)
-    assert output.read_bytes().startswith(b"".join(lines[:-3]))
-    assert len(read_results(output)[1]) == len(more), "no row is measured twice"
-    with pytest.raises(UserError, match="different model"):
-        evaluate(build_model("gru"), texts, **asked)
-    with pytest.raises(UserError, match="tokenizer"):
-        evaluate(model, [texts[0]._replace(tokenizer="another")], **asked)
+def test_the_evaluation(tmp_path: Path) -> None:
+    """Cells are means over stretches of the text; a resumed one reads only what is missing."""
+    (tmp_path / "a.txt").write_text("".join(f"{k * 7919 % 1000} " for k in range(40)))
+    one = small_model("one")
+    asked: dict[str, Any] = {"texts": [tmp_path / "a.txt"], "positions": [8, 20]}
+    outcome = measure(Memory(**asked, stretches=2), tmp_path / "r", one)
+    (document,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), one.model)
+    cell = next(c for c in outcome.cells if c.metric.endswith("20") and c.at == 4)
+    pieces = [document.tokens[start : start + 20] for start in (0, 20)]
+    expected = sum(naive(one.model, piece, 20, 16) for piece in pieces) / 2
+    assert cell.estimate is not None
+    assert cell.estimate.mean == pytest.approx(expected, abs=1e-6)
+    assert 0 <= cell.estimate.low <= cell.estimate.high <= 1
+    assert "After 20 tokens" in outcome.notes()[0]
+    before = (tmp_path / "r/rows.jsonl").read_bytes()
+    measure(Memory(**asked, stretches=3), tmp_path / "r", one)
+    after = (tmp_path / "r/rows.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert after.count(b"\n") == 6
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("options", "names"),
     [
-        ({"positions": [1, 8]}, "positions"),
-        ({"stretches": 0}, ""),
-        ({"batch_size": 0}, ""),
-        ({"positions": [64]}, ""),
+        ({"positions": [1, 8]}, ("positions",)),
+        ({"stretches": 0}, ("stretches",)),
+        ({"positions": ["64k"]}, ("a.txt", "64k")),
+        ({"texts": ["b.txt"]}, ("b.txt",)),
     ],
 )
-def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Invalid settings leave no results file."""
-    asked = {"positions": [8], "output": tmp_path / "r.jsonl", "quiet": True, **changes}
-    with pytest.raises(UserError, match=message):
-        evaluate(build_model("gru"), [document(0, 40)], **asked)
-    assert not list(tmp_path.iterdir())
+def test_what_cannot_be_measured(
+    options: dict[str, Any], names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a text of a few words")
+    with pytest.raises(UserError, match=naming(*names)):
+        measure(Memory(**{"texts": ["a.txt"]} | options), tmp_path / "r", small_model("one"))
+    assert not (tmp_path / "r").exists()
 
 
-def test_summaries() -> None:
-    """Intervals are cut to [0, 1]; a context is enough only if all longer ones are."""
-    rows = [
-        {"position": T, "start": t, "effrem": value, "text_sha256": str(i), "first": 0}
-        for (T, t), i in product([(8, 1), (8, 4), (16, 2)], range(2))
-        for value in [0.02 if i else 0.0]
-    ]
-    found = summarise(rows)
-    assert list(found) == [8, 16]
-    assert [point.start for point in found[8]] == [1, 4]
-    assert found[8][0].effrem == (0.01, 0.0, pytest.approx(0.137, abs=1e-3), 2)
-
-    def points(*means: float) -> list[MeanEffRem]:
-        return [MeanEffRem(2**k, Estimate(mean, 0, 1, 3)) for k, mean in enumerate(means)]
-
-    assert enough(points(0.0, 0.1, 0.2, 0.0), 16) == 14
-    assert enough(points(0.2, 0.0), 16) is None
-    assert enough(points(0.0, 0.0), 16) == 14
+def test_enough() -> None:
+    """A context is enough only if all longer ones are."""
+    assert enough({15: 0.0, 14: 0.1, 12: 0.2, 8: 0.0}) == 14
+    assert enough({15: 0.2, 14: 0.0}) is None
+    assert enough({15: 0.0, 14: 0.0}) == 14

@@ -1,311 +1,267 @@
-"""Loss by position equals a direct computation; the criterion of robust forgetting."""
+"""Loss by position equals a direct computation, on the same bytes for all models."""
 
 from __future__ import annotations
 
-import json
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.forgetting import forgetting
-from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, summarise
-from longrnn.evaluation.texts import Document, read_documents
+from longrnn.evaluation.perplexity import Perplexity, by_bucket, losses
+from longrnn.evaluation.texts import read_documents, shared_places
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import prefill
-from longrnn.models import LMOutput, RecurrentLM
-from longrnn.results import Row
+from longrnn.intervals import mean, ratio
+from longrnn.models import LanguageModel, LMOutput, base
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model, random_tokens
+from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
 from tests.refusals import naming
+from tests.tasks.test_passkey import trained_bpe
 
-LENGTH = 150
-
-
-def document(seed: int, tokens: int) -> Document:
-    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0])
+WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
+BITS = "perplexity, bits per byte"
 
 
-def direct(model: RecurrentLM, tokens: Tensor) -> list[float]:
-    """Return the loss at every position of one window, from all logits at once."""
-    with torch.no_grad():
-        chances = torch.softmax(model(tokens[None, :-1]).logits[0].double(), dim=-1)
-    return [-math.log(chances[i, token]) for i, token in enumerate(tokens[1:].tolist())]
+def texts(folder: Path) -> list[Path]:
+    """Return two texts, of about 14,000 and 8,000 bytes."""
+    (folder / "a.txt").write_text("".join(WORDS))
+    (folder / "b.txt").write_text("".join(WORDS[::-1][:700]))
+    return [folder / "a.txt", folder / "b.txt"]
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def perplexity(folder: Path, **changes: Any) -> Perplexity:
+    options = {"texts": texts(folder), "lengths": [64, 256, 512], "windows": 3} | changes
+    return Perplexity(**options)
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 @pytest.mark.parametrize("piece", [4096, 7])
 def test_against_all_logits_at_once(
-    mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixer: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses by bucket and stretch equal those computed from all logits at once."""
+    """Sums between edges, which may differ by row, equal those from all logits at once."""
     monkeypatch.setattr(prefill, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal")
-    documents = [document(1, 2 * LENGTH + 1), document(2, LENGTH + 1), document(3, 2 * LENGTH)]
-    rows = evaluate(
-        model, documents, length=LENGTH, output=tmp_path / "r.jsonl", batch_size=3, quiet=True
+    tokens = random_tokens(2, 151, seed=1)
+    edges = torch.tensor([[0, 1, 64, 150], [0, 7, 100, 150]])
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits.double()
+    expected = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+    found = losses(model, tokens, edges)
+    for row, nats, own in zip(found, expected, edges.tolist(), strict=True):
+        parts = [nats[a:b].sum() for a, b in zip(own, own[1:], strict=False)]
+        torch.testing.assert_close(row, torch.stack(parts), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), PairTokenizer()])
+def test_columns_are_bits_over_bytes(tokenizer: Any, tmp_path: Path) -> None:
+    """A column has the bits of the tokens between two lengths over their bytes, all windows."""
+    one = small_model("one", tokenizer=tokenizer)
+    outcome = measure(perplexity(tmp_path), tmp_path / "r", one)
+    width = 1 if isinstance(tokenizer, ByteTokenizer) else 2
+    columns: dict[int, list[tuple[float, float]]] = {64: [], 256: [], 512: []}
+    for path in texts(tmp_path):
+        ids = torch.tensor([tokenizer.encode(path.read_text())])
+        count = (ids.shape[1] - 1) // 512
+        for number in (count * k // 3 for k in range(3)):
+            window = ids[:, number * 512 :][:, :513]
+            with torch.no_grad():
+                logits = one.model(window[:, :-1]).logits.double()
+            bits = F.cross_entropy(logits[0], window[0, 1:], reduction="none") / math.log(2)
+            for at, (a, b) in zip(columns, ((0, 64), (64, 256), (256, 512)), strict=True):
+                columns[at].append((float(bits[a:b].sum()), width * (b - a)))
+    found = cells(outcome)
+    for at, samples in columns.items():
+        assert found[BITS, at, "one"].estimate == pytest.approx(ratio(samples), rel=1e-5)
+    assert len(outcome.found["one"]) == 6
+
+
+def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -> None:
+    """Every sample has the same bytes for both models, so that differences are paired."""
+    models = [small_model("bytes"), small_model("pairs", tokenizer=PairTokenizer())]
+    evaluation = perplexity(tmp_path)
+    outcome = measure(evaluation, tmp_path / "r", *models)
+    one, other = (evaluation.columns(m, outcome.found[m.name]) for m in models)
+    for first, second, width in zip(one[::2], other[::2], (64, 192, 256), strict=True):
+        sizes = {key: size for key, (_, size) in first.samples.items()}
+        assert sizes == {key: size for key, (_, size) in second.samples.items()}
+        assert len(sizes) == 6
+        assert all(abs(size - width) <= 2 for size in sizes.values())
+    assert cells(outcome)[BITS, 512, "pairs"].difference is not None
+
+
+def test_places_of_two_tokenizers(tmp_path: Path) -> None:
+    """Tokens of a BPE and of bytes that end at the same byte, in characters of several bytes too."""
+    text = "Ünïcödé: the grass is green, 你好! There and back again.\n\n  The sky is blue. " * 12
+    (tmp_path / "a.txt").write_text(text)
+    wide = build_model("gru", vocab_size=5000)
+    one, other = (
+        read_documents([tmp_path / "a.txt"], tokenizer, wide)[0]
+        for tokenizer in (trained_bpe(), ByteTokenizer())
     )
-    assert [(row["text"], row["window"]) for row in rows] == [
-        ("1.txt", 0),
-        ("1.txt", 1),
-        ("2.txt", 0),
-        ("3.txt", 0),
-    ]
-    for row in rows:
-        start = row["window"] * LENGTH
-        tokens = documents[int(row["text_sha256"]) - 1].tokens[start : start + LENGTH + 1]
-        expected = direct(model, tokens)
-        assert row["nats_per_token"] == pytest.approx(mean(expected), rel=1e-12)
-        bounds = [0, 1, 2, 4, 8, 16, 32, 64, 128, 150]
-        assert edges(LENGTH) == bounds
-        for found, (low, high) in zip(row["buckets"], pairwise(bounds), strict=True):
-            assert found == pytest.approx(mean(expected[low:high]), rel=1e-12)
-        for found, low in zip(row["stretches"], (0, 64, 128), strict=True):
-            assert found == pytest.approx(mean(expected[low : low + STRETCH]), abs=1e-6)
+    wanted = list(range(0, 300, 50))
+    for places in shared_places([one, other], wanted), shared_places([other, one], wanted)[::-1]:
+        ends = [
+            document.byte_ends[torch.tensor(own)].tolist()
+            for document, own in zip((one, other), places, strict=True)
+            if document.byte_ends is not None
+        ]
+        assert ends[0] == ends[1] == sorted(set(ends[0]))
+    assert shared_places([one, one], wanted) == [wanted, wanted]
+    with pytest.raises(UserError, match=naming("a.txt")):
+        shared_places([one, other._replace(byte_ends=None)], wanted)
+    with pytest.raises(UserError, match="--lengths"):
+        shared_places([one, other], list(range(9)))
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4, 5])],
-)
-def test_edges(length: int, expected: list[int], tmp_path: Path) -> None:
-    """Buckets partition every window, down to a single token."""
-    assert edges(length) == expected
-    model = build_model("gru")
-    output = tmp_path / "r.jsonl"
-    (row,) = evaluate(model, [document(0, length + 1)], length=length, output=output, quiet=True)
-    assert len(row["buckets"]) == len(expected) - 1
+def test_a_model_with_a_maximum_length(tmp_path: Path) -> None:
+    """It has losses up to it; overlapping windows reach beyond, and their cost is shown."""
+    short = small_model("short", position=SHORT)
+    found = cells(measure(perplexity(tmp_path), tmp_path / "r", short))
+    assert found[BITS, 256, "short"].estimate is not None
+    assert "300" in str(found[BITS, 512, "short"])
+    evaluation = perplexity(tmp_path, context=200, stride=100)
+    further = cells(measure(evaluation, tmp_path / "r", short))
+    # 64; then 200 and 156; then 200 four times, the last one with 112 tokens.
+    reads = {64: 64 / 64, 256: (200 + 156) / 256, 512: (3 * 200 + 200 + 112) / 512}
+    for at, share in reads.items():
+        cell = further["perplexity, tokens read per token", at, "short"]
+        assert cell.estimate is not None
+        assert cell.estimate.mean == pytest.approx(share)
+    # The first 64 tokens are read from the empty state by both.
+    assert further[BITS, 64, "short"].estimate == pytest.approx(found[BITS, 64, "short"].estimate)
 
 
-class Counting:
+class Counting(LanguageModel):
     """A uniform model that records the sizes of its calls and may be interrupted."""
 
-    vocab_size = 1000
-    max_length = None
-
     def __init__(self, fails_after: int = 1000) -> None:
-        self.calls: list[tuple[int, int]] = []
+        super().__init__()
+        self.vocab_size = 1000
+        self.calls: list[int] = []
         self.fails_after = fails_after
 
-    def fingerprint(self) -> str:
+    def _hash(self) -> str:
         return "counting"
 
     def init_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())
 
-    def __call__(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
-    ) -> LMOutput:
+    def forward(self, tokens: Tensor, state: LMState | None = None, **_: Any) -> LMOutput:
         if len(self.calls) == self.fails_after:
             raise KeyboardInterrupt
         assert state is not None
-        self.calls.append((tokens.shape[0], tokens.shape[1]))
+        self.calls.append(tokens.numel())
         return LMOutput(torch.zeros(*tokens.shape, self.vocab_size), state)
 
 
-def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call gets at most a fixed number of tokens and keeps only the logits of one piece."""
-    monkeypatch.setattr(prefill, "CALL_LOGITS", 100_000)
-    model = Counting()
-    evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
-    assert sum(rows * tokens for rows, tokens in model.calls) == 2000
-    assert max(rows * tokens for rows, tokens in model.calls) <= 100
+def counted(folder: Path, model: Any, **changes: Any) -> None:
+    options = {"lengths": [128], "batch_size": 1, "windows": 3} | changes
+    evaluation = perplexity(folder, **options)
+    measure(evaluation, folder / "r", OpenCheckpoint("counting", model, ByteTokenizer()))
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """A resumed evaluation measures only missing windows; results of another run are refused."""
-    output = tmp_path / "r.jsonl"
-    asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
-    texts = [document(0, 201), document(1, 101)]
+def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted evaluation goes on; texts, windows, and lengths inside a window are added."""
     with pytest.raises(KeyboardInterrupt):
-        evaluate(Counting(fails_after=2), texts, **asked)
-    before = output.read_text()
+        counted(tmp_path, Counting(fails_after=2))
+    before = (tmp_path / "r/rows.jsonl").read_bytes()
     model = Counting()
-    rows = evaluate(model, texts, **asked)
-    assert len(model.calls) == 1
-    assert output.read_text().startswith(before)
-    assert len(rows) == 3
-    # A new text and another length are added; what is there is not asked again.
+    counted(tmp_path, model)
+    assert len(model.calls) == 4
+    assert (tmp_path / "r/rows.jsonl").read_bytes().startswith(before)
     model = Counting()
-    evaluate(model, [*texts, document(2, 101)], **asked)
-    evaluate(model, texts[:1], **{**asked, "length": 50})
-    assert len(model.calls) == 1 + 4
-    assert evaluate(Counting(), texts, **asked) == rows
-    with pytest.raises(UserError, match="model"):
-        evaluate(build_model("gru"), texts, **asked)
-    with pytest.raises(UserError, match="tokenizer"):
-        evaluate(Counting(), [texts[0]._replace(tokenizer="another")], **asked)
-    with pytest.raises(UserError, match="batch"):
-        evaluate(Counting(), texts, **{**asked, "batch_size": 0})
+    counted(tmp_path, model, lengths=[64, 128])
+    assert model.calls == []
+    monkeypatch.setattr(base, "MAX_LOGITS", 50_000)
+    counted(tmp_path, model, lengths=[512], windows=1)
+    assert (sum(model.calls), max(model.calls)) == (1024, 50)
+    assert len(rows(tmp_path / "r")) == 8
 
 
-def test_a_text_that_is_too_short(tmp_path: Path) -> None:
-    """A text that is shorter than a window raises a UserError."""
-    with pytest.raises(UserError, match=naming("0.txt", 101)):
-        evaluate(Counting(), [document(0, 100)], length=100, output=tmp_path / "r", quiet=True)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"lengths": ["16k"]}, (".txt", "16,385")),
+        ({"texts": ["none.txt"]}, ("none.txt",)),
+        ({"texts": []}, ("--text", "--newlines")),
+        ({"texts": ["a.txt", "copy.txt"]}, ("a.txt", "copy.txt")),
+        ({"stride": 100}, ("--context", "--stride")),
+        ({"stride": 300, "context": 200}, ("300", "200")),
+        ({"batch_size": 0}, ("batch_size",)),
+        ({"lengths": "4x"}, ("4x",)),
+    ],
+)
+def test_what_cannot_be_measured(
+    options: dict[str, Any], names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path)
+    (tmp_path / "copy.txt").write_bytes((tmp_path / "a.txt").read_bytes())
+    with pytest.raises(UserError, match=naming(*names)):
+        measure(perplexity(tmp_path, **options), tmp_path / "r", small_model("one"))
+    assert not (tmp_path / "r").exists()
 
 
-def row(nats: list[float], *, length: int | None = None, bytes_per_token: int = 1) -> Row:
-    """Return a row with these losses by stretch."""
-    length = length or STRETCH * len(nats)
-    bounds = edges(length)
-    return {
-        "length": length,
-        "bytes": bytes_per_token * length,
-        "bucket_bytes": [bytes_per_token * (b - a) for a, b in pairwise(bounds)],
-        "nats_per_token": mean(nats),
-        "buckets": [mean(nats)] * (len(bounds) - 1),
-        "stretches": nats,
-    }
-
-
-def test_intervals_over_windows() -> None:
-    """Intervals are over windows, and a single window has none."""
-    from scipy import stats
-
-    rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4)]
-    whole, buckets = summarise(rows)
-    expected = stats.ttest_1samp([1, 2, 4], 0).confidence_interval()
-    assert whole.nats.mean == pytest.approx(7 / 3)
-    assert (whole.nats.low, whole.nats.high) == pytest.approx((expected.low, expected.high))
-    assert whole.bits is not None
-    assert whole.bits.mean == pytest.approx((1 + 2 + 4) / (1 + 1 + 4) / math.log(2))
-    assert [(b.start, b.stop) for b in buckets] == list(pairwise(edges(STRETCH)))
-    assert buckets[3].nats == whole.nats
-    alone, _ = summarise(rows[:1])
-    assert alone.nats.n == 1
-    assert math.isinf(alone.nats.high)
-
-
-def test_rows_of_an_earlier_version_get_the_bytes_of_their_buckets(tmp_path: Path) -> None:
-    """Rows without `bucket_bytes` are read as they are, and nothing is measured again."""
-    (tmp_path / "a.txt").write_text("0123456789" * 30)
-    texts = read_documents(
-        [tmp_path / "a.txt"], ByteTokenizer(), build_model("gru", vocab_size=256)
-    )
-    asked: dict[str, Any] = {"length": 100, "output": tmp_path / "r.jsonl", "quiet": True}
-    rows = evaluate(Counting(), texts, **asked)
-    assert rows[0]["bucket_bytes"] == [b - a for a, b in pairwise(edges(100))]
-    lines = [json.loads(line) for line in asked["output"].read_text().splitlines()]
-    for line in lines:
-        line.pop("bucket_bytes", None)
-        del line["sha256"]
-    asked["output"].write_text("".join(json.dumps(line) + "\n" for line in lines))
-    unused = Counting()
-    assert evaluate(unused, texts, **asked) == rows
-    assert unused.calls == []
+def test_newlines_and_buckets(tmp_path: Path) -> None:
+    """A text of newlines is one window; means between powers of 2 partition it."""
+    outcome = measure(Perplexity(newlines=True, lengths=[150]), tmp_path / "r", small_model("one"))
+    ((item, row),) = found = outcome.found["one"]
+    buckets = by_bucket(found)
+    assert [start for start, *_ in buckets] == [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    total = sum((stop - start) * value.mean for start, stop, value in buckets)
+    assert total == pytest.approx(sum(row["nats"]))
+    assert item.spec.length == 150
+    assert mean([1.0]).high == math.inf
 
 
 def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
-    """There are no bits per byte for a tokenizer without byte offsets."""
-    rows = evaluate(Counting(), [document(0, 101)], length=100, output=tmp_path / "r", quiet=True)
-    whole, buckets = summarise(rows)
-    assert whole.bits is None
-    assert all(bucket.bits is None for bucket in buckets)
+    """A tokenizer without byte offsets gets a loss in nats per token, with Student's t."""
+    one = small_model("one")
+
+    class NoOffsets(ByteTokenizer):
+        def byte_ends(self, text: str) -> list[int] | None:
+            return None
+
+    outcome = measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))
+    assert {cell.metric.split(", ")[1] for cell in outcome.cells} == {
+        "nats per token", "nats per token from the start"
+    }  # fmt: skip
+
+
+def judged(*windows: list[float], trained: int, length: int | None = None) -> Any:
+    """Judge windows with these mean losses in stretches of 64 tokens."""
+    length = length or 64 * len(windows[0])
+    edges = [*range(0, length, 64), length]
+    sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    sums = [[n * size for n, size in zip(own, sizes, strict=True)] for own in windows]
+    return forgetting([(edges, own) for own in sums], trained)
 
 
 def test_forgetting() -> None:
-    """The bound is twice the largest loss inside, and nothing beyond gives no criterion."""
-    found = forgetting([row([3.0, 1.0, 2.0, 5.9])], train_length=128)
-    assert found == (True, 64, 3.0, 0, 5.9, 192)
-    found = forgetting([row([3.0, 1.0, 2.0, 6.1])], train_length=128)
-    assert found == (False, 64, 3.0, 0, 6.1, 192)
-    # What is compared is the mean over windows.
-    found = forgetting([row([3.0, 1.0, 2.0, 6.1]), row([3.0, 1.0, 2.0, 1.0])], train_length=128)
-    assert found is not None
-    assert found.robust
-    # A training length below one stretch counts as one; one that is not passed cannot be judged.
-    found = forgetting([row([1.0, 3.0])], train_length=20)
-    assert found == (False, 64, 1.0, 0, 3.0, 64)
-    assert forgetting([row([1.0, 3.0])], train_length=128) is None
-    assert forgetting([row([1.0], length=60)], train_length=20) is None
-
-
-def test_forgetting_is_judged_on_wide_stretches() -> None:
-    """Short loss peaks do not decide for long training lengths; a short last stretch is merged."""
-    calm, length = [1.0] * 64, 4096
-    odd = [*calm[:40], 4.0, *calm[41:]]
-    found = forgetting([row(odd, length=length)], train_length=2048)
-    assert found == (True, 256, 1.0, 0, 1.75, 2560)
-    lasting = [*calm[:40], *[4.0] * 4, *calm[44:]]
-    found = forgetting([row(lasting, length=length)], train_length=2048)
-    assert found == (False, 256, 1.0, 0, 4.0, 2560)
-    found = forgetting([row([*calm, 4.0], length=length + 1)], train_length=2048)
-    assert found is not None
-    assert found.beyond == pytest.approx(1 + 3 / 257)
-
-
-def test_a_loss_that_is_no_number_is_not_robust() -> None:
-    """NaN counts as an infinite loss."""
-    found = forgetting([row([1.0, math.nan, 1.0])], train_length=64)
-    assert found is not None
-    assert not found.robust
-    found = forgetting([row([math.nan, 1.0, 1.0])], train_length=64)
-    assert found is not None
-    assert not found.robust
-
-
-def test_rows_of_an_earlier_version_are_measured_again(tmp_path: Path) -> None:
-    """Rows without bytes are measured again."""
-    output = tmp_path / "r.jsonl"
-    asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
-    rows = evaluate(Counting(), [document(0, 201)], **asked)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    for line in lines[1:]:
-        del line["bytes"], line["start"]
-    for line in lines:
-        del line["sha256"]
-    output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = Counting()
-    assert evaluate(model, [document(0, 201)], **asked) == rows
-    assert len(model.calls) == 2
-
-
-class TwoBytes(ByteTokenizer):
-    """A tokenizer with one id for each pair of bytes."""
-
-    def encode(self, text: str) -> list[int]:
-        return super().encode(text)[::2]
-
-    def byte_ends(self, text: str) -> list[int] | None:
-        n = len(text.encode())
-        return [min(end, n) for end in range(2, n + 2, 2)]
-
-
-def test_documents(tmp_path: Path) -> None:
-    """The SHA-256 is that of the file, and line ends are kept."""
-    import hashlib
-
-    model = build_model("gru", vocab_size=256)
-    (tmp_path / "a.txt").write_bytes("a\r\nü\n".encode())
-    (a,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), model)
-    assert a.name == "a.txt"
-    assert a.tokens.tolist() == list(b"a\r\n\xc3\xbc\n")
-    assert a.sha256 == hashlib.sha256(b"a\r\n\xc3\xbc\n").hexdigest()
-    (b,) = read_documents([tmp_path / "a.txt"], TwoBytes(), model)
-    assert a.byte_ends is not None
-    assert b.byte_ends is not None
-    assert a.byte_ends.tolist() == [1, 2, 3, 4, 5, 6]
-    assert b.byte_ends.tolist() == [2, 4, 6]
-
-
-def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:
-    """Duplicate texts and tokenizers of other models raise a UserError."""
-    model = build_model("gru", vocab_size=256)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("the same")
-    with pytest.raises(UserError, match=naming("a.txt", "b.txt")):
-        read_documents([tmp_path / "a.txt", tmp_path / "b.txt"], ByteTokenizer(), model)
-    with pytest.raises(UserError, match=naming(256, 11)):
-        read_documents([tmp_path / "a.txt"], ByteTokenizer(), build_model("gru"))
+    """The bound is twice the largest loss inside, over means of windows; NaN is not robust."""
+    assert judged([3.0, 1.0, 2.0, 5.9], trained=128) == (True, 64, 3.0, 0, 5.9, 192)
+    assert judged([3.0, 1.0, 2.0, 6.1], trained=128) == (False, 64, 3.0, 0, 6.1, 192)
+    assert judged([3.0, 1.0, 2.0, 6.1], [3.0, 1.0, 2.0, 1.0], trained=128).robust
+    assert judged([1.0, 3.0], trained=20) == (False, 64, 1.0, 0, 3.0, 64)
+    assert judged([1.0, 3.0], trained=128) is None
+    assert judged([1.0], trained=20, length=60) is None
+    assert not judged([1.0, math.nan, 1.0], trained=64).robust
+    assert not judged([math.nan, 1.0, 1.0], trained=64).robust
+    # Short peaks do not decide for long training lengths; a short last stretch is merged.
+    calm = [1.0] * 64
+    odd, lasting = [*calm[:40], 4.0, *calm[41:]], [*calm[:40], *[4.0] * 4, *calm[44:]]
+    assert judged(odd, trained=2048) == (True, 256, 1.0, 0, 1.75, 2560)
+    assert judged(lasting, trained=2048) == (False, 256, 1.0, 0, 4.0, 2560)
+    merged = judged([*calm, 4.0], trained=2048, length=4097)
+    assert merged.beyond == pytest.approx(1 + 3 / 257)

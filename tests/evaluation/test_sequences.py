@@ -9,21 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.data import Reverse, ReverseDualFrequency
 from longrnn.errors import UserError
-from longrnn.evaluation import sequences
-from longrnn.evaluation.sequences import evaluate, summarise
+from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.sequences import Sequences
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import proportion
 from longrnn.models import LMOutput
-from longrnn.results import Row, read_results
 from longrnn.state import LMState
+from longrnn.text import ByteTokenizer
+from tests.evaluation.small_models import SHORT, cells, rows, small_model
 from tests.refusals import naming
+
+TASK: dict[str, Any] = {"task": {"kind": "reverse", "vocab_size": 8, "held_out": 20}}
 
 
 class Mirror:
     """Reverses a sequence with V = 8; with `swap`, its first two answers change places."""
 
-    vocab_size = 9
-    max_length = None
+    vocab_size = 256
+    max_length = mitigation = None
 
     def __init__(self, *, swap: bool = False, fails_after: int | None = None) -> None:
         self.swap, self.fails_after = swap, fails_after
@@ -50,139 +54,76 @@ class Mirror:
         return LMOutput(torch.nn.functional.one_hot(said, 9).float(), state)
 
 
-def measure(model: Any, output: Path, **changes: Any) -> list[Row]:
-    task = Reverse(vocab_size=8, held_out=20)
-    settings = {"length": 6, "n": 20, "batch_size": 8, "quiet": True, **changes}
-    return evaluate(model, task, output=output, **settings)
+def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
+    opened = [
+        OpenCheckpoint(f"model{number}", model, ByteTokenizer())
+        for number, model in enumerate(models)
+    ]
+    evaluation = Sequences(**TASK | {"lengths": [6], "batch_size": 8} | options)
+    return run(opened, [evaluation], folder, quiet=True)[0]
 
 
-def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
-    """A model that reverses exactly has perfect scores."""
-    rows = measure(Mirror(), tmp_path / "r.jsonl")
-    assert [row["index"] for row in rows] == list(range(20))
-    for row in rows:
-        assert (row["token_accuracy"], row["exact_match"], row["edit_distance"]) == (1, 1, 0)
-    scores = summarise(rows)
-    assert scores["exact_match"].mean == 1
-    assert scores["exact_match"].low < 0.9  # Wilson: twenty samples are not certainty
-    assert scores["edit_distance"].mean == 0
+def test_scores(tmp_path: Path) -> None:
+    """A model that reverses is right everywhere; two swapped tokens are one edit, where they differ."""
+    outcome = measure(tmp_path, Mirror(), Mirror(swap=True))
+    found = cells(outcome)
+    assert found["task, token accuracy", 6, "model0"].estimate == proportion(20, 20)
+    assert found["task, exact match", 6, "model0"].estimate == proportion(20, 20)
+    assert found["task, edit distance", 6, "model0"].estimate[:3] == (0, 0, 0)
+    swapped = [row for _, row in outcome.found["model1"]]
+    pairs = {(round(row["token_accuracy"], 3), row["edit_distance"]) for row in swapped}
+    assert {(0.667, 1.0)} <= pairs <= {(1.0, 0.0), (0.667, 1.0)}
+    wrong = sum(row["exact_match"] == 0 for row in swapped)
+    assert wrong > 10
+    assert found["task, exact match", 6, "model1"].difference.mean == -wrong / 20
 
 
-def test_a_model_that_swaps_is_wrong(tmp_path: Path) -> None:
-    """Two swapped answers give the known scores."""
-    rows = measure(Mirror(swap=True), tmp_path / "r.jsonl")
-    task = Reverse(vocab_size=8, held_out=20)
-    sequences = task.evaluation_batch(0, 20, length=6).tokens[:, :6].tolist()
-    for row, sequence in zip(rows, sequences, strict=True):
-        same = sequence[-1] == sequence[-2]  # swapping two equal tokens changes nothing
-        assert row["edit_distance"] == (0 if same else 1)
-        assert row["exact_match"] == (1 if same else 0)
-        assert row["token_accuracy"] == pytest.approx(1 if same else 4 / 6)
-    assert summarise(rows)["exact_match"].mean < 0.5
-
-
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """A resumed evaluation asks for missing sequences only."""
-    output = tmp_path / "r.jsonl"
-    straight = measure(Mirror(), tmp_path / "straight.jsonl")
+def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
+    """An interrupted evaluation goes on, and sequences and lengths are added."""
     with pytest.raises(KeyboardInterrupt):
-        measure(Mirror(fails_after=8), output)
-    with open(output, "a") as file:
-        file.write('{"index": 8, "tok')
-    again = Mirror()
-    assert measure(again, output) == straight
-    assert again.rows == 12
-    assert output.read_text() == (tmp_path / "straight.jsonl").read_text()
+        measure(tmp_path, Mirror(fails_after=8))
+    assert len(rows(tmp_path)) == 8
+    mirror = Mirror()
+    measure(tmp_path, mirror, n=15)
+    assert mirror.rows == 7
+    measure(tmp_path, mirror, lengths=[5, 6])
+    assert mirror.rows == 7 + 5 + 20
+    assert len(rows(tmp_path)) == 40
 
 
-def test_a_row_that_was_removed_is_measured_again(tmp_path: Path) -> None:
-    """After a damaged line is deleted, that sequence alone is evaluated again."""
-    output = tmp_path / "r.jsonl"
-    straight = measure(Mirror(), output)
-    header, *lines = output.read_text().splitlines(keepends=True)
-    for gone in (3, 4, 17):
-        lines[gone] = ""
-    output.write_text("".join([header, *lines]))
-    model = Mirror()
-    assert measure(model, output) == straight
-    assert model.rows == 3
-    assert sorted(row["index"] for row in read_results(output)[1]) == list(range(20))
+def test_conditions(tmp_path: Path) -> None:
+    """The share of exact matches under each condition has a column of its own."""
+    task = {"kind": "reverse_dual_frequency", "vocab_size": 8, "held_out": 20}
+    found = cells(measure(tmp_path, Mirror(), task=task))
+    names = [metric for metric, _, _ in found if not metric.startswith("task, ")]
+    assert len(names) == 4
+    assert sum(found[name, 6, "model0"].estimate.n for name in names) == 20
 
 
-def test_more_and_fewer_sequences(tmp_path: Path) -> None:
-    """A larger n measures only the new sequences; a smaller n keeps the other rows in the file."""
-    output = tmp_path / "r.jsonl"
-    measure(Mirror(), output, n=5)
-    model = Mirror()
-    assert len(measure(model, output)) == 20
-    assert model.rows == 15
-    assert len(measure(Mirror(), output, n=3)) == 3
-    assert len(read_results(output)[1]) == 20
-
-
-def test_all_held_out_sequences_are_asked_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"task": "passkey"}, ("passkey", "reverse")),
+        ({"task": None}, ("--task", "reverse")),
+        ({"task": "reverse"}, ("--vocab-size",)),
+        ({"task": "reverse", "vocab_size": 400}, (401, 256)),
+        ({"n": 21}, (20, 21)),
+        ({"lengths": [1]}, ("held_out",)),
+    ],
+)
+def test_what_cannot_be_measured(
+    tmp_path: Path, options: dict[str, Any], names: tuple[Any, ...]
 ) -> None:
-    """By default at most 1,024 held-out sequences are evaluated."""
-    assert len(measure(Mirror(), tmp_path / "all.jsonl", n=None)) == 20
-    monkeypatch.setattr(sequences, "MAX_SEQUENCES", 12)
-    assert len(measure(Mirror(), tmp_path / "most.jsonl", n=None)) == 12
+    """It is refused before anything is written."""
+    with pytest.raises(UserError, match=naming(*names)):
+        measure(tmp_path / "r", Mirror(), **options)
+    assert not (tmp_path / "r").exists()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A model with too few ids and an n out of range raise a UserError."""
-    output = tmp_path / "new/r.jsonl"
-    with pytest.raises(UserError, match="20"):
-        measure(Mirror(), output, n=21)
-    with pytest.raises(UserError, match="20"):
-        measure(Mirror(), output, n=0)
-    with pytest.raises(UserError, match="length"):
-        measure(Mirror(), output, length=0)
-    narrow = Mirror()
-    narrow.vocab_size = 8
-    with pytest.raises(UserError, match=naming(9, 8)):
-        measure(narrow, output)
-    assert not output.parent.exists()
-
-
-def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
-    """Results of another length or model are refused."""
-    output = tmp_path / "r.jsonl"
-    measure(Mirror(), output)
-    before = output.read_bytes()
-    with pytest.raises(UserError, match="length"):
-        measure(Mirror(), output, length=7)
-    with pytest.raises(UserError, match="model"):
-        measure(Mirror(swap=True), output)
-    assert output.read_bytes() == before
-
-
-def test_scores_by_condition(tmp_path: Path) -> None:
-    """Scores are kept by condition, with intervals inside [0, 1]."""
-
-    class Forgetful(Mirror):
-        """Answers 0 for every rare token."""
-
-        def __call__(self, *args: Any, **options: Any) -> LMOutput:
-            output = super().__call__(*args, **options)
-            answers = output.logits.argmax(-1)
-            answers[answers >= 4] = 0
-            return output._replace(logits=torch.nn.functional.one_hot(answers, 9).float())
-
-    task = ReverseDualFrequency(vocab_size=8, held_out=40)
-    rows = evaluate(Forgetful(), task, length=4, output=tmp_path / "r.jsonl", quiet=True)
-    assert [row["condition"] for row in rows] == [task.condition(i) for i in range(40)]
-    scores = summarise(rows)
-    for index in range(4):
-        condition = task.condition(index)
-        assert condition is not None
-        share = scores[condition]
-        assert share.n == 10
-        assert share.mean == float(index < 2)  # the first two have frequent targets
-        assert 0 <= share.low <= share.high <= 1
-    assert scores["token_accuracy"].mean == 0.5
-    header, _ = read_results(tmp_path / "r.jsonl")
-    assert header["evaluation"] == "reverse_dual_frequency"
-    with pytest.raises(UserError, match="rare_share"):
-        other = ReverseDualFrequency(vocab_size=8, held_out=40, rare_share=0.5)
-        evaluate(Forgetful(), other, length=4, output=tmp_path / "r.jsonl", quiet=True)
+def test_a_length_out_of_reach(tmp_path: Path) -> None:
+    """A sequence with its answer that exceeds the model's maximum length has a reason."""
+    short = small_model("short", position=SHORT)
+    evaluation = Sequences(**TASK, lengths=[100, 151], n=3)
+    found = cells(run([short], [evaluation], tmp_path, quiet=True)[0])
+    assert found["task, exact match", 100, "short"].estimate is not None
+    assert "300" in str(found["task, exact match", 151, "short"])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.comparison import cost
 from typer.testing import CliRunner
 
 from longrnn import load
 from longrnn.cli.app import app
-from longrnn.comparison import cost
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM

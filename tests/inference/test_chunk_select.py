@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.evaluation.passkey_grid import Grid
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey import evaluate
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import Choice, select
 from longrnn.models import LanguageModel

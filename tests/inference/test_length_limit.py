@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from tests.comparison.suites.small_models import SHORT, small_model
 

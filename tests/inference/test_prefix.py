@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.evaluation.passkey import cost, evaluate
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from longrnn.evaluation.passkey_grid import Grid
 from safetensors import safe_open
 
 from longrnn import generate, positions, tasks
@@ -15,8 +16,6 @@ from longrnn import state as states
 from longrnn.checksums import sealed
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings
-from longrnn.evaluation.passkey_grid import Grid
-from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel

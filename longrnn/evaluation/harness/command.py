@@ -13,34 +13,21 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import loggers, simple_evaluate
 from lm_eval.__main__ import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
-from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import handle_non_serializable, make_table, setup_logging
+from lm_eval.utils import setup_logging
 
-from longrnn import processes
 from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.evaluation.harness.resources import task_resources
 from longrnn.evaluation.task_code import refuse_task_code, task_code
-from longrnn.registry import keyword_options
 
 # Warnings that lm-eval logs for each of our tasks although nothing is wrong.
 HINTS = ("Custom kwargs can be passed", "No aggregation function defined")
 NO_TASK = "name what to measure: --tasks longrnn_passkey, for example"
-# Options of lm-eval that are not supported here, and the reason or replacement.
-SENT = "the results are written to --output_path"
-ELSEWHERE = {
-    "model": "the model type is always longrnn",
-    "trust_remote_code": "no remote code is run",
-    "wandb_args": SENT,
-    "wandb_config_args": SENT,
-    "trackio_args": SENT,
-    "hf_hub_log_args": SENT,
-}
 
 
 def run(
@@ -51,7 +38,7 @@ def run(
     datasets: str | Path | None = None,
     trust_task_code: bool = False,
 ) -> None:
-    """Evaluate a checkpoint with the options of `lm-eval run`, and print lm-eval's table.
+    """Run `lm-eval run` for a checkpoint; lm-eval parses its arguments, and writes and prints.
 
     Args:
         checkpoint: a checkpoint as `load` takes it.
@@ -66,16 +53,15 @@ def run(
     if "LMEVAL_LOG_LEVEL" in os.environ:
         setup_logging()
     _without_hints()
-    parsed = _parse(arguments)
-    config = _config(parsed, {"pretrained": checkpoint, **options})
-    requested = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
-    if not trust_task_code:
-        refuse_task_code(task_code(requested, config.include_path))
-    manager, tasks = find_tasks(requested, config.include_path, config.metadata)
-    tracker = EvaluationTracker(output_path=config.output_path)
+    given = {"pretrained": checkpoint, **options}
+    device = ["--device", str(given.pop("device"))] if "device" in given else []
+    ours = ["--batch_size", "auto", "--model_args", json.dumps(given), *device]
+    parsed = _parse([*ours, *arguments, "--model", "longrnn"])
+    if not parsed.tasks and not parsed.config:
+        raise UserError(NO_TASK)
     try:
-        with task_resources(datasets):
-            results = _evaluate(config, manager, tasks, tracker)
+        with task_resources(datasets), _own_tasks(trust_task_code):
+            parsed.func(parsed)
     except ConnectionError as error:
         raise UserError(
             f"the data of a task cannot be downloaded ({error}): connect to the network, or give "
@@ -95,23 +81,64 @@ def run(
             "LMEVAL_LOG_LEVEL=DEBUG to see where"
         ) from error
     except KeyboardInterrupt as error:
-        if config.use_cache:
+        if parsed.use_cache:
             raise
         raise KeyboardInterrupt(
             "nothing was kept: give --use_cache FILE, and the same command resumes where it stopped"
         ) from error
-    if not processes.is_main():
-        return
-    samples = results.pop("samples", None)
-    tracker.save_results_aggregated(results=results, samples=samples)
-    for task in samples or {}:
-        tracker.save_results_samples(task_name=task, samples=samples[task])
-    if config.show_config:
-        print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
-    print(make_table(results))
-    if "groups" in results:
-        print(make_table(results, "groups"))
-    _print_cost(results["config"])
+
+
+class Tracker(loggers.EvaluationTracker):
+    """Writes results as lm-eval does, and prints how many tokens were computed."""
+
+    def save_results_aggregated(self, results: dict[str, Any], samples: dict[str, Any]) -> None:
+        super().save_results_aggregated(results=results, samples=samples)
+        _print_cost(results["config"])
+
+
+@contextmanager
+def _own_tasks(trust_task_code: bool) -> Iterator[None]:
+    """Let lm-eval's command find the bundled tasks, and refuse code that is not trusted."""
+    config: Any = EvaluatorConfig
+    before = config.process_tasks, loggers.EvaluationTracker
+
+    def process_tasks(self: Any, metadata: dict[str, Any] | None = None) -> TaskManager:
+        self.metadata = metadata or self.metadata
+        requested = self.tasks if isinstance(self.tasks, list) else [str(self.tasks)]
+        if not trust_task_code:
+            refuse_task_code(task_code(requested, self.include_path))
+        manager, self.tasks = find_tasks(requested, self.include_path, self.metadata)
+        return manager
+
+    config.process_tasks, loggers.EvaluationTracker = process_tasks, Tracker  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        config.process_tasks, loggers.EvaluationTracker = before  # type: ignore[misc]
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Parse arguments with lm-eval's own parser."""
+    output = io.StringIO()
+    with _arguments(["lm-eval", "run", *arguments]):
+        try:
+            with redirect_stderr(output):
+                return HarnessCLI().parse_args()
+        except SystemExit as leaving:
+            if not leaving.code:
+                raise
+            reason = output.getvalue().rpartition("error: ")[2].strip()
+            raise UserError(f"{reason}: `lm-eval run --help` lists the options") from leaving
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """Set `sys.argv`, from which lm-eval's parser reads."""
+    before, sys.argv = sys.argv, arguments
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _print_cost(config: Mapping[str, Any]) -> None:
@@ -200,95 +227,6 @@ def _useful(record: logging.LogRecord) -> bool:
 def _without_hints() -> None:
     for name in ("lm_eval.api.task", "lm_eval.evaluator_utils"):
         logging.getLogger(name).addFilter(_useful)  # the logger ignores a filter that it has
-
-
-def _evaluate(
-    config: EvaluatorConfig, manager: TaskManager, tasks: list[str], tracker: EvaluationTracker
-) -> dict[str, Any]:
-    """Return the results of lm-eval, called as its own command calls it."""
-    seeds: Any = config.seed or [None] * 4
-    caching = config.cache_requests or {}
-    evaluate: Any = simple_evaluate  # its decorator hides its parameters
-    results = evaluate(
-        model="longrnn",
-        model_args=config.model_args,
-        tasks=list(tasks),
-        num_fewshot=config.num_fewshot,
-        batch_size=config.batch_size,
-        use_cache=config.use_cache,
-        cache_requests=caching.get("cache_requests", False),
-        rewrite_requests_cache=caching.get("rewrite_requests_cache", False),
-        delete_requests_cache=caching.get("delete_requests_cache", False),
-        limit=config.limit,
-        samples=config.samples,
-        check_integrity=config.check_integrity,
-        write_out=config.write_out,
-        log_samples=config.log_samples,
-        evaluation_tracker=tracker,
-        system_instruction=config.system_instruction,
-        apply_chat_template=config.apply_chat_template,
-        fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
-        gen_kwargs=config.gen_kwargs,
-        task_manager=manager,
-        predict_only=config.predict_only,
-        random_seed=seeds[0],
-        numpy_random_seed=seeds[1],
-        torch_random_seed=seeds[2],
-        fewshot_random_seed=seeds[3],
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-        metadata=config.metadata,
-    )
-    return dict(results or {})
-
-
-def _parse(arguments: Sequence[str]) -> Namespace:
-    """Parse arguments with lm-eval's own parser."""
-    if not arguments:  # lm-eval would print its help
-        raise UserError(NO_TASK)
-    output = io.StringIO()
-    with _arguments(["lm-eval", "run", *arguments]):
-        try:
-            with redirect_stderr(output):
-                return HarnessCLI().parse_args()
-        except SystemExit as leaving:
-            if not leaving.code:
-                raise
-            reason = output.getvalue().rpartition("error: ")[2].strip()
-            raise UserError(f"{reason}: `lm-eval run --help` lists the options") from leaving
-
-
-@contextmanager
-def _arguments(arguments: list[str]) -> Iterator[None]:
-    """Set `sys.argv`, from which lm-eval's parser reads."""
-    before, sys.argv = sys.argv, arguments
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
-    """Return lm-eval's configuration; its errors become UserErrors."""
-    for name in ELSEWHERE:
-        if getattr(parsed, name, None):
-            raise UserError(f"--{name} is not supported here: leave it out, {ELSEWHERE[name]}")
-    if parsed.config is None and not hasattr(parsed, "batch_size"):
-        parsed.batch_size = "auto"
-    parsed.model = "longrnn"
-    parsed.model_args = {**model_args, **(parsed.model_args or {})}
-    known = keyword_options(LongRNN)
-    for name in parsed.model_args:
-        if name != "pretrained" and name not in known:
-            raise UserError(f"longrnn has no model argument {name!r}: {nearest(name, known)}")
-    try:
-        config = EvaluatorConfig.from_cli(parsed)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        raise UserError(f"{str(error).rstrip('.')}: see `lm-eval run --help`") from error
-    if config.include_path is not None and not Path(config.include_path).is_dir():
-        raise UserError(
-            f"no folder {config.include_path} for --include_path: give one with task files"
-        )
-    return config
 
 
 def find_tasks(

@@ -6,6 +6,7 @@ user's `--metadata` together. `OPTIONS` lists the keys that are used here.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,9 @@ from rapidfuzz.distance import DamerauLevenshtein
 from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, keys
 from longrnn.errors import UserError
-from longrnn.evaluation.bits import Scored, bits_per_byte
-from longrnn.evaluation.harness.needles import Haystack, needles, variable_tracking
 from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.tasks.needles import Haystack, needles, variable_tracking
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import parse_length
 
@@ -73,7 +73,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
-    """Return prompts of `longrnn.data.passkey`, with evenly spaced depths and held-out keys."""
+    """Return prompts of `longrnn.data`, with evenly spaced depths and held-out keys."""
     given, tokenizer = options(metadata), tokenizer_of(metadata)
     task = Passkey(tokenizer, filler=given["text"] and str(given["text"]))
     documents = []
@@ -97,7 +97,7 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
 
 
 def needle_documents(kind: str, metadata: Mapping[str, Any]) -> list[Document]:
-    """Return texts of one of `longrnn.evaluation.harness.needles.KINDS`, or of `variables`."""
+    """Return texts of one of `longrnn.tasks.needles.KINDS`, or of `variables`."""
     given, tokenizer = options(metadata), tokenizer_of(metadata)
     haystack = Haystack(Path(given["text"]) if given["text"] else None)
     documents = []
@@ -200,5 +200,5 @@ def score_text(document: Document, results: Sequence[float]) -> dict[str, Any]:
         "word_perplexity": (nats, len(document["text"].split())),
         "byte_perplexity": (nats, size),
         "bits_per_byte": (nats, size),
-        str(document["max_length"]): bits_per_byte([Scored(-nats, size)]),
+        str(document["max_length"]): -nats / math.log(2) / size,
     }

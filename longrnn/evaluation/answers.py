@@ -1,0 +1,118 @@
+"""Loss and exact match of answers to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, PrivateAttr
+
+from longrnn.data import TASKS, shuffled
+from longrnn.errors import UserError
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import Pair, out_of_reach, score
+from longrnn.intervals import RATIO, SCORE
+from longrnn.options import Count
+from longrnn.progress import Progress
+
+# Documents whose rows are written together, and whose common beginnings are read once.
+TOGETHER = 64
+
+
+class Answers(Evaluation):
+    """Loss per answer token, and the share of documents whose answers are all exactly right.
+
+    A document is a prompt with its answer, or a conversation with several. It is read from an empty
+    state, each answer after everything before it. An answer is exactly right if greedy decoding
+    generates it. A document is one sample.
+    """
+
+    kind: ClassVar[str] = "answers"
+
+    corpus: str = Field(
+        description="A folder that `longrnn data build --instruct` wrote with the same tokenizer."
+    )
+    part: str = Field("all", description="all documents, or training or held_out ones.")
+    n: Count = Field(200, description="Number of documents, or all if there are fewer.")
+    batch_size: Count = Field(8, description="Documents in one batch.")
+
+    _documents: Any = PrivateAttr()
+    _sha256: str = PrivateAttr()
+    _chosen: list[int] = PrivateAttr()
+
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        first = models[0]
+        for other in models:
+            if other.tokenizer.fingerprint() != first.tokenizer.fingerprint():
+                raise UserError(
+                    f"{first.name} and {other.name} have different tokenizers, and the loss of "
+                    f"{self.title} is that per token: give models that share one"
+                )
+        spec = {"kind": "instruct", "corpus": self.corpus, "part": self.part}
+        task: Any = TASKS.build(spec, first.tokenizer)
+        self._documents, self._sha256 = task.documents, task.data_sha256()
+        drawn = shuffled(len(task.documents.lengths), f"{self.seed}/answers")
+        self._chosen = drawn[: self.n].tolist()
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {"data": self._sha256}
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        if self._reason(model) is not None:
+            return []
+        found = []
+        for document in self._chosen:
+            pairs = self._pairs(document)
+            found.append(Item({"document": document}, pairs, work=len(pairs)))
+        return found
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        for first in range(0, len(items), TOGETHER):
+            part = items[first : first + TOGETHER]
+            listed = [(row, pair) for row, item in enumerate(part) for pair in item.spec]
+            nats, right = [0.0] * len(part), [True] * len(part)
+            for index, found in score(
+                model.model,
+                [pair for _, pair in listed],
+                batch_size=self.batch_size,
+                progress=progress,
+            ):
+                row = listed[index][0]
+                nats[row] -= found.nats
+                right[row] &= found.greedy
+            yield [
+                (item, {"nats": nats[row], "tokens": _tokens(item.spec), "right": right[row]})
+                for row, item in enumerate(part)
+            ]
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        rows = {str(item.key["document"]): row for item, row in found}
+        losses = {name: (row["nats"], row["tokens"]) for name, row in rows.items()}
+        right = {name: float(row["right"]) for name, row in rows.items()}
+        reason = self._reason(model)
+        loss = Column(f"{self.title}, nats per token", RATIO, ".3f")
+        match = Column(f"{self.title}, exact match", SCORE)
+        return [Measurement(loss, None, losses, reason), Measurement(match, None, right, reason)]
+
+    def _reason(self, model: OpenCheckpoint) -> str | None:
+        longest = int(self._documents.lengths[self._chosen].max())
+        return out_of_reach(model.model, longest - 1)  # the last token is only predicted
+
+    def _pairs(self, document: int) -> list[Pair]:
+        """The answers of a document, each with all tokens before it."""
+        length = int(self._documents.lengths[document])
+        ids = tuple(self._documents.read(document, 0, length).tolist())
+        scored = self._documents.read_scored(document, 0, length).int()
+        scored[0] = 0  # nothing predicts the first token
+        nothing = scored.new_zeros(1)
+        edges = scored.diff(prepend=nothing, append=nothing)
+        starts, stops = (torch.nonzero(edges == sign)[:, 0].tolist() for sign in (1, -1))
+        return [Pair(ids[:a], ids[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def _tokens(pairs: Sequence[Pair]) -> int:
+    return sum(len(pair.continuation) for pair in pairs)

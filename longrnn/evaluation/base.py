@@ -1,0 +1,184 @@
+"""The interface of an evaluation: items, how they are measured, and the columns of its table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import Estimate, Quantity
+from longrnn.options import Options, Seed
+from longrnn.progress import Progress
+from longrnn.results import Row
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.report import Picture
+
+
+class Item(NamedTuple):
+    """One thing to measure.
+
+    Attributes:
+        key: identifies it in the store, as JSON.
+        spec: whatever `Evaluation.measure` needs.
+        group: items with equal groups share work, such as a common beginning; so do, to a lesser
+            extent, items with an equal first entry.
+        work: its part of the progress, in the steps that `measure` counts.
+    """
+
+    key: dict[str, Any]
+    spec: Any = None
+    group: tuple[Any, ...] = ()
+    work: int = 1
+
+
+Found = list[tuple[Item, Row]]
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        name: its title.
+        quantity: how samples become an estimate.
+        form: format specification of values.
+        drawn: whether it is drawn by length.
+        brief: whether tables leave its intervals out if it is not drawn.
+    """
+
+    name: str
+    quantity: Quantity
+    form: str = ".2f"
+    drawn: bool = True
+    brief: bool = False
+
+
+class Measurement(NamedTuple):
+    """The samples of one column at one length.
+
+    Attributes:
+        column: the column.
+        at: row of the table, usually a length in tokens; None for a column without rows.
+        samples: by the name of the item, which is the same for every model.
+        reason: why there are none.
+        independent: how many of them count as independent; None for all.
+    """
+
+    column: Column
+    at: int | None
+    samples: Mapping[str, Any]
+    reason: str | None = None
+    independent: float | None = None
+
+
+class Cell(NamedTuple):
+    """One column of one model at one length.
+
+    Attributes:
+        evaluation: title of the evaluation.
+        metric: name of the column.
+        model: name of the model.
+        at: row of the table; None for a column without rows.
+        estimate: the result; None if it could not be measured.
+        difference: from the first model, on the items that both have; None for the first model, and
+            for figures without samples.
+        reason: why there is no estimate.
+        column: the column.
+    """
+
+    evaluation: str
+    metric: str
+    model: str
+    at: int | None
+    estimate: Estimate | None
+    difference: Estimate | None
+    reason: str | None
+    column: Column
+
+    def __str__(self) -> str:
+        if self.estimate is None:
+            return self.reason or "–"
+        if self.column.brief and not self.column.drawn:
+            return format(self.estimate.mean, self.column.form)
+        return self.estimate.show(self.column.form)
+
+    def below(self) -> str:
+        """Return the difference from the first model as text; empty if there is none."""
+        if self.difference is None:
+            return ""
+        return self.difference.show(self.column.form, "+")
+
+
+class Evaluation(Options, ABC):
+    """One evaluation with the same data for every model; its fields are its options.
+
+    A subclass is one kind. The command line and suites build it from the same options.
+    """
+
+    name: str | None = None
+    seed: Seed = 0
+
+    kind: ClassVar[str]
+    # What the rows of the table are.
+    across: ClassVar[str] = "length"
+    # How processes share the work: "items" are divided among them, "main" measures alone, and with
+    # "inside" every process measures all items with a part of the data of each.
+    sharing: ClassVar[str] = "items"
+    # Whether it needs a tokenizer that fits the model.
+    reads_text: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        """Its name in tables and files."""
+        return self.name or self.kind
+
+    def files(self) -> list[Path]:
+        """Return the texts that it reads."""
+        return []
+
+    def task_code(self) -> list[str]:
+        """Return the user's task files and folders whose Python code it would run."""
+        return []
+
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        """Prepare data that all models share, and refuse options that cannot be measured.
+
+        Args:
+            models: all models; the others are compared with the first one.
+
+        Raises:
+            UserError: the evaluation is not possible with these models.
+        """
+        return
+
+    @abstractmethod
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        """Return the settings that values of a model depend on, beside the items."""
+
+    @abstractmethod
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        """Return what to measure, without what a model cannot read."""
+
+    @abstractmethod
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        """Measure items, and yield the results of each batch as soon as they are known."""
+
+    @abstractmethod
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        """Return the samples of every column and length, from the results of all items."""
+
+    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
+        """Return sentences that belong under the table of a model."""
+        return []
+
+    def pictures(
+        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> list[Picture]:
+        """Return the pictures: by default one per column, with one line per model."""
+        from longrnn.evaluation.report import by_length
+
+        return by_length(self, cells)

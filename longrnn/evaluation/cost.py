@@ -1,0 +1,220 @@
+"""Speed, memory and size of the state at each length, measured in a separate process.
+
+The process runs this module: `python -m longrnn.evaluation.cost JOB` prints one JSON object. So
+memory of other models and lengths is not included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, PrivateAttr
+
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.hf.load import load
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import out_of_reach
+from longrnn.inference.trie import SCORED_TOKENS
+from longrnn.intervals import FIGURE
+from longrnn.models.finite import refuse_nonfinite
+from longrnn.options import Lengths, Tokens
+from longrnn.programs import module_command, module_environment
+from longrnn.progress import Progress
+
+MIB = 2**20
+COLUMNS = {
+    "prefill_tokens_per_second": Column("prefill, tokens/s", FIGURE, ",.0f"),
+    "decode_tokens_per_second": Column("decoding, tokens/s", FIGURE, ",.0f"),
+    "peak_mib": Column("peak memory, MiB", FIGURE, ",.0f"),
+    "peak_over_model_mib": Column("of it above the model, MiB", FIGURE, ",.0f"),
+    "state_bytes": Column("state or cache, bytes", FIGURE, ",.0f"),
+}
+
+
+class Job(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        source: a checkpoint as `load` takes it.
+        device: the device of the model.
+        threads: number of threads of torch.
+        length: tokens to read.
+        decode: tokens to generate after that.
+        seed: seed of the tokens.
+    """
+
+    source: str
+    device: str
+    threads: int
+    length: int
+    decode: int
+    seed: int
+
+
+class Cost(Evaluation):
+    """Speed, memory and size of the state at each length, one sequence at a time."""
+
+    kind: ClassVar[str] = "cost"
+    reads_text: ClassVar[bool] = False
+    # The other processes would slow the measurement down.
+    sharing: ClassVar[str] = "main"
+
+    lengths: Lengths = Field([256, 1024, 4096], description="Numbers of tokens to read.")
+    decode: Tokens = Field(32, description="Tokens to generate after that.")
+
+    _failed: dict[tuple[str, int], str] = PrivateAttr(default_factory=dict)
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {
+            "device": model.device,
+            "threads": torch.get_num_threads(),
+            "decode": self.decode,
+            "seed": self.seed,
+        }
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        reached = [n for n in self.lengths if self._reason(model, n) is None]
+        return [Item({"length": length}, length) for length in reached]
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        if not model.source:
+            raise UserError(f"{model.name} was built here: save it, and give its folder")
+        # Otherwise the process would report it as the reason of one length only.
+        tokens = torch.arange(8)[None] % model.model.vocab_size
+        refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
+        for item in items:
+            job = Job(
+                model.source,
+                model.device,
+                torch.get_num_threads(),
+                item.spec,
+                self.decode,
+                self.seed,
+            )
+            measured = in_a_process(job)
+            # A failed measurement has no row, so that it is repeated the next time.
+            if isinstance(measured, str):
+                self._failed[model.name, item.spec] = measured
+            else:
+                yield [(item, measured)]
+            progress.advance(1, item.spec)
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        rows = {item.spec: row for item, row in found}
+        return [
+            Measurement(
+                column,
+                length,
+                {"": rows[length][name]} if length in rows else {},
+                self._reason(model, length) or self._failed.get((model.name, length)),
+            )
+            for length in self.lengths
+            for name, column in COLUMNS.items()
+        ]
+
+    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
+        return out_of_reach(model.model, length + self.decode)
+
+
+def in_a_process(job: Job) -> dict[str, float] | str:
+    """Measure in a new process; return the result of `measure`, or why there is none."""
+    module = "longrnn.evaluation.cost"
+    done = subprocess.run(
+        module_command(module, json.dumps(job)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=module_environment(module),
+    )
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode}, perhaps because memory ran out"
+    if done.returncode > 0:
+        last = done.stderr.strip().splitlines()[-1:]
+        return f"failed: {' '.join(last)}"
+    found = json.loads(done.stdout)
+    return found if isinstance(found, str) else {name: float(found[name]) for name in found}
+
+
+@torch.no_grad()
+def measure(job: Job) -> dict[str, float]:
+    """Measure in this process, which must not have done anything else.
+
+    Returns:
+        `prefill_tokens_per_second`, `decode_tokens_per_second` (greedy, one token per call),
+        `peak_mib` (of the whole process; on CUDA, of the tensors), `peak_over_model_mib` (the part
+        above the loaded model), `state_bytes` (after the prefill, for one sequence).
+    """
+    torch.set_num_threads(job.threads)
+    model = load(job.source, device=job.device)
+    generator = torch.Generator().manual_seed(job.seed)
+    tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
+    # A model that is divided among devices reads tokens on the first of them.
+    device = str(model.init_state(1).position.device)
+    tokens = tokens.to(device)
+    model(tokens[:, :8], keep=1)
+    before = _memory(device)[0]
+
+    begun, state, logits = _clock(device), model.init_state(1), None
+    for piece in tokens.split(SCORED_TOKENS, dim=1):
+        logits, state = model(piece, state, keep=1)
+    read, size = _clock(device), states.nbytes(state)
+    assert logits is not None
+    for _ in range(job.decode):
+        logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
+    decoded, peak = _clock(device), _memory(device)[1]
+    return {
+        "prefill_tokens_per_second": job.length / (read - begun),
+        "decode_tokens_per_second": job.decode / (decoded - read),
+        "peak_mib": peak / MIB,
+        "peak_over_model_mib": (peak - before) / MIB,
+        "state_bytes": size,
+    }
+
+
+def _clock(device: str) -> float:
+    """Return seconds of wall time, or of CPU time if there is one thread."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.process_time()  # does not depend on other load on the machine
+    return time.perf_counter()
+
+
+def _memory(device: str) -> tuple[int, int]:
+    """Return current and peak memory in bytes: of tensors on CUDA, else of this process.
+
+    Raises:
+        UserError: the operating system does not report them.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        raise UserError("memory can be measured only on Linux and on CUDA: use one of them")
+    # Not `ru_maxrss`, which starts from the memory of the parent process.
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, most
+
+
+def _main() -> None:
+    try:
+        found = measure(Job(*json.loads(sys.argv[1])))
+    except UserError as error:
+        found = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,189 @@
+"""The figures of all reports: lines with their intervals, and heat maps."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import cycle, product
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from longrnn.intervals import Estimate
+from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Inches of a cell, and of the panels in one row, so that a page 800 pixels wide shows the figures.
+CELL, ROW = 0.5, 9.0
+# Maximum number of cells with their values written into them.
+WRITTEN = 200
+# Ten colours, then the same with other dashes, so that twenty and more lines differ.
+COLOURS = [f"C{k}" for k in range(10)]
+DASHES = ("-", "--", ":", "-.")
+# Characters of one line of the legend.
+LEGEND_WIDTH = 80
+# A ratio of largest to smallest value above this gets a logarithmic axis.
+WIDE = 30
+# Lines of more points have a band as their interval, and others bars.
+BARS = 8
+# Smallest distance of two ticks whose labels do not overlap, as a share of the axis.
+NEAR = 0.05
+
+
+class Line(NamedTuple):
+    """A line of a figure: its label, positions, and values with their intervals."""
+
+    label: str
+    at: Sequence[float]
+    values: Sequence[Estimate]
+
+
+def lines(
+    drawn: Sequence[Line],
+    *,
+    across: str,
+    up: str,
+    ticks: Collection[int] = (),
+    marks: Mapping[int, str] | None = None,
+    level: tuple[float, str] | None = None,
+    limits: tuple[float | None, float | None] | None = None,
+) -> bytes:
+    """Draw lines over a logarithmic axis of tokens, with their 95 % intervals, as a PNG.
+
+    The legend stands below the picture, because names of models under mitigations are long.
+
+    Args:
+        drawn: at least one line.
+        across: title of the axis of tokens.
+        up: title of the other axis.
+        ticks: positions with a label; by default powers of 4.
+        marks: labels of vertical lines, by position.
+        level: a horizontal line and its label.
+        limits: of the other axis; by default from 0, or logarithmic if values differ much.
+    """
+    labels = [fill(line.label, LEGEND_WIDTH, subsequent_indent="  ") for line in drawn]
+    rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ()) + (level is not None)
+    figure = new_figure(7.5, 4.2 + 0.17 * rows)
+    panel = figure.subplots()
+    for place, label in (marks or {}).items():
+        panel.axvline(place, color="gray", linestyle=":", linewidth=1.2, label=label)
+    if level is not None:
+        panel.axhline(level[0], color="tab:red", linestyle="--", linewidth=1, label=level[1])
+    styles = cycle(product(DASHES, COLOURS))
+    for number, (line, label, (dash, colour)) in enumerate(
+        zip(drawn, labels, styles, strict=False)
+    ):
+        # The first lines are the widest, so that one under another is still seen.
+        wide = 1.2 + 2.4 * (len(drawn) - 1 - number) / max(1, len(drawn) - 1)
+        style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 2 + wide}
+        means = [value.mean for value in line.values]
+        below, above = zip(*map(_bar, line.values), strict=True)
+        if len(means) > BARS:
+            low = [value - bar for value, bar in zip(means, below, strict=True)]
+            high = [value + bar for value, bar in zip(means, above, strict=True)]
+            panel.fill_between(line.at, low, high, color=colour, alpha=0.15, linewidth=0)
+            panel.plot(line.at, means, **style, linewidth=wide, label=label)
+        else:
+            bars = {"yerr": (below, above), "elinewidth": 1, "capsize": 3, "alpha": 0.85}
+            panel.errorbar(line.at, means, **style, **bars, linewidth=wide, label=label)
+    places = [place for line in drawn for place in line.at]
+    values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
+    least = max(1, math.floor(min(places) / 1.2))
+    lengths_axis(panel, max(math.ceil(max(places) * 1.1), *ticks, 0), least, ticks)
+    if limits is not None:
+        panel.set_ylim(*limits)
+    elif values and min(values) > 0 and max(values) > WIDE * min(values):
+        panel.set_yscale("log")
+    elif values and min(values) >= 0:
+        panel.set_ylim(bottom=-0.02 * max(values), top=None if max(values) else 1)
+    panel.set(xlabel=across, ylabel=fill(up, 50))
+    figure.legend(loc="outside lower left", fontsize=8, frameon=False)
+    return png(figure)
+
+
+def _bar(estimate: Estimate) -> tuple[float, float]:
+    """Return how far an interval extends below and above its mean; zeros if there is none."""
+    if not math.isfinite(estimate.high - estimate.low):
+        return 0.0, 0.0
+    return max(0.0, estimate.mean - estimate.low), max(0.0, estimate.high - estimate.mean)
+
+
+def heat_maps(
+    models: Mapping[str, Mapping[tuple[float, float], float]],
+    axes: tuple[str, str],
+    down_label: Callable[[Any], str],
+    meaning: str,
+) -> bytes:
+    """Draw one panel per model with its cells by (across, down) as a PNG; missing ones are grey.
+
+    Args:
+        models: values from 0 to 1 by tokens (across) and any number (down).
+        axes: titles of both axes.
+        down_label: writes a number of the second axis.
+        meaning: title of the colours.
+    """
+    keys = {key for cells in models.values() for key in cells}
+    across, down = sorted({x for x, _ in keys}), sorted({y for _, y in keys})
+    width, height = max(2.2, CELL * len(across)), max(1.6, 0.8 * CELL * len(down))
+    columns = min(len(models), max(1, int(ROW / width)))
+    rows = -(-len(models) // columns)
+    figure = new_figure(columns * (width + 0.2) + 1.6, rows * (height + 0.7) + 0.5)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for panel in panels.flat[len(models) :]:
+        panel.remove()
+    used = list(panels.flat[: len(models)])
+    names = [format_length(int(value)) for value in across]
+    for panel, (model, cells) in zip(used, models.items(), strict=True):
+        grid = [[cells.get((x, y), math.nan) for x in across] for y in down]
+        panel.set_facecolor("lightgray")
+        image = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for (x, y), value in cells.items() if len(keys) <= WRITTEN else ():
+            red, green, blue, _ = image.cmap(value)
+            light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+            place = {"ha": "center", "va": "center", "color": "black" if light else "white"}
+            panel.text(across.index(x), down.index(y), f"{value:.2f}", fontsize=9, **place)
+        panel.set_xticks(range(len(across)), names, rotation=60 if len(across) > 8 else 0)
+        panel.set_yticks(range(len(down)), [down_label(value) for value in down])
+        parts = model.replace("+", "\n+").splitlines()
+        panel.set_title("\n".join(fill(part, int(14 * width)) for part in parts), fontsize=9)
+    figure.colorbar(used[0].images[0], ax=used, label=meaning)
+    figure.supxlabel(axes[0], fontsize=10)
+    figure.supylabel(axes[1], fontsize=10)
+    return png(figure)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of this size in inches that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def lengths_axis(panel: Axes, length: int, least: int = 1, measured: Collection[int] = ()) -> None:
+    """Give a panel a logarithmic axis of token counts, labelled such as `4k`.
+
+    Ticks are the measured lengths if they are given, else powers of 4 and the end of the axis;
+    without those that are too near to the one before for their labels.
+    """
+    candidates = sorted({*measured} or {*(4**k for k in range(40) if least <= 4**k), length})
+    ticks: list[int] = []
+    for tick in candidates:
+        if tick <= length and (not ticks or tick >= ticks[-1] * (length / least) ** NEAR):
+            ticks.append(tick)
+    panel.set_xscale("log", base=2)
+    panel.set_xlim(least, max(length, least + 1))
+    panel.set_xticks(ticks, [format_length(tick) for tick in ticks])
+    panel.minorticks_off()
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

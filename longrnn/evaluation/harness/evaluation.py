@@ -1,0 +1,119 @@
+"""lm-eval tasks as an evaluation, with scores for each document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from longrnn.errors import UserError
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.task_code import task_code
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import SCORE
+from longrnn.options import Count
+from longrnn.progress import Progress
+from longrnn.text import read_text
+
+
+class Harness(Evaluation):
+    """Scores of lm-eval tasks for each document.
+
+    Every model gets lm-eval's own requests. A model for which requests had to be truncated to its
+    maximum length has a reason instead of a score. Needs lm-eval.
+    """
+
+    kind: ClassVar[str] = "harness"
+    sharing: ClassVar[str] = "inside"
+
+    tasks: list[str] = Field(
+        min_length=1, description="Task names of `longrnn eval harness`, or YAML files."
+    )
+    metrics: list[str] = Field(
+        [], description="Metrics to report (default: all with one number per document)."
+    )
+    limit: Count | None = Field(None, description="Documents of each task (default: all).")
+    num_fewshot: int | None = Field(
+        None, description="Examples in each prompt (default: the number in the task)."
+    )
+    include_path: str | None = Field(None, description="A folder with further tasks.")
+    metadata: dict[str, Any] | None = Field(
+        None, description="Metadata of the tasks, such as {max_seq_lengths: [1024]}."
+    )
+    datasets: str | None = Field(
+        None, description="A folder in which ORGANISATION/NAME stands for a data set on the Hub."
+    )
+
+    def files(self) -> list[Path]:
+        text = (self.metadata or {}).get("text")
+        return [] if text is None else [Path(text)]
+
+    def task_code(self) -> list[str]:
+        return task_code(self.tasks, self.include_path)
+
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        if find_spec("lm_eval") is None:
+            raise UserError("lm-eval is not installed: pip install lm-eval")
+        from longrnn.evaluation.harness import find_tasks
+
+        find_tasks(self.tasks, self.include_path, self.metadata)
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {
+            "texts": [read_text(path)[1] for path in self.files()],
+            "limit": self.limit,
+            "num_fewshot": self.num_fewshot,
+            "metadata": self.metadata,
+            "seed": self.seed,
+        }
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        return [Item({"task": task}, task) for task in dict.fromkeys(self.tasks)]
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        from longrnn.evaluation.harness import LongRNN, scores
+
+        wrap: Any = LongRNN  # its decorator hides its parameters
+        for item in items:
+            wrapped = wrap(model.model, tokenizer=model.tokenizer, quiet=True)
+            found = scores(
+                wrapped,
+                [item.spec],
+                include_path=self.include_path,
+                limit=self.limit,
+                num_fewshot=self.num_fewshot,
+                metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
+                seed=self.seed,
+                datasets=self.datasets,
+            )
+            counts = wrapped.counts()
+            cut = counts["requests"] + counts["split_documents"]
+            progress.advance(1, counts["tokens_computed"])
+            reads = wrapped.limit.max_length
+            yield [(item, {"cut": {"requests": cut, "reads": reads}, "scores": found})]
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        measurements = []
+        for item, row in found:
+            cut, reason = row["cut"], None
+            if cut["requests"]:
+                reason = (
+                    f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
+                )
+            known = {name.split(", ")[-1] for name in row["scores"]}
+            for name in self.metrics:
+                if name not in known:
+                    raise UserError(
+                        f"{item.spec} has no metric {name!r}: use one of {', '.join(sorted(known))}"
+                    )
+            for name, samples in row["scores"].items():
+                if not self.metrics or name.split(", ")[-1] in self.metrics:
+                    column = Column(name, SCORE, ".3f")
+                    own = {} if reason else samples
+                    measurements.append(Measurement(column, None, own, reason))
+        return measurements

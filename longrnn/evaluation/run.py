@@ -1,0 +1,209 @@
+"""Runs evaluations: measures what the store lacks, and computes the cells of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longrnn import processes
+from longrnn.errors import UserError
+from longrnn.evaluation.base import Cell, Evaluation, Found, Measurement
+from longrnn.evaluation.task_code import refuse_task_code
+from longrnn.evaluation.texts import warn_if_calibrated_on
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
+from longrnn.progress import Progress
+from longrnn.results import Origin, Store
+from longrnn.text import read_text
+
+
+class Outcome(NamedTuple):
+    """The result of one evaluation.
+
+    Attributes:
+        evaluation: what was measured.
+        models: of which models; the others are compared with the first one.
+        found: the results of all items by the name of the model.
+        cells: of the table.
+    """
+
+    evaluation: Evaluation
+    models: Sequence[OpenCheckpoint]
+    found: dict[str, Found]
+    cells: list[Cell]
+
+    def notes(self) -> list[str]:
+        """Return the sentences under the table; models with equal ones share them."""
+        notes: dict[str, list[str]] = {}
+        for model in self.models:
+            for note in self.evaluation.notes(model, self.found[model.name]):
+                notes.setdefault(note, []).append(model.name)
+        shared = len(self.models)
+        return [
+            note if len(names) == shared else f"{', '.join(names)}: {note}"
+            for note, names in notes.items()
+        ]
+
+
+def run(
+    models: Sequence[OpenCheckpoint],
+    evaluations: Sequence[Evaluation],
+    folder: Path,
+    *,
+    trust_task_code: bool = False,
+    quiet: bool = False,
+) -> list[Outcome]:
+    """Measure every model with every evaluation; results that the folder has are not repeated.
+
+    Everything that can be checked is checked before the first measurement.
+
+    Args:
+        models: models with different names.
+        evaluations: with different titles.
+        folder: of the store; created if missing.
+        trust_task_code: whether to run Python code in task files of the user.
+        quiet: show no progress.
+
+    Raises:
+        UserError: duplicate names, a tokenizer that does not fit, code that is not trusted, options
+            that an evaluation refuses, or logits that are not finite.
+    """
+    _refuse_doubles([one.title for one in evaluations], "evaluations")
+    _refuse_doubles([model.name for model in models], "models")
+    if any(evaluation.reads_text for evaluation in evaluations):
+        for model in models:
+            model.refuse_unfit()
+    if not trust_task_code:
+        refuse_task_code(path for one in evaluations for path in one.task_code())
+    for evaluation in evaluations:
+        evaluation.prepare(models)
+        _warn_if_calibrated(evaluation, models)
+    _refuse_nothing(evaluations, models)
+    store = Store(folder)
+    outcomes = []
+    for evaluation in evaluations:
+        found = {model.name: _measured(evaluation, model, store, quiet) for model in models}
+        cells = list(_cells(evaluation, models, found)) if processes.is_main() else []
+        outcomes.append(Outcome(evaluation, models, found, cells))
+    return outcomes
+
+
+def _measured(
+    evaluation: Evaluation, model: OpenCheckpoint, store: Store, quiet: bool
+) -> list[Any]:
+    """Measure the missing items of one model, and return the results of all items."""
+    items = evaluation.items(model)
+    origin = Origin(
+        evaluation.kind,
+        model.model.fingerprint(),
+        model.tokenizer.fingerprint(),
+        evaluation.protocol(model),
+    )
+    missing = [item for item in items if store.get(origin, item.key) is None]
+    todo = missing
+    if evaluation.sharing == "items":
+        todo = processes.share(missing, lambda item: item.group[:1], lambda item: item.group)
+    title, total = f"{evaluation.title} {model.name}", sum(item.work for item in todo)
+    is_writer = evaluation.sharing == "items" or processes.is_main()
+    if todo and (is_writer or evaluation.sharing == "inside"):
+        with Progress(title, total, unit="tokens", quiet=quiet) as progress:
+            for batch in evaluation.measure(model, todo, progress):
+                if is_writer:
+                    store.append(origin, [(item.key, row) for item, row in batch])
+    store.collect()
+    pairs = ((item, store.get(origin, item.key)) for item in items)
+    return [(item, row) for item, row in pairs if row is not None]
+
+
+def _cells(
+    evaluation: Evaluation, models: Sequence[OpenCheckpoint], found: Mapping[str, Found]
+) -> Iterator[Cell]:
+    """Yield the cells of one evaluation, model by model."""
+    reference: dict[tuple[str, int | None], Measurement] = {}
+    for model in models:
+        for measurement in evaluation.columns(model, found[model.name]):
+            column, at, samples, reason, independent = measurement
+            difference, compare = None, column.quantity.difference
+            if model is models[0]:
+                reference[column.name, at] = measurement
+            elif compare is not None and (column.name, at) in reference:
+                others = reference[column.name, at].samples
+                shared = [key for key in samples if key in others]
+                pairs = [samples[key] for key in shared], [others[key] for key in shared]
+                difference = compare(*pairs, independent) if shared else None
+            estimate = None
+            if samples:
+                estimate = column.quantity.estimate(list(samples.values()), independent)
+            yield Cell(
+                evaluation.title, column.name, model.name, at, estimate, difference, reason, column
+            )
+
+
+def evaluate(
+    models: Sequence[str | OpenCheckpoint] | str,
+    evaluations: Sequence[Evaluation | Mapping[str, Any] | str] | Mapping[str, Any] | str,
+    output: str | Path,
+    *,
+    device: str | None = None,
+    trust_task_code: bool = False,
+    quiet: bool = True,
+) -> list[Cell]:
+    """Evaluate models, and write tables, pictures and a report.
+
+    Args:
+        models: names as `load` takes them; the others are compared with the first one.
+        evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
+        output: a folder, which is resumed; models, lengths, texts and prompts may be added.
+        device: of the models; None for the CPU.
+        trust_task_code: whether to run Python code in lm-eval task files of your own.
+        quiet: show no progress.
+
+    Returns:
+        The cells of all tables.
+
+    Raises:
+        UserError: see `run`.
+    """
+    from longrnn.evaluation.report import write_report
+    from longrnn.evaluation.suites import build_evaluation, read_suite
+
+    one_model = isinstance(models, str | OpenCheckpoint)
+    opened = [
+        model if isinstance(model, OpenCheckpoint) else open_checkpoint(model, device=device)
+        for model in ([models] if one_model else models)
+    ]
+    listed = [evaluations] if isinstance(evaluations, str | Mapping) else evaluations
+    built: list[Evaluation] = []
+    for one in listed:
+        if isinstance(one, str):
+            built += read_suite(one).evaluations
+        else:
+            built.append(one if isinstance(one, Evaluation) else build_evaluation(one))
+    folder = Path(output)
+    outcomes = run(opened, built, folder, trust_task_code=trust_task_code, quiet=quiet)
+    if processes.is_main():
+        write_report(outcomes, folder)
+    return [cell for outcome in outcomes for cell in outcome.cells]
+
+
+def _warn_if_calibrated(evaluation: Evaluation, models: Sequence[OpenCheckpoint]) -> None:
+    """Warn of every text of an evaluation that a model's mitigation was calibrated on."""
+    names = {read_text(path)[1]: path.name for path in evaluation.files()}
+    for model in models:
+        warn_if_calibrated_on(model.model, names)
+
+
+def _refuse_nothing(evaluations: Sequence[Evaluation], models: Sequence[OpenCheckpoint]) -> None:
+    """Raise the first reason if nothing can be measured."""
+    if any(evaluation.items(model) for evaluation in evaluations for model in models):
+        return
+    for evaluation in evaluations:
+        for measurement in evaluation.columns(models[0], []):
+            if measurement.reason is not None:
+                raise UserError(measurement.reason)
+
+
+def _refuse_doubles(names: Sequence[str], what: str) -> None:
+    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if double:
+        raise UserError(f"two {what} are called {double[0]!r}: give each its own name")

@@ -1,0 +1,84 @@
+"""Suites: lists of evaluations in YAML, and the kinds of evaluation by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from longrnn.bundled import find
+from longrnn.errors import UserError, nearest
+from longrnn.evaluation.base import Evaluation
+from longrnn.text import read_mapping
+
+SUITES = "eval/suites"
+# Kinds of evaluation: the module and the name of each class.
+KINDS = {
+    "answers": "answers.Answers",
+    "cost": "cost.Cost",
+    "harness": "harness.evaluation.Harness",
+    "memory": "memory.Memory",
+    "passkey": "passkey.PasskeyRetrieval",
+    "perplexity": "perplexity.Perplexity",
+    "reverse": "sequences.Reverse",
+    "task": "sequences.Sequences",
+}
+
+
+class Suite(NamedTuple):
+    """The evaluations of a file, in its order, and its text."""
+
+    name: str
+    evaluations: list[Evaluation]
+    text: str
+
+
+def kind_of(name: Any) -> type[Evaluation]:
+    """Return the class of a kind of evaluation.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    if name not in KINDS:
+        raise UserError(f"unknown evaluation {name!r}: {nearest(str(name), KINDS)}")
+    module, _, attribute = KINDS[name].rpartition(".")
+    return getattr(import_module(f"longrnn.evaluation.{module}"), attribute)
+
+
+def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
+    """Build an evaluation from `{kind: …, option: value, …}`.
+
+    Raises:
+        UserError: an unknown kind or option, or a value that is not valid.
+    """
+    options = dict(spec)
+    kind = kind_of(options.pop("kind", None))
+    try:
+        return kind(**options)
+    except UserError as error:
+        raise UserError(f"evaluation {options.get('name') or kind.kind!r}: {error}") from error
+
+
+def read_suite(name_or_path: str) -> Suite:
+    """Read a suite.
+
+    Args:
+        name_or_path: name of a bundled suite such as `quick`, or a YAML file.
+
+    Raises:
+        UserError: there is no such suite, or it is not a mapping of `evaluations` and `seed`.
+    """
+    path = find(name_or_path, SUITES)
+    remedy = "write evaluations: [{kind: passkey, …}]"
+    content = read_mapping(path, remedy, kind="suite")
+    for key in content:
+        if key not in ("evaluations", "seed"):
+            raise UserError(f"{path}: unknown key {key!r}: {remedy}")
+    specs = content.get("evaluations")
+    if not isinstance(specs, list) or not specs or not all(isinstance(s, dict) for s in specs):
+        raise UserError(f"{path} has no list of evaluations: {remedy}")
+    try:
+        evaluations = [build_evaluation({"seed": content.get("seed", 0)} | spec) for spec in specs]
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return Suite(path.stem, evaluations, path.read_text())

@@ -1,0 +1,65 @@
+"""Costs are measured in a separate process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from longrnn import state as states
+from longrnn.evaluation.cost import MIB, Cost, Job, in_a_process
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models import RecurrentLM
+from tests.evaluation.small_models import SHORT, cells, llama, measure, small_model
+
+
+def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
+    """Memory is that of the child process alone, and the mitigation is applied."""
+    folder = tmp_path / "one"
+    model = small_model("one", folder=folder).model
+    held = torch.ones(2**30 // 4)  # 1 GiB
+    found = in_a_process(Job(f"{folder}+sliding_window(window=50)", "cpu", 1, 200, 3, 0))
+    assert isinstance(found, dict), found
+    assert 50 < found["peak_mib"] < held.nbytes / MIB
+    assert 0 <= found["peak_over_model_mib"] < found["peak_mib"] / 2
+    assert found["prefill_tokens_per_second"] > 0
+    assert found["decode_tokens_per_second"] > 0
+    assert isinstance(model, RecurrentLM)
+    mitigated = Mitigated(model, mitigation("sliding_window(window=50)"))
+    read = mitigated(torch.zeros(1, 200, dtype=torch.long), keep=0).state
+    assert found["state_bytes"] == states.nbytes(read)
+
+
+def test_each_length_is_measured_once(tmp_path: Path) -> None:
+    """A length out of reach has a reason, and so has a measurement that failed, which is repeated."""
+    one = small_model("one", folder=tmp_path / "one", position=SHORT)
+    gone = one._replace(name="gone", source=str(tmp_path / "gone"))
+    evaluation = Cost(lengths=["64", "4k"], decode=2)
+    found = cells(measure(evaluation, tmp_path / "r", one))
+    size = found["state or cache, bytes", 64, "one"].estimate
+    assert size is not None
+    assert size.mean == states.nbytes(one.model.init_state(1))
+    assert "300" in str(found["prefill, tokens/s", 4096, "one"])
+    content = (tmp_path / "r/rows.jsonl").read_bytes()
+    assert cells(measure(evaluation, tmp_path / "r", one)) == found
+    assert (tmp_path / "r/rows.jsonl").read_bytes() == content
+    failed = cells(measure(evaluation, tmp_path / "s", gone))
+    assert "gone" in str(failed["prefill, tokens/s", 64, "gone"])
+    assert not (tmp_path / "s/rows.jsonl").exists()
+
+
+def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
+    """The cache of a transformer grows with the length, and `beyond` reaches the child process."""
+    llama(tmp_path / "llama", positions=64)
+    found = in_a_process(Job(f"{tmp_path / 'llama'}+beyond", "cpu", 1, 100, 2, 0))
+    assert isinstance(found, dict), found
+    # Keys and values of one layer, 8 wide, in float32, and the position.
+    assert found["state_bytes"] == 100 * 2 * 8 * 4 + 8
+
+
+def test_a_failure_is_one_line() -> None:
+    """A failing process gives a reason, not an error."""
+    broken = in_a_process(Job("passkey-tiny", "abacus", 1, 64, 1, 0))
+    assert isinstance(broken, str)
+    assert broken.startswith("failed: ")
+    assert "\n" not in broken

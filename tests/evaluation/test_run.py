@@ -1,0 +1,169 @@
+"""Several evaluations of several models: cells, differences, reports, suites, and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import longrnn
+from longrnn.errors import UserError
+from longrnn.evaluation.report import markdown, table, write_report
+from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.suites import Suite, read_suite
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.mitigations import mitigation
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
+from longrnn.text import read_text
+from tests.evaluation.oracles import Oracle
+from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
+from tests.refusals import naming
+
+SUITE = """
+evaluations:
+  - {kind: passkey, lengths: [200, 320], depths: [0.0, 1.0], n: 2, name: keys}
+  - {kind: perplexity, texts: [TEXT], lengths: [64, 256], windows: 3}
+"""
+
+
+def suite(folder: Path, text: str = SUITE) -> Suite:
+    book = folder / "book.txt"
+    book.write_text("".join(f"{i * 7919 % 1000} and {i % 77}. " for i in range(300)))
+    (folder / "mine.yaml").write_text(text.replace("TEXT", str(book)))
+    return read_suite(str(folder / "mine.yaml"))
+
+
+def measure(models: Sequence[OpenCheckpoint], folder: Path) -> list[Outcome]:
+    return run(models, suite(folder).evaluations, folder / "out", quiet=True)
+
+
+@pytest.fixture(scope="module")
+def models() -> list[OpenCheckpoint]:
+    return [
+        small_model("one"),
+        small_model("two", seed=1),
+        small_model("short", seed=2, position=SHORT),
+        small_model("pairs", seed=3, tokenizer=PairTokenizer()),
+    ]
+
+
+def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
+    """Every cell of every model is in the table and in JSON; a reason stands in its place."""
+    outcomes = measure(models, tmp_path)
+    written = write_report(outcomes, tmp_path / "out")
+    assert all(path.stat().st_size > 500 for path in written)
+    record = json.loads((tmp_path / "out/cells.json").read_text())
+    assert list(record["models"]) == ["one", "two", "short", "pairs"]
+    assert list(record["evaluations"]) == ["keys", "perplexity"]
+    assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
+    first = next(cell for cell in record["cells"] if cell["at"] == 200)
+    assert (first["model"], first["estimate"]["n"], first["difference"]) == ("one", 2, None)
+    lines = markdown(table(outcomes[0])).splitlines()
+    assert lines[0].startswith("| length | model | n | depth 0% | depth 100% |")
+    (beyond,) = (line for line in lines if line.startswith("| 320 | short "))
+    assert "300" in beyond
+    assert beyond.count("likewise") == 2
+    assert "<br>" in next(line for line in lines if line.startswith("| 320 | two "))
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count("<tr>") >= 2 * (1 + 4 * 2)
+    assert all(model.name in page for model in models)
+
+
+def test_a_value_without_an_interval_is_null(tmp_path: Path) -> None:
+    """JSON has null for what is not finite."""
+    outcomes = run(
+        [small_model("one")],
+        suite(tmp_path, SUITE.replace("windows: 3", "windows: 1")).evaluations[1:],
+        tmp_path / "out",
+        quiet=True,
+    )
+    write_report(outcomes, tmp_path / "out")
+    record = json.loads((tmp_path / "out/cells.json").read_text())
+    assert record["cells"][0]["estimate"]["low"] is None
+    assert "[" not in str(outcomes[0].cells[0])
+    assert outcomes[0].cells[0].estimate.low == -math.inf
+
+
+def test_all_right_is_not_certain(tmp_path: Path) -> None:
+    """A share of 1 and a difference of 0 have the intervals of their number of prompts."""
+    oracles: Any = [Oracle(), Oracle(name="other")]
+    opened = [
+        OpenCheckpoint(str(k), o, longrnn.load_tokenizer("passkey-tiny"))
+        for k, o in enumerate(oracles)
+    ]
+    outcome = run(opened, suite(tmp_path).evaluations[:1], tmp_path / "out", quiet=True)[0]
+    last = outcome.cells[-1]
+    assert str(last) == "1.00 [0.51, 1.00]"
+    assert last.below() == "+0.00 [−0.49, +0.49]"
+
+
+def test_evaluate_is_public(tmp_path: Path) -> None:
+    """A suite by name and a mapping, of a checkpoint by name, into one folder that is resumed."""
+    spec = {"kind": "passkey", "lengths": "256,300", "depths": 2, "n": 2}
+    cells = longrnn.evaluate("passkey-tiny", spec, tmp_path)
+    assert [cell.at for cell in cells if cell.metric.startswith("passkey")] == [256, 300]
+    assert (tmp_path / "report.html").is_file()
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    assert longrnn.evaluate(["passkey-tiny"], [spec], tmp_path) == cells
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_path: Path) -> None:
+    """What can be checked is checked before anything is measured."""
+    unfit = models[0]._replace(name="unfit", tokenizer=PairTokenizer())
+    with pytest.raises(UserError, match=naming("unfit", 997, 256)):
+        measure([models[0], unfit], tmp_path)
+    with pytest.raises(UserError, match="one"):
+        measure([models[0], models[0]], tmp_path)
+    twice = SUITE.replace("name: keys", "name: perplexity")
+    with pytest.raises(UserError, match="perplexity"):
+        run(models[:1], suite(tmp_path, twice).evaluations, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("evaluations: []", ("evaluations",)),
+        ("evaluations: 3", ("evaluations",)),
+        ("evaluation: [{kind: cost}]", ("evaluation",)),
+        ("evaluations: [{kind: passkeys}]", ("passkeys", "passkey")),
+        ("evaluations: [{kind: passkey, depth: 3}]", ("depth", "depths")),
+        ("evaluations: [{kind: cost, lengths: [0]}]", ("lengths", 0)),
+        ("evaluations: [{kind: harness}]", ("tasks",)),
+        ("seed: -1\nevaluations: [{kind: passkey}]", ("seed", -1)),
+        ("{broken", ("mine.yaml",)),
+    ],
+)
+def test_suites_that_are_not_valid(text: str, names: tuple[Any, ...], tmp_path: Path) -> None:
+    """The file and the name of what is wrong are in the message."""
+    with pytest.raises(UserError, match=naming("mine.yaml", *names)):
+        suite(tmp_path, text)
+
+
+def test_bundled_suites() -> None:
+    """Every bundled suite is valid; its name is enough."""
+    for name in ("quick", "long", "needles", "books"):
+        assert read_suite(name).evaluations
+    with pytest.raises(UserError, match="quick"):
+        read_suite("qick")
+
+
+def test_a_text_of_the_calibration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says if a mitigation was calibrated on the text that is measured."""
+    evaluations = suite(tmp_path).evaluations[1:]
+    one = small_model("one", mixer={"kind": "lstm"})
+    digest = read_text(tmp_path / "book.txt")[1]
+    about = Calibration("x.yaml", one.model.fingerprint(), 64, (digest,))
+    member = {"kind": "state_norm", "threshold": 1.0}
+    write_calibration(tmp_path / "x.yaml", [member], about)
+    calibrated = one.model.under(mitigation(tmp_path / "x.yaml"))
+    run([one], evaluations, tmp_path / "out", quiet=True)
+    assert "book.txt" not in caplog.text
+    run([one._replace(model=calibrated)], evaluations, tmp_path / "out", quiet=True)
+    assert "book.txt" in caplog.text
