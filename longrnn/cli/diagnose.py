@@ -75,8 +75,8 @@ def states(
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
-    from longrnn.diagnostics.states_report import write_report
-    from longrnn.diagnostics.states_summary import summary
+    from longrnn.diagnostics.observe import check_observable
+    from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents, warn_if_calibrated_on
     from longrnn.hf.load import load_plain, mitigated
     from longrnn.hf.tokenizer import load_tokenizer
@@ -86,9 +86,7 @@ def states(
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
     plain, own = load_plain(checkpoint, device=pick_device(device))
-    check_observable(
-        plain
-    )  # refuses a model without readable states before it refuses a mitigation
+    check_observable(plain)  # before a mitigation is refused
     model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(text or [], tokenizer, model)

@@ -138,6 +138,7 @@ def finetune(
 def _evaluate(config: TrainConfig, longest: int | None, quiet: bool) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
     from longrnn.cli.evaluate import compare_and_report
+    from longrnn.data import TASKS
     from longrnn.evaluation.before_after import write_suite
     from longrnn.hf.opened import open_checkpoint
     from longrnn.processes import on_main

@@ -89,15 +89,15 @@ def gradients(
 
     Example: longrnn diagnose gradients reverse_small --init default,orthogonal
     """
+    from longrnn.data import TASKS
     from longrnn.diagnostics.gradients import Settings, Subject, default_lengths, diagnose
     from longrnn.diagnostics.gradients_report import summary, write_report
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.training.sources import build_task
 
     inits = [] if init is None else [name.strip() for name in init.split(",")]
     opened = [one for source in dict.fromkeys(sources) for one in _open(source, inits)]
     spec = _task(task, text, opened[0])
-    built = build_task(spec, load_tokenizer(opened[0].tokenizer), name=opened[0].tokenizer)
+    built = TASKS.build(spec, load_tokenizer(opened[0].tokenizer))
     settings = Settings(
         lengths=default_lengths(built) if lengths is None else parse_lengths(lengths),
         rows=rows,
@@ -134,40 +134,28 @@ def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
 
 
 def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
-    from dataclasses import asdict, replace
-
+    """The models of a configuration as training builds them, one per `init`."""
     import torch
 
-    from longrnn.config import load_config
-    from longrnn.hf.load import load_recurrent
-    from longrnn.hf.names import NONE
-    from longrnn.models import RecurrentLM
-    from longrnn.seeds import check_seed
-    from longrnn.training.config import TrainConfig
+    from longrnn.data import TASKS
+    from longrnn.training.config import configured
+    from longrnn.training.models import build, tokenizer_of
     from longrnn.training.optim import fill
 
-    config = load_config(TrainConfig, source)
-    if config.init_from is not None:
-        if inits:
-            raise UserError(f"{source} starts from {config.init_from}: leave --init out")
-        model = load_recurrent(f"{config.init_from}+{NONE}")  # as training starts
-        fill(model, config.fill)
-        tokenizer = config.tokenizer or config.init_from
-        return [ModelEntry(source, model, tokenizer, asdict(config))]
-    if config.model is None:
-        raise UserError(f"{source} builds a transformer: give a configuration with a model")
-    found = []
-    tokenizer = config.tokenizer or "bytes"
+    entries = []
+    if inits and (start := configured(source, []).init_from) is not None:
+        raise UserError(f"{source} starts from {start}: leave --init out")
     for init in inits or [None]:
-        mixer = config.model.mixer if init is None else {**config.model.mixer, "init": init}
+        config = configured(source, [] if init is None else [f"model.mixer.init={init}"])
+        task = TASKS.build(config.task, tokenizer_of(config))
         with torch.random.fork_rng(devices=[]):
-            check_seed(config.seed)
             torch.manual_seed(config.seed)  # as training does
-            model = RecurrentLM(replace(config.model, mixer=mixer))
+            model = build(config, task, lambda line: None)
         fill(model, config.fill)
         name = source if init is None else f"{Path(source).stem}, {init}"
-        found.append(ModelEntry(name, model, tokenizer, asdict(config)))
-    return found
+        tokenizer = config.tokenizer or config.init_from or "bytes"
+        entries.append(ModelEntry(name, model.under(None), tokenizer, config.model_dump()))
+    return entries
 
 
 def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[str, Any]:
@@ -177,7 +165,7 @@ def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[
     if text:
         if task not in (None, "text"):
             raise UserError("--text is for the task text: leave out --task or --text")
-        return {"kind": "text", "files": [str(path) for path in text]}
+        return {"kind": "text", "data": [str(path) for path in text]}
     if task is None:
         known = first.training.get("task")
         if not isinstance(known, dict):

@@ -113,7 +113,7 @@ def diagnose(
     for subject in subjects:
         _check(subject.model, task)
     batches = {
-        length: task.sample(settings.rows, length=length, generator=seeded(settings.seed))
+        length: task.sample(settings.rows, length=length, seed=settings.seed)
         for length in settings.lengths
     }
     rows: list[Row] = []
@@ -139,7 +139,7 @@ def diagnose(
 def default_lengths(task: Task) -> list[int]:
     """Returns LENGTHS, or the default length of a task for which these are too short."""
     try:
-        task.sample(1, length=min(LENGTHS), generator=torch.Generator().manual_seed(0))
+        task.sample(1, length=min(LENGTHS))
     except UserError:
         return [task.default_length]
     return list(LENGTHS)

@@ -19,9 +19,9 @@ from rapidfuzz.distance import DamerauLevenshtein
 from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, keys
 from longrnn.errors import UserError
+from longrnn.evaluation.harness.needles import Haystack, needles, variable_tracking
 from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.tasks.needles import Haystack, needles, variable_tracking
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import parse_length
 
@@ -97,7 +97,7 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
 
 
 def needle_documents(kind: str, metadata: Mapping[str, Any]) -> list[Document]:
-    """Return texts of one of `longrnn.tasks.needles.KINDS`, or of `variables`."""
+    """Return texts of one of `needles.KINDS`, or of `variables`."""
     given, tokenizer = options(metadata), tokenizer_of(metadata)
     haystack = Haystack(Path(given["text"]) if given["text"] else None)
     documents = []
