@@ -15,13 +15,12 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
-from longrnn.state import LMState, leaves
+from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
-LONG = 40
 
 
 @cache
@@ -32,39 +31,6 @@ def wrapped(kind: str) -> ForeignLM:
 @torch.no_grad()
 def expected(kind: str, text: Tensor) -> Tensor:
     return wrapped(kind).model(text, use_cache=False).logits
-
-
-def snapshot(state: LMState) -> dict[str, Tensor]:
-    return {name: leaf.clone() for name, leaf in leaves(state)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_forks_and_ragged_rows_equal_one_call(kind: str) -> None:
-    """Rows of different lengths give the logits of their own texts, and no call changes a state."""
-    model, text = wrapped(kind), tokens(2, LONG)
-    short = model(text[:1, :5], keep=0).state
-    long = model(text[1:, :20], keep=0).state
-    both = states.join([short, long, states.take(short, [0])])
-    assert both.position.tolist() == [5, 20, 5]
-    before = snapshot(both)
-    follow = torch.stack([text[0, 5:18], text[1, 20:33], text[0, 5:18]])
-    logits, after = model(follow, both, keep=4)
-    assert after.position.tolist() == [18, 33, 18]
-    first, second = expected(kind, text[:1, :18]), expected(kind, text[1:, :33])
-    for _ in range(2):  # the second time from the same state
-        assert_near(logits[0], first[0, -4:], TOLERANCE)
-        assert_near(logits[1], second[0, -4:], TOLERANCE)
-        assert_near(logits[2], logits[0], TOLERANCE)
-        logits, _ = model(follow, both, keep=4)
-    for name, leaf in leaves(both):
-        assert torch.equal(leaf, before[name]), name
-    # Rows of a ragged state, alone and repeated, go on as their text does.
-    alone = states.expand(states.take(after, [2, 1]), 2)
-    assert alone.position.tolist() == [18, 18, 33, 33]
-    onward = torch.cat([text[:1, 18:21].expand(2, -1), text[1:, 33:36].expand(2, -1)])
-    logits, _ = model(onward, alone, keep=1)
-    assert_near(logits[1, 0], expected(kind, text[:1, :21])[0, -1], TOLERANCE)
-    assert_near(logits[3, 0], expected(kind, text[1:, :36])[0, -1], TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

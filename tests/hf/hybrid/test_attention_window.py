@@ -16,7 +16,6 @@ from longrnn.state import join
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
 from tests.hf.foreign import causal, tokens, with_bytes
-from tests.refusals import naming
 
 WINDOW = 5
 
@@ -73,16 +72,6 @@ def test_a_window_out_of_range_is_refused(window: Any) -> None:
     assert isinstance(model, HybridLM)
     with pytest.raises(UserError, match="128"):
         model.with_attention_window(window)
-
-
-def test_a_window_is_written_as_a_length(tmp_path: Path) -> None:
-    """`0.0625k` is 64, as for every number of tokens."""
-    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
-    model = load(f"{folder}+attention_window(window=0.0625k)")
-    assert isinstance(model, HybridLM)
-    assert model.attention_window == 64
-    with pytest.raises(UserError, match=naming("window", "4x")):
-        load(f"{folder}+attention_window(window=4x)")
 
 
 def test_other_models_have_no_window(tmp_path: Path) -> None:
