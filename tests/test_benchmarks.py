@@ -38,6 +38,7 @@ PROGRAMS = {
         ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "4", "--repeats", "1"],
         "the same tokens: True",
     ),
+    "gated_deltanet_cpu": (["--quick"], "decoding"),
     "head_cpu": (["--vocab", "256", "--rows", "2", "--tokens", "4", "--d-model", "16"], "2^23"),
     "hybrid_prefill_cpu": (
         ["--kinds", "bamba", "--d-model", "64", "--tokens", "64", "--repeats", "1"],
