@@ -1,4 +1,4 @@
-"""Configurations: YAML and dotted overrides, nothing unknown, one sentence for what does not fit."""
+"""Configurations: YAML and dotted overrides, and one sentence for whatever does not fit."""
 
 from __future__ import annotations
 
