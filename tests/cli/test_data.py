@@ -60,7 +60,10 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
         (["new", "corpus"], "corpus is tokenized already"),
         (["new", "organisation/name/more"], "no file organisation/name/more"),
         (["new", "--append-eos", texts[0]], "the tokenizer has no end-of-sequence token"),
-        (["new", "--instruct", "--no-append-eos", texts[0]], "is a text and rows with prompts and answers are needed"),
+        (
+            ["new", "--instruct", "--no-append-eos", texts[0]],
+            "is a text and rows with prompts and answers are needed",
+        ),
         (["new", texts[0], "binary"], "binary is binary (a NUL at byte 4)"),
         (["new", texts[2]], "no document has 2 tokens or more (1 were dropped)"),
         (["new", "empty.txt"], "no document has 2 tokens or more"),
