@@ -153,6 +153,8 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     from longrnn.training.optim import fill
 
     entries = []
+    if inits and (start := configured(source, []).init_from) is not None:
+        raise UserError(f"{source} starts from {start}: leave --init out")
     for init in inits or [None]:
         config = configured(source, [] if init is None else [f"model.mixer.init={init}"])
         task = TASKS.build(config.task, tokenizer_of(config))

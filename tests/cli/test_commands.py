@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from longrnn import load
-from longrnn.config import load_config
-from longrnn.results import Results, read_results
-from longrnn.sweep.grid import expand, parse_axes
+from longrnn.results import read_results
 from longrnn.text import ByteTokenizer
-from longrnn.training.config import TrainConfig
 from tests.cli.conftest import CLI
 from tests.training.runs import metrics, tiny, train, write_config
 
@@ -260,26 +255,3 @@ def test_diagnose_attribution(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     steps = re.findall(r"│ +(\d+) │(?: +\S+ \[\S+ \S+\] +│){5}", result.out)
     assert steps == ["4", "8", "10"]
-
-
-def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sweep` writes its table, and exits with 2 if a run failed."""
-    config = write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
-    done, failing = "position.kind=none,seed=1", "position.kind=none,seed=2"
-    base = load_config(TrainConfig, config)
-    [point] = expand(base, parse_axes(done.replace(",", " ").split()), Path("run-sweep/runs"))
-    row = {"run": done, "values": point.values, "metrics": {"token_accuracy": 0.5}}
-    results = Results(tmp_path / "run-sweep/results.jsonl", {"evaluation": "sweep"})
-    results.append([{**row, "config": point.content()}])
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # every training fails, at once
-    command = ["sweep", "c.yaml", "--grid", "position.kind=none", "--quiet"]
-    result = cli(*command, "seed=1,2")
-    assert result.code == 2
-    assert f"run-sweep/logs/{failing}.log" in result.err
-    assert "Traceback" not in result.err
-    result = cli(*command, "seed=1")
-    assert result.code == 0, result.err
-    lines = result.out.splitlines()
-    assert lines[:3:2] == ["| position.kind | runs | token_accuracy |", "| none | 1 | 0.500 |"]
-    assert lines[-2:] == ["run-sweep/results.jsonl", "run-sweep/table.md"]
-    assert result.out.startswith((tmp_path / "run-sweep/table.md").read_text())

@@ -11,10 +11,8 @@ import torch
 
 from longrnn import load
 from longrnn.models import RecurrentLM
-from longrnn.training.replay import files
 from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
-from tests.training.runs import sick
 
 SMALL = ["--lengths", "4,8", "--rows", "2", "--exponents", "1", "--quiet"]
 FILES = {"gradients.jsonl", "report.html"}
@@ -88,7 +86,7 @@ def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--text", "a.txt"], ["--task", "{kind: text, files: [a.txt]}"]]
+    "options", [["--text", "a.txt"], ["--task", "{kind: text, data: [a.txt]}"]]
 )
 def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> None:
     """`--text` gives a task to a model without a recorded one."""
@@ -96,21 +94,6 @@ def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> N
     result = cli("diagnose", "gradients", models / "text", *options, *SMALL, "--output", "out")
     assert result.code == 0, result.err
     assert "a.txt" in head_of(tmp_path / "out")["task"]
-
-
-def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Non-finite steps that a run recorded are printed with the command that replays them."""
-    how: dict[str, Any] = {"nonfinite": "skip", "max_steps": 1, "learning_rate": 1e-3}
-    sick(tmp_path / "broken", "backwards")
-    config = tiny("reverse", tmp_path / "run", **how, init_from="broken")
-    write_config(config, tmp_path / "c.yaml")
-    assert cli("train", "c.yaml", "--quiet").code == 0
-    assert files(tmp_path / "run")
-    result = cli("diagnose", "gradients", "run", *SMALL, "--output", "out")
-    assert result.code == 0, result.err
-    said = " ".join(result.out.split())
-    assert "embedding.weight" in said
-    assert "longrnn replay run/nonfinite-00000001.pt" in said
 
 
 @pytest.mark.parametrize(
@@ -122,7 +105,7 @@ def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> N
         (["--task", "[1]"], ("is not a valid task",)),
         (["--task", "{vocab_size: 8}"], ("with 'kind'",)),
         (["--task", "reverse"], ("uses 33 token ids and the model has 9",)),
-        (["--text", "none.txt"], ("no text file none.txt",)),
+        (["--text", "none.txt"], ("no file none.txt",)),
         (["--text", "none.txt", "--task", "reverse"], ("leave out --task or --text",)),
         (["--lengths", "1"], ("hold out at most half",)),
         (["--lengths", "x"], ("'x' is not a valid length",)),

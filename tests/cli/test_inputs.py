@@ -59,7 +59,6 @@ SHORT = {
     ("diagnose", "attribution"): ["--n", "2"],
     ("calibrate",): ["--train-length", "16", "--windows", "1"],
     ("generate",): ["--max-new-tokens", "1"],
-    ("sweep",): ["--grid", "seed=1"],
 }
 SECONDS = 60
 
@@ -95,8 +94,7 @@ PARAMETERS = parameters()
 READABLE = [p for p in PARAMETERS if (p.is_path and p.name not in WRITTEN) or p.name in READ]
 WRITABLE = [p for p in PARAMETERS if p.is_path and p.name in WRITTEN]
 SEEDS = [p for p in PARAMETERS if p.name == "seed"]
-# A sweep trains for as long as its configuration says, with any number of jobs.
-COUNTS = [p for p in PARAMETERS if p.is_whole and p.name != "seed" and p.command != ("sweep",)]
+COUNTS = [p for p in PARAMETERS if p.is_whole and p.name != "seed"]
 
 
 def test_the_commands_are_found() -> None:

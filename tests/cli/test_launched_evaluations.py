@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from longrnn.lock_owner import read_owner
+
 from longrnn.results import Row, read_results
 from tests.cli.conftest import CLI
 from tests.launched import launch, launched

@@ -12,11 +12,11 @@ import yaml
 
 from longrnn import Mitigated, load, mitigation
 from longrnn.cli.results_folders import models_name
+from longrnn.data.prompts import FILLER, KEY_LINE, QUESTION
 from longrnn.evaluation.calibrate import METHODS
 from longrnn.files import sha256
 from longrnn.mitigations.spec import FORMAT
 from longrnn.results import read_results
-from longrnn.data.prompts import FILLER, KEY_LINE, QUESTION
 from tests.cli.conftest import CLI, refused
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens

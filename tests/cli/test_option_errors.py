@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import CLI, refused
-from tests.training.runs import tiny, write_config
 
 SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
 
@@ -81,27 +80,6 @@ def test_eval_reverse_options(
 ) -> None:
     """Sizes that do not fit the model or the task are refused."""
     refused(cli, "eval", "reverse", models / model, "--quiet", *options, says=says)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], ("grid",)),
-        (["--grid", "seed="], ()),
-        (["--grid", "sede=1"], ("key", "seed")),
-        (["--grid", "learning_rate=1e-3,0.001"], ()),
-        (["--grid", "position.kind=learned", "length.max=65"], ("130", "max_length=130")),
-        (["--grid", "task.kind=delayed_sum", "length.max=5"], ("even, not 5",)),
-        (["--grid", "task.kind=predecessor_query", "length.max=9"], ("vocab_size=9",)),
-        (["--grid", "seed=1,2", "--baseline", "sed=1"], ("grid",)),
-        (["--grid", "seed=1,2", "--jobs", "0"], ("jobs",)),
-        (["--grid", "seed=1,2", "--devices", "cuda:99"], ("cuda:99",)),
-    ],
-)
-def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) -> None:
-    """A bad grid is refused before any run is trained."""
-    write_config(tiny("reverse", Path("run")), Path("c.yaml"))
-    refused(cli, "sweep", "c.yaml", *arguments, says=says)
 
 
 def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
