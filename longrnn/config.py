@@ -121,7 +121,10 @@ def _copied(value: Any) -> Any:
 
 @lru_cache(256)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    if hasattr(kind, "model_fields") or is_dataclass(kind):
+        return TypeAdapter(kind)
+    # An option that takes texts, such as a list of lengths, may be written without quotes.
+    return TypeAdapter(kind, config=ConfigDict(coerce_numbers_to_str=True))
 
 
 def validated(kind: Any, value: Any, where: str) -> Any:

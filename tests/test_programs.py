@@ -15,14 +15,12 @@ import pytest
 import torch
 import typer
 from longrnn.comparison import cost
-from longrnn.sweep.grid import expand
-from longrnn.sweep.runs import Sweep
 
 import longrnn
 from longrnn import programs
 from longrnn.errors import Terminated, UserError
 from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
-from tests.training.runs import ENVIRONMENT, tiny
+from tests.training.runs import ENVIRONMENT
 
 pytestmark = pytest.mark.core
 
@@ -60,15 +58,6 @@ def test_the_cost_of_a_model_is_measured_without_importing_from_the_folder(hosti
     found = cost.in_a_process(cost.Job("passkey-tiny", "cpu", 1, 16, 1, 0))
     assert not isinstance(found, str), found
     assert found["state_bytes"] > 0
-    assert not hostile.exists()
-
-
-def test_a_sweep_trains_without_importing_from_the_folder(hostile: Path) -> None:
-    config = tiny("reverse", Path("run"), max_steps=2)
-    points = expand(config, {"seed": ["1"]}, Path("out/runs"))
-    rows, failures = Sweep(points, Path("out"), quiet=True).run()
-    assert not failures
-    assert len(rows) == 1
     assert not hostile.exists()
 
 

@@ -85,6 +85,8 @@ def build(
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
+    import numpy as np
+
     from longrnn.data.build import build as build_corpus
     from longrnn.data.sources import Reading
     from longrnn.data.stream import HEADER
@@ -115,8 +117,9 @@ def build(
         header = build_corpus(data, read, out, reading=reading, name=tokenizer, quiet=quiet)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"{out} was not written") from error
+    dtype = np.dtype(header.dtype).name
     made = f"{out} is built already" if is_built else str(out)
-    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
+    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({dtype})")
     if header.dropped_documents:
         typer.echo(
             f"dropped: {header.dropped_documents:,} documents that are too short"
@@ -132,6 +135,8 @@ def check(
 
     Example: longrnn data check data/books
     """
+    import numpy as np
+
     from longrnn.data.stream import Corpus
 
     found = Corpus(corpus)
@@ -139,7 +144,7 @@ def check(
     rows = {
         "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
         "documents": f"{header.documents:,}",
-        "tokens": f"{header.tokens:,} ({header.dtype})",
+        "tokens": f"{header.tokens:,} ({np.dtype(header.dtype).name})",
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
         "dropped": f"{header.dropped_documents:,} documents",
         "checksums": "right",

@@ -30,7 +30,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
         "corpus: 2 documents, 2,180 tokens (uint16)",
-        "dropped: 1 documents of fewer than 2 tokens, 1 tokens in all",
+        "dropped: 1 documents that are too short, 1 tokens in all",
     ]
     again = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert (again.code, again.err) == (0, "")
@@ -60,13 +60,16 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
         (["new", "corpus"], "corpus is tokenized already"),
         (["new", "organisation/name/more"], "no file organisation/name/more"),
         (["new", "--append-eos", texts[0]], "the tokenizer has no end-of-sequence token"),
-        (["new", "--instruct", texts[0]], "is a text and rows with prompts and answers are needed"),
+        (
+            ["new", "--instruct", "--no-append-eos", texts[0]],
+            "is a text and rows with prompts and answers are needed",
+        ),
         (["new", texts[0], "binary"], "binary is binary (a NUL at byte 4)"),
-        (["new", texts[2]], "no document has 2 tokens or more (1 shorter ones were dropped)"),
+        (["new", texts[2]], "no document has 2 tokens or more (1 were dropped)"),
         (["new", "empty.txt"], "no document has 2 tokens or more"),
-        (["new", "--min-length", "4k", texts[0]], "no document has 4096 tokens"),
+        (["new", "--min-length", "4k", texts[0]], "no document has 4096 tokens or more"),
         (["new", "--min-length", "0", texts[0]], "'0' is not a valid length"),
-        (["new", "--split-on", "", texts[0]], "a --split-on that is not empty"),
+        (["new", "--split-on", "", texts[0]], "a split_on that is not empty"),
         (["new", "--split-on", "<end>", texts[0]], "'<end>' is in none of the files"),
         (["new", "--tokenizer", "gpt9", texts[0]], "no tokenizer at gpt9"),
         (["binary/new", texts[0]], "choose another folder"),
@@ -80,11 +83,11 @@ def test_an_interrupted_build_leaves_nothing(
 ) -> None:
     """An interrupted build leaves no corpus, and its message says so."""
 
-    def interrupted(self: ByteTokenizer, text: str) -> list[int]:
+    def interrupted(self: ByteTokenizer, texts: list[str]) -> list[list[int]]:
         raise KeyboardInterrupt
 
     before = set(Path().iterdir())
-    monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
+    monkeypatch.setattr(ByteTokenizer, "encode_many", interrupted)
     done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert done.code == 130
     (line,) = done.err.splitlines()
@@ -95,33 +98,26 @@ def test_an_interrupted_build_leaves_nothing(
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     """Training carries states over a corpus, and refuses a corpus that does not fit."""
     assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0
-    config = tiny(
-        "streams", Path("run"), task={"kind": "text", "corpus": "corpus", "max_segments": 5}
-    )
+    config = tiny("streams", Path("run"), task={"kind": "text", "data": "corpus"})
     (tmp_path / "c.yaml").write_text(dump_config(config))
     done = cli("train", "c.yaml")
     assert done.code == 0, done.err
-    assert "64" in done.err
+    assert "2 documents with 2,178 tokens" in done.err
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
 
     train = ["train", "c.yaml", "output_dir=other", "--quiet"]
-    refused(cli, *train, "task.corpus=nowhere", says=("corpus", "longrnn data build"))
-    refused(cli, *train, "task.files=[0.txt]", says=("corpus",))
-    refused(cli, *train, "task.max_segments=0", says=("max_segments",))
-    rows = "per_device_train_batch_size=9"
-    refused(cli, *train, rows, says=("18 streams", "task.max_segments=1"))
-    refused(cli, *train, "length.max=2000", says=("4 streams", "length.max"))
-    refused(cli, *train, "carry=true", says=("carry", "initial_state"))
+    refused(cli, *train, "task.data=nowhere.txt", says=("nowhere.txt",))
+    refused(cli, *train, "task.files=[0.txt]", says=("files", "data"))
+    refused(cli, *train, "length.max=2000", says=("2,178", "8,000"))
     refused(cli, *train, "initial_state.kind=cary", says=("carry",))
     bpe = trained_bpe()
     bpe.save(tmp_path / "bpe")
-    vocab = f"model.vocab_size={bpe.vocab_size}"
     says = ("made with the tokenizer 'bytes'", "set tokenizer=bytes")
-    refused(cli, *train, "tokenizer=bpe", vocab, says=says)
+    refused(cli, *train, "tokenizer=bpe", f"model.vocab_size={bpe.vocab_size}", says=says)
     shutil.copytree("corpus", "half")
     with open("half/tokens.bin", "rb+") as file:
         file.truncate(100)
-    refused(cli, *train, "task.corpus=half", says=("half/tokens.bin", "truncated"))
+    refused(cli, *train, "task.data=half", says=("half/tokens.bin", "damaged"))
 
 
 def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
@@ -130,9 +126,7 @@ def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Pa
     bpe.save(tmp_path / "bpe")
     build = ["data", "build", "--quiet", "--tokenizer", "bpe", "--out"]
     assert cli(*build, "corpus", *texts).code == 0
-    config = tiny(
-        "streams", Path("run"), task={"kind": "text", "corpus": "corpus"}, tokenizer="bpe"
-    )
+    config = tiny("streams", Path("run"), task={"kind": "text", "data": "corpus"}, tokenizer="bpe")
     (tmp_path / "c.yaml").write_text(dump_config(config))
     small = ["length.max=8", "gradient_accumulation_steps=1", f"model.vocab_size={bpe.vocab_size}"]
     train = ["train", "c.yaml", "--quiet", "max_steps=2", "warmup_steps=1", *small]

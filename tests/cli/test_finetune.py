@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from longrnn import load, load_tokenizer
-from longrnn.config import load_config
-from longrnn.errors import UserError
 from longrnn.evaluation import perplexity
-from longrnn.training import finetuning
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import TrainConfig, read_config
+from longrnn.training.finetune import finetuning
 from tests.cli.conftest import CLI, refused
-from tests.refusals import naming
 from tests.training.journeys import IDS, PADDED_IDS, documents, published_mamba2
 from tests.training.runs import last_checkpoint, metrics
 
-SMALL = ["max_steps=4", "eval_steps=2", "save_steps=2", "logging_steps=1", "warmup_steps=1"]
+SMALL = ["max_steps=4", "eval_steps=2", "save_steps=2", "logging_steps=1"]
 SMALL += ["learning_rate=0.01", "eval_length=64", "eval_samples=1", "segments_per_step=2"]
 SMALL += ["per_device_train_batch_size=2", "--length", "32", "--evaluate-to", "64", "--quiet"]
 
@@ -82,11 +79,11 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     assert tuned.fingerprint() == load(last_checkpoint(Path("run"))).fingerprint()
     report = Path("run/evaluation/report.html").read_text()
     assert "before" in report
-    assert "step-4" in report
+    assert "after" in report
     cells = [cell for cell in evaluated_cells() if "bits" in cell["metric"]]
     loss = {(cell["model"], cell["at"]): cell["estimate"]["mean"] for cell in cells}
-    assert loss.keys() == {(model, at) for model in ("before", "step-4") for at in (32, 64)}
-    assert all(loss["step-4", at] < loss["before", at] for at in (32, 64))
+    assert loss.keys() == {(model, at) for model in ("before", "after") for at in (32, 64)}
+    assert all(loss["after", at] < loss["before", at] for at in (32, 64))
     assert all(cell["estimate"]["n"] >= 5 and cell["estimate"]["low"] for cell in cells)
     assert "suite before_after" in done.out
     assert cli("convert", "run", "hf", "--to", "hf").code == 0
@@ -96,7 +93,6 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     assert load_tokenizer("run").vocab_size == IDS == len(AutoTokenizer.from_pretrained("hf"))
 
 
-@pytest.mark.slow
 def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,56 +100,42 @@ def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     command = ["finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()
-    assert cli(*command, "--resume").code == 0
+    resume = ["finetune", "--resume", "run", "--evaluate-to", "64", "--quiet"]
+    done = cli(*resume)
+    assert done.code == 0, done.err
     report = Path("run/evaluation/report.html").read_bytes()
 
     def measured(*arguments: Any) -> None:
         raise AssertionError("it was measured before")
 
     monkeypatch.setattr(perplexity, "losses", measured)
-    assert cli(*command, "--resume").code == 0
+    assert cli(*resume).code == 0
     assert Path("run/evaluation/report.html").read_bytes() == report
     assert cli("train", "run/train.yaml", "output_dir=again", "--quiet").code == 0
     assert load("again").fingerprint() == load("run").fingerprint()
 
 
-def test_the_configuration_file_has_the_settings_of_the_command() -> None:
-    """`configs/train/finetune_mamba2.yaml` and `longrnn finetune` train alike."""
-    path = Path(__file__).parents[2] / "configs/train/finetune_mamba2.yaml"
-    written = load_config(TrainConfig, path, ["init_from=base", "task.data=docs"])
-    made = finetuning.finetuning("base", ["docs"], length=4096, output_dir=written.output_dir)
-    made.mixed_precision = made.gradient_checkpointing = "no"  # which depend on the device
-    assert made == written
-
-
-def test_overrides_go_before_the_settings() -> None:
-    """A schedule, an instruction task and validation data of one's own need no further keys."""
+def test_overrides_go_before_the_recipe(shelf: Path) -> None:
+    """The recipe is the bundled configuration, fitted to the number of steps and the data."""
 
     def made(*overrides: str, **options: Any) -> TrainConfig:
-        return finetuning.finetuning(
-            "base", ["docs"], length=64, overrides=list(overrides), **options
-        )
+        data = [str(shelf / "docs")]
+        given = {"length": 64, "overrides": list(overrides), **options}
+        return finetuning(str(shelf / "base"), data, **given)
 
-    decayed = made("lr_scheduler_type=warmup_stable_decay", "decay_steps=100")
-    assert decayed.min_lr_rate is None
+    recipe = read_config("finetune", ["init_from=base", "task.data=docs"])
+    plain = made()
+    names = {"output_dir", "init_from", "task", "validation", "length"}
+    assert plain.model_dump(exclude=names) == recipe.model_dump(exclude=names)
     short = made("max_steps=20")
     assert (short.warmup_steps, short.eval_steps, short.save_steps) == (2, 4, 4)
-    answers = made("task.kind=instruct", initial_state="zero")
-    assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
-    assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
-    assert (answers.segments_per_step, answers.eval_samples) == (1, 64)
-    assert made("task.kind=instruct", "eval_samples=9").eval_samples == 9
-    apart = made("validation.packing=false")
-    assert apart.task["part"] == "training"
-    held_out = {"kind": "text", "data": "docs", "part": "held_out", "packing": False}
-    assert apart.validation == held_out
-    own = made("validation.kind=text", "validation.files=[a.txt]")
-    assert own.validation == {"kind": "text", "files": ["a.txt"]}
-    given = made(validation=["a.txt", "b.txt"])
-    assert given.task == {"kind": "text", "data": "docs"}
-    assert given.validation == {"kind": "text", "data": ["a.txt", "b.txt"]}
-    with pytest.raises(UserError, match=naming("length.max", "--length")):
-        made("length.max=3")
+    assert made(initial_state="zero").segments_per_step == 1
+    assert isinstance(plain.validation, dict)
+    assert (plain.task["part"], plain.validation["part"]) == ("training", "held_out")
+    own = made(validation=[str(shelf / "docs/00.txt")])
+    assert isinstance(own.validation, dict)
+    assert (own.task["part"], own.validation["part"]) == ("all", "all")
+    assert made(length=4096, processes=2).per_device_train_batch_size < 4
 
 
 def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
@@ -161,32 +143,7 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     base = shelf / "base"
     refused(cli, "finetune", base, says=("--data",))
     command = ["finetune", base, "--data", shelf / "docs", "--output", "run", *SMALL]
-    nothing = ["validation={}", "load_best_model_at_end=false"]
+    nothing = ["validation=null", "best_model=no"]
     refused(cli, *command, *nothing, says=("--no-evaluate",))
     assert cli(*command, "--dry-run").code == 0
     assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(("kind", "documents"), [("text", 3), ("instruct", 4)])
-def test_the_dry_run_reads_the_data_and_the_batch_fits_it(
-    kind: str, documents: int, shelf: Path, cli: CLI
-) -> None:
-    """Data that a run refuses is refused, and three documents to train on make three rows."""
-    command = ["finetune", shelf / "base", f"task.kind={kind}", "max_steps=1", "eval_samples=1"]
-    command += ["--length", "16", "--output", "run", "--quiet", "--no-evaluate", "--data"]
-    refused(cli, *command, "nowhere", "--dry-run", says=("no file nowhere",))
-    Path("books").mkdir()
-    text = " ".join(map(str, range(1000)))
-    rows = [json.dumps({"prompt": f"{k}+1=", "completion": text[:200]}) for k in range(documents)]
-    if kind == "text":
-        for number in range(documents):
-            Path(f"books/{number}.txt").write_text(text)
-    else:
-        Path("books/pairs.jsonl").write_text("\n".join(rows))
-        command.insert(3, "task.append_eos=false")
-    assert "per_device_train_batch_size: 3\n" in cli(*command, "books", "--dry-run").out
-    few = [*command, "books", "per_device_train_batch_size=4", "--dry-run"]
-    refused(cli, *few, says=("there are 4 streams", "use fewer streams"))
-    done = cli(*command, "books")
-    assert done.code == 0, done.err
-    assert load_config(TrainConfig, "run/train.yaml").per_device_train_batch_size == 3

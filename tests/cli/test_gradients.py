@@ -79,7 +79,7 @@ def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--text", "a.txt"], ["--task", "{kind: text, files: [a.txt]}"]]
+    "options", [["--text", "a.txt"], ["--task", "{kind: text, data: [a.txt]}"]]
 )
 def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> None:
     """`--text` gives a task to a model without a recorded one."""

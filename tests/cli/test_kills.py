@@ -38,7 +38,7 @@ class Command(NamedTuple):
     Attributes:
         arguments: of the first attempt.
         results: files and folders of its results.
-        again: further options of an attempt that continues.
+        again: arguments of an attempt that continues a run.
     """
 
     arguments: list[str]
@@ -50,7 +50,13 @@ TEXT = ["--text", "{shelf}/text.txt"]
 MODEL = "{shelf}/model"
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        ["train", "{shelf}/train.yaml", "output_dir={out}", "--quiet"], ["out"], ["--resume"]
+        ["train", "{shelf}/train.yaml", "output_dir={out}", "--quiet"],
+        ["out"],
+        ["train", "--resume", "{out}", "--quiet"],
+    ),
+    "grid": Command(
+        ["train", "{shelf}/short.yaml", "--grid", "seed=1,2", "output_dir={out}", "--quiet"],
+        ["out"],
     ),
     "passkey": Command(
         ["eval", "passkey", MODEL, "--lengths", "160,256", "--n", "8", "--batch-size", "2"]
@@ -128,8 +134,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(command: Command, shelf: Path, folder: Path, *, again: bool) -> Fork:
-    arguments = [one.format(shelf=shelf, out=folder / "out") for one in command.arguments]
-    return Fork(*arguments, *(command.again if again else []), folder=folder.parent / "log")
+    begun = again and command.again and (folder / "out/train.yaml").is_file()
+    chosen = command.again if begun else command.arguments
+    arguments = [one.format(shelf=shelf, out=folder / "out") for one in chosen]
+    return Fork(*arguments, folder=folder.parent / "log")
 
 
 def assert_whole(folder: Path) -> None:
