@@ -34,7 +34,7 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
 )
 {shim}
 from tests.backends.test_gpu import error, of_scan, outcome, random_inputs, wide, window_of_20
-from longrnn.ops import gpu
+from longrnn.ops import delta, gpu
 from longrnn.ops.backend import FLA, TORCH
 from longrnn.ops.scan import ScanInputs, loop
 
@@ -43,13 +43,13 @@ found = []
 print(json.dumps(found))
 """
 FLA_SHIM = """
-from fla.ops.common import chunk_h
+from fla.ops.common import chunk_delta_h, chunk_h
 
 class Index(int):  # what `range` yields in a compiled kernel has this method
     def to(self, dtype):
         return self
 
-chunk_h.range = lambda *ends: map(Index, range(*map(int, ends)))
+chunk_h.range = chunk_delta_h.range = lambda *ends: map(Index, range(*map(int, ends)))
 """
 FLA_CALLS = """
 for time, starts in ((5, (2,)), (70, (20, 66))):
@@ -57,6 +57,13 @@ for time, starts in ((5, (2,)), (70, (20, 66))):
     exact = outcome(of_scan(loop), wide([*inputs, state]))
     ours = outcome(of_scan(gpu.fla_scan), [*inputs, state])
     found.append([error(*pair) for pair in zip(ours, exact)])
+    keys = torch.nn.functional.normalize(inputs.B, dim=-1)
+    inputs = inputs._replace(B=keys, gain=inputs.gain * 15)
+    exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
+    ours = outcome(of_scan(gpu.fla_delta), [*inputs, state])
+    found.append([error(*pair) for pair in zip(ours, exact)])
+    with torch.no_grad():
+        found.append([error(*pair) for pair in zip(gpu.fla_delta(inputs, state), exact)])
 inputs, _ = random_inputs(27, groups=1, rows=1, size=16)
 exact, ours = outcome(window_of_20(TORCH), wide(inputs)), outcome(window_of_20(FLA), inputs)
 found.append([error(*pair) for pair in zip(ours, exact)])
@@ -102,7 +109,8 @@ def interpreted(shim: str, calls: str, *arguments: str) -> list[list[float]]:
 def test_fla_agrees_with_the_loop() -> None:
     """Within 1e-5, with gradients: few tokens and many, with documents, and under a window.
 
-    A window changes the output of the scan in place.
+    A window changes the output of the scan in place. The gated delta rule too, whose kernel for few
+    tokens has no gradients.
     """
     for found in interpreted(FLA_SHIM, FLA_CALLS):
         assert max(found) < 1e-5, found
