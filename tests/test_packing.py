@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
+from longrnn.models import Rows
 from longrnn.packing import document_starts, document_starts_of_positions
 from tests.contracts.builders import assert_near, build_model, random_tokens
-from tests.refusals import naming
 
 
 def test_starts_from_bounds() -> None:
@@ -40,7 +40,7 @@ def test_starts_from_positions() -> None:
 def test_a_model_reads_a_row_of_bounds() -> None:
     """Two documents in one row give what they give alone."""
     model, tokens = build_model("mamba2", "learned"), random_tokens(1, 9)
-    found = model(tokens, is_document_start=document_starts([0, 4, 9], 9)).logits
+    found = model(tokens, rows=Rows(is_document_start=document_starts([0, 4, 9], 9))).logits
     assert_near(found[:, :4], model(tokens[:, :4]).logits, 1e-12)
     assert_near(found[:, 4:], model(tokens[:, 4:]).logits, 1e-12)
 
@@ -78,15 +78,3 @@ def test_positions_that_do_not_follow_are_refused(positions: torch.Tensor, messa
         document_starts_of_positions(positions)
     with pytest.raises(UserError, match="is_token"):
         document_starts_of_positions(torch.tensor([[0, 1]]), torch.ones(1, 2))
-
-
-def test_masks_that_do_not_fit_are_refused() -> None:
-    """Integers, another shape, and a document that starts at padding."""
-    model, tokens = build_model("gru"), random_tokens(2, 3)
-    good = torch.ones(2, 3, dtype=torch.bool)
-    for mask in (good.long(), good[:, :2], [[True] * 3] * 2):
-        for name in ("is_token", "is_document_start"):
-            with pytest.raises(UserError, match=naming(name)):
-                model(tokens, **{name: mask})
-    with pytest.raises(UserError, match="is_document_start"):
-        model(tokens, is_token=~good, is_document_start=good)

@@ -1,7 +1,7 @@
 """A token whose embedding is not finite changes no other row of the batch, and no earlier call.
 
-For every cell, position encoding and mitigation, at every split, with gradients. What becomes of the
-later tokens of its own row is not defined; a document start cuts it off (`test_packing`).
+For every cell, position encoding and mitigation, at every split, with gradients. What becomes of
+the later tokens of its row is not defined; a document start cuts it off (`test_packing`).
 """
 
 from __future__ import annotations
