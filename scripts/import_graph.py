@@ -29,9 +29,6 @@ LAYERS = {
     "hf": 4,
     "training": 5,
     "evaluation": 5,
-    "comparison": 6,
-    "sweep": 6,
-    "studies": 6,
     "diagnostics": 6,
     "cli": 7,
 }
@@ -46,8 +43,8 @@ HOMES = {
     "datasets": "longrnn.training.origins",
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
-    "matplotlib": "longrnn.diagnostics",
-    "jinja2": "longrnn.diagnostics",
+    "matplotlib": "longrnn.evaluation.figures",
+    "jinja2": "longrnn.evaluation.report",
 }
 
 

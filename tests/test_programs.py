@@ -19,8 +19,8 @@ from longrnn.sweep.runs import Sweep
 
 import longrnn
 from longrnn import programs
-from longrnn.comparison import cost
 from longrnn.errors import Terminated, UserError
+from longrnn.evaluation import cost
 from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
 from tests.training.runs import ENVIRONMENT, tiny
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import typer
-from longrnn.comparison.suites.base import EVALUATIONS
 
 from longrnn.cli.app import app
 from longrnn.config import build_config
@@ -47,7 +46,7 @@ def test_numbers_of_tokens_are_written_as_on_the_command_line(
     ("registry", "kind"),
     [
         (family, kind)
-        for family in [MITIGATIONS, EVALUATIONS, *FAMILIES.values()]
+        for family in [MITIGATIONS, *FAMILIES.values()]
         for kind in family
         if keyword_options(family[kind])
     ],

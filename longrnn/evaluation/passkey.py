@@ -25,7 +25,7 @@ from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
 from longrnn.inference.length_limit import out_of_reach
-from longrnn.inference.prefix import Answer, Prompt, answers, count_tokens
+from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.intervals import SCORE, independent_stretches
 from longrnn.models import generate
 from longrnn.options import Count, Lengths, Seed, Tokens
@@ -163,6 +163,8 @@ class PasskeyRetrieval(Evaluation):
     batch_size: Count = Field(16, description="Prompts in one batch.")
 
     _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
+    # The most tokens of a question and of an answer.
+    _longest: dict[str, tuple[int, int]] = PrivateAttr(default_factory=dict)
     _samples: list[Sample] = PrivateAttr(default_factory=list)
 
     def files(self) -> list[Path]:
@@ -183,6 +185,14 @@ class PasskeyRetrieval(Evaluation):
         self._tasks = {
             model.name: Passkey(model.tokenizer, filler=files, n_keys=self.n_keys)
             for model in models
+        }
+        some = [Needle(key, 0.5, int(self.n_keys > 1)) for key in keys(True)[::97]]
+        self._longest = {
+            name: (
+                max(len(task.question(one)) for one in some),
+                max(len(task.answer(one)) for one in some),
+            )
+            for name, task in self._tasks.items()
         }
         needs = {name: task.least_length() for name, task in self._tasks.items()}
         least = max(needs.values())
@@ -303,17 +313,19 @@ class PasskeyRetrieval(Evaluation):
                 f"count {', '.join(overlapping)}."
             )
         if found and self.chunk_select is None and not self.naive:
-            task, samples = self._tasks[model.name], [item.spec for item, _ in found]
-            questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
-            cost = count_tokens(
-                self._prompts(task, samples, questions),
-                max_new_tokens=_longest_answer(task, questions),
-            )
+            cost = self.cost(model)
             notes.append(
                 f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt "
                 f"by prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
             )
         return notes
+
+    def cost(self, model: OpenCheckpoint) -> Cost:
+        """Count the tokens that a model reads for its prompts, with shared prefixes and without."""
+        task, samples = self._tasks[model.name], [item.spec for item in self.items(model)]
+        questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
+        prompts = self._prompts(task, samples, questions)
+        return count_tokens(prompts, max_new_tokens=_longest_answer(task, questions))
 
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
@@ -345,13 +357,10 @@ class PasskeyRetrieval(Evaluation):
 
     def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
         """Return why a model cannot read prompts of a length with their answers."""
-        task = self._tasks[model.name]
-        number = int(self.n_keys > 1)
-        some = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        task, (question, answer) = self._tasks[model.name], self._longest[model.name]
         if self.chunk_select is not None:
-            question = max(len(task.question(needle)) for needle in some)
             length = min(length, task.n_header + self.chunk_select + question)
-        return out_of_reach(model.model, length + max(len(task.answer(one)) for one in some))
+        return out_of_reach(model.model, length + answer)
 
     def _prompts(
         self, task: Passkey, samples: Sequence[Sample], questions: Sequence[Question]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from longrnn import load
 from longrnn.cli.app import app
-from longrnn.comparison import cost
 from longrnn.errors import UserError
+from longrnn.evaluation import cost
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.models import RecurrentLM
 from longrnn.state import expand

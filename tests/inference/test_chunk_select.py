@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.evaluation.passkey_grid import Grid
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey import evaluate
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.run import run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import Choice, select
 from longrnn.models import LanguageModel
-from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, cli, refused  # noqa: F401 (a fixture)
@@ -141,72 +140,24 @@ def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
 
 
 def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
-    rows = evaluate(
-        [OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())],
-        Grid([600], 2, [0, 0.35, 1]),
-        output=output,
-        chunk=chunk,
-        quiet=True,
-    )
-    return [row["correct"] for row in rows]
+    subject = OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())  # type: ignore[arg-type]
+    evaluation = PasskeyRetrieval(lengths=[600], n=2, depths=[0, 0.35, 1], chunk_select=chunk)
+    (outcome,) = run([subject], [evaluation], output, quiet=True)
+    return [row["correct"] for _, row in outcome.found["oracle"]]
 
 
 def test_passkeys(tmp_path: Path) -> None:
-    """A chunk as long as the prompt gives the answers of the plain prompt."""
-    assert measure(tmp_path / "plain", None, forgets=300) == [False] * 6
+    """A chunk as long as the prompt gives the answers of the plain prompt; rows are kept apart."""
+    assert measure(tmp_path, None, forgets=300) == [False] * 6
     # A chunk of all is the plain prompt, and one that is too long as well.
-    assert measure(tmp_path / "all", 600, forgets=300) == [False] * 6
-    assert measure(tmp_path / "never", 600) == measure(tmp_path / "none", None) == [True] * 6
+    assert measure(tmp_path, 600, forgets=300) == [False] * 6
+    assert measure(tmp_path / "never", 600) == measure(tmp_path / "never", None) == [True] * 6
+    assert (tmp_path / "rows.jsonl").read_bytes().count(b"\n") == 12
 
 
-def test_one_file_holds_one_chunk_size(tmp_path: Path) -> None:
-    """Another chunk size than that of an existing file is refused."""
-    output = tmp_path / "r.jsonl"
-    measure(output, 200)
-    assert read_results(output)[0]["chunk_select"] == 200
-    before = output.read_bytes()
-    for other in (None, 100):
-        with pytest.raises(UserError, match="chunk_select"):
-            measure(output, other)
-    measure(output, 200)
-    assert output.read_bytes() == before
-    plain = tmp_path / "plain.jsonl"
-    measure(plain, None)
-    with pytest.raises(UserError, match="chunk_select"):
-        measure(plain, 200)
-
-
-PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]
-PASSKEY += ["--n", "1", "--quiet"]
-
-
-def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
-    """--chunk-select is recorded, names the folder, and combines with a mitigation."""
-    for chunk in ("128", "0.5k", "4k"):
-        result = cli(*PASSKEY, "--chunk-select", chunk)
-        assert (result.code, result.err) == (0, "")
-    spec = ["--mitigation", "forget_more(decay_scale=0.5)", "--chunk-select", "4k"]
-    assert cli(*PASSKEY, *spec).code == 0
-    assert cli(*PASSKEY).code == 0
-    root = tmp_path / "results/passkey"
-    rows = {}
-    for folder in root.iterdir():
-        header, found = read_results(folder / "results.jsonl")
-        said = sorted((row["depth"], row["index"], row["said"]) for row in found)
-        rows[folder.name] = said, header.get("chunk_select")
-    name = "passkey-tiny-short"
-    assert {folder: chunk for folder, (_, chunk) in rows.items()} == {
-        name: None,
-        f"{name}--chunk_select-128": 128,
-        f"{name}--chunk_select-512": 512,
-        f"{name}--chunk_select-4096": 4096,
-        f"{name}--forget_more-0.5--chunk_select-4096": 4096,
-    }
-    assert rows[f"{name}--chunk_select-4096"][0] == rows[name][0]
-    assert rows[f"{name}--forget_more-0.5--chunk_select-4096"][0] != rows[name][0]
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])
-def test_command_line_refuses(value: str, cli: CLI) -> None:  # noqa: F811
-    """An invalid chunk length is refused before anything is computed."""
-    refused(cli, *PASSKEY, "--chunk-select", value, says=(value,))
+def test_command_line(cli: CLI) -> None:  # noqa: F811
+    """--chunk-select combines with a mitigation."""
+    passkey = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,1"]
+    spec = ["--mitigation", "forget_more(decay_scale=0.5)", "--chunk-select", "0.5k"]
+    result = cli(*passkey, "--n", "1", "--quiet", *spec)
+    assert (result.code, result.err) == (0, "")

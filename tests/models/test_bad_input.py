@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from longrnn.evaluation.passkey_grid import Grid
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from longrnn import generate, positions, tasks
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import Settings
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.settings import Settings
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
@@ -227,7 +227,7 @@ def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageMo
 
 SEEDS: dict[str, Callable[[int], Any]] = {
     "of training": lambda seed: TrainConfig(seed=seed),
-    "of a grid": lambda seed: Grid([256], 1, depths=[0.5], seed=seed).check(),
+    "of a grid": lambda seed: PasskeyRetrieval(seed=seed),
     "of a calibration": lambda seed: Settings(64, seed=seed),
     "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
     "of held-out sequences": lambda seed: cast(Any, tasks.TASKS["reverse"])(None, seed=seed),

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longrnn.cli.app import app
-from longrnn.results import read_results
+from longrnn.results import read_rows
 from longrnn.training import checkpoint
 from tests.training.runs import ENVIRONMENT, TEXTS, signal_after, tiny, write_config
 
@@ -108,7 +108,7 @@ def test_an_evaluation_in_two_processes(tmp_path: Path) -> None:
     how = ["--lengths", "256", "--n", "2", "--depths", "2", "--quiet", "--output"]
     done = launch("eval", "passkey", "passkey-tiny", *how, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert len(read_results(tmp_path / "out/results.jsonl")[1]) == 4
+    assert sum(len(read_rows(path)[0]) for path in (tmp_path / "out").glob("rows*")) == 4
 
 
 def test_the_help_lists_the_arguments() -> None:
