@@ -88,30 +88,30 @@ class Question(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The `index`-th prompt of a cell.
+    """The `number`-th prompt of a cell.
 
     Attributes:
         length: exact length of the prompt in tokens.
         place: a depth from 0 to 1 (float), or the tokens of filler before the key (int).
-        index: which of the prompts.
+        number: which of the prompts.
     """
 
     length: int
-    place: float | int
-    index: int
+    place: Any
+    number: int
 
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
         """Return the prompt's keys, all held out from training; the queried one is at `place`."""
-        start = random.Random(f"{seed}/{self.index}").random()
+        start = random.Random(f"{seed}/{self.number}").random()
         if n_keys > 1:
-            rng = random.Random(f"{seed}/{self.place}/{self.index}")
+            rng = random.Random(f"{seed}/{self.place}/{self.number}")
             needles = draw_needles(rng, n_keys, held_out=True)
             asked = rng.randrange(n_keys)
             needles[asked] = needles[asked]._replace(depth=self.place)
             return Question(needles, asked, start)
         is_depth = isinstance(self.place, float)
         token = round(self.place * self.length) if is_depth else self.place
-        key = random.Random(f"{seed}/{token}/{self.index}").choice(keys(True))
+        key = random.Random(f"{seed}/{token}/{self.number}").choice(keys(True))
         if is_depth:
             free = task.free(key, self.length)
             if (self.length - free) * SHORT > self.length:
@@ -237,9 +237,9 @@ class PasskeyRetrieval(Evaluation):
         return [
             # Prompts with the same index begin at the same place and share keys.
             Item(
-                {"length": sample.length, place: sample.place, "index": sample.index},
+                {"length": sample.length, place: sample.place, "index": sample.number},
                 sample,
-                (sample.index, sample.place),
+                (sample.number, sample.place),
             )
             for sample in self._samples
             if self._reason(model, sample.length) is None
@@ -287,11 +287,11 @@ class PasskeyRetrieval(Evaluation):
             own = by_place.get((length, place), [])
             name = f"{self.title}, keys recalled"
             if place is not None:
-                name = f"depth {place:.0%}" if not self.is_absolute else format_length(place)
+                name = self._place(place) if self.is_absolute else f"depth {place:.0%}"
             quantity = SCORE if place is None else SCORE._replace(difference=None)
             column = Column(name, quantity, drawn=place is None, brief=self.is_absolute)
             samples = {
-                f"{item.spec.place}/{item.spec.index}": float(row["correct"]) for item, row in own
+                f"{item.spec.place}/{item.spec.number}": float(row["correct"]) for item, row in own
             }
             reason = self._reason(model, length)
             measurements.append(Measurement(column, length, samples, reason, independent(own)))
@@ -348,12 +348,13 @@ class PasskeyRetrieval(Evaluation):
             axes = "distance since the key (tokens)", "filler before the key (tokens)"
         else:
             axes = "prompt length (tokens)", "depth of the key"
-        png = heat_maps(
-            shares, axes, format_length if self.is_absolute else "{:.0%}".format, "keys recalled"
-        )
+        png = heat_maps(shares, axes, self._place, "keys recalled")
         caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
         drawn = by_length(self, cells) if len(models) > 1 else []
         return [*drawn, Picture(f"{self.title}_by_position", caption, png)]
+
+    def _place(self, place: float) -> str:
+        return format_length(int(place)) if self.is_absolute else f"{place:.0%}"
 
     def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
         """Return why a model cannot read prompts of a length with their answers."""
