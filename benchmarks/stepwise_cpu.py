@@ -28,9 +28,9 @@ from benchmarks.prefill_cpu import mebibytes
 from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from benchmarks.training_cpu import stepper
 from longrnn.cells import Edit, init_carries
+from longrnn.data import TASKS, Batch
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState
-from longrnn.data import TASKS, Batch
 from longrnn.training.objective import Objective
 
 PEERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}

@@ -33,9 +33,9 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.prefill_cpu import MIXER, mebibytes, transformers_twin
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
 from longrnn.config import build_config
+from longrnn.data import Batch
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import detach, reset
-from longrnn.data import Batch
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer

@@ -7,6 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from longrnn.sweep.table import table
+
+from longrnn.data import TASKS, Task
 from longrnn.diagnostics.gradients import LENGTHS
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.through_time import BINS, Run, histogram, last_scored
@@ -14,8 +17,6 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import mean
 from longrnn.seeds import seeded
-from longrnn.sweep.table import table
-from longrnn.data import TASKS, Task
 from longrnn.training import checkpoint
 from scripts.report_char_lm import MLP, Setting
 

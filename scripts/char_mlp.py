@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrnn.data import TASKS
 from longrnn.files import write_atomic
 from longrnn.models import LMOutput
 from longrnn.models.base import fingerprint
 from longrnn.models.checks import check_tokens
 from longrnn.seeds import seeded
 from longrnn.state import LMState
-from longrnn.data import TASKS
 from longrnn.training.config import TrainConfig
 from longrnn.training.optim import learning_rate
 

@@ -20,6 +20,7 @@ import typer
 
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
+from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.loss_curves import losses_by_position
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation import perplexity
@@ -33,7 +34,6 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
 from longrnn.results import Row
-from longrnn.data.prompts import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training

@@ -24,6 +24,7 @@ import typer
 
 from longrnn import LanguageModel, load
 from longrnn.config import build_config
+from longrnn.data import TASKS
 from longrnn.diagnostics.gradients import GradientRecord, Settings, Subject, diagnose
 from longrnn.diagnostics.gradients_report import write_report
 from longrnn.errors import UserError, nearest
@@ -33,7 +34,6 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.programs import run_script
-from longrnn.data import TASKS
 from longrnn.text import ByteTokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer

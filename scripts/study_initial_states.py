@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from longrnn.training.documents import build_corpus
 
 from longrnn import load, load_tokenizer
 from longrnn.config import build_config, load_config
@@ -36,7 +37,6 @@ from longrnn.results import Row
 from longrnn.studies.loss_inside import Losses, beginnings, evaluate
 from longrnn.text import Tokenizer, read_text
 from longrnn.training.config import TrainConfig
-from longrnn.training.documents import build_corpus
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.trainer import Trainer
 from longrnn.units import format_length, parse_length, parse_lengths

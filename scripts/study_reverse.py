@@ -22,9 +22,13 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+from longrnn.sweep.grid import Axes, expand
+from longrnn.sweep.runs import Sweep
+from longrnn.sweep.table import differences, means, shown, table, verdict
 
 from longrnn.cells import MIXERS
 from longrnn.config import load_config
+from longrnn.data import TASKS, Transduction
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
@@ -33,11 +37,6 @@ from longrnn.programs import run_script
 from longrnn.results import Row
 from longrnn.studies import attribution
 from longrnn.studies.stability import along_checkpoints
-from longrnn.sweep.grid import Axes, expand
-from longrnn.sweep.runs import Sweep
-from longrnn.sweep.table import differences, means, shown, table, verdict
-from longrnn.data import TASKS
-from longrnn.data import Transduction
 from longrnn.training.config import TrainConfig
 
 CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"

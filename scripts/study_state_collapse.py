@@ -25,6 +25,7 @@ from typing import Annotated
 import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
+from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
@@ -54,7 +55,6 @@ from longrnn.studies.collapse_tables import (
 )
 from longrnn.studies.long_stream import read_stream
 from longrnn.studies.loss_inside import beginnings, evaluate
-from longrnn.data.prompts import FILLER
 from longrnn.text import read_text
 from longrnn.units import format_length, parse_length, parse_lengths
 

@@ -28,18 +28,18 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import typer
+from longrnn.sweep.grid import expand
+from longrnn.sweep.table import shown, table, verdict
 
 from longrnn.cells import MIXERS
 from longrnn.config import load_config
+from longrnn.data import SequenceTask
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.intervals import mean
 from longrnn.positions import POSITIONS
 from longrnn.programs import run_script
 from longrnn.results import Results, Row
-from longrnn.sweep.grid import expand
-from longrnn.sweep.table import shown, table, verdict
-from longrnn.data import SequenceTask
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
 from longrnn.units import parse_lengths

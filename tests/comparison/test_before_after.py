@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from longrnn.tasks.documents import Texts
 
 from longrnn.comparison.before_after import held_out_texts, write_suite
 from longrnn.comparison.suites import BitsPerByte, PasskeyRetrieval
 from longrnn.data import TASKS
-from longrnn.tasks.documents import Texts
 from longrnn.text import ByteTokenizer
 
 

@@ -19,8 +19,8 @@ from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite, find_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState
-from longrnn.data import Batch
-from longrnn.data.prompts import whole
+from longrnn.tasks import Batch
+from longrnn.tasks.repeated import whole
 from longrnn.training.nonfinite import examine
 from longrnn.training.objective import Objective
 from tests.cli.conftest import CLI, cli  # noqa: F401

@@ -12,7 +12,7 @@ from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
-from longrnn.data import TASKS
+from longrnn.tasks import TASKS
 from longrnn.units import is_token_count
 from tests.refusals import naming
 

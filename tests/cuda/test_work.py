@@ -11,19 +11,19 @@ import pytest
 import torch
 from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
 from longrnn.ops.ssd.self_test import self_test
+from longrnn.training.prefetch import Prefetch
 
 from longrnn import load, state
 from longrnn.cells import MIXERS
 from longrnn.cells.self_test import layer_self_test
+from longrnn.data import Batch
 from longrnn.diagnostics.through_time import Run, norms
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.state import tree_map
 from longrnn.studies.stability import stability
-from longrnn.data import Batch
 from longrnn.training.objective import Objective
-from longrnn.training.prefetch import Prefetch
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import (
     assert_near,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.data import Reverse
 from longrnn.diagnostics import jacobian
 from longrnn.diagnostics.gradients import Settings, jacobians
 from longrnn.diagnostics.jacobian import Step, arnoldi, golub_kahan, lyapunov, spectrum
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.studies.stability import stability, triplets
-from longrnn.data import Reverse
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_OPTIONS,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
+from longrnn.data import TASKS, Batch, Task
 from longrnn.diagnostics import gradients_report
 from longrnn.diagnostics.gradients import (
     GradientRecord,
@@ -36,7 +37,6 @@ from longrnn.diagnostics.through_time import (
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import leaves, tree_map
-from longrnn.data import TASKS, Batch, Task
 from longrnn.training.objective import Objective
 from tests.contracts.builders import assert_near, build_model, generator, random_tokens
 from tests.refusals import naming

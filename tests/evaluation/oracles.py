@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longrnn.data.prompts import QUESTION
 from longrnn.models import LMOutput
 from longrnn.state import LMState
-from longrnn.data.prompts import QUESTION
 
 
 class Oracle:

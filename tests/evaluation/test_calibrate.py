@@ -17,6 +17,7 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.cli.options import warn_if_calibrated_on
+from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
@@ -27,7 +28,6 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
-from longrnn.data.prompts import FILLER
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.refusals import naming

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.needles import KINDS, Haystack, needles, variable_tracking
-from longrnn.data.prompts import FILLER
 from longrnn.text import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from longrnn.data import Passkey
+from longrnn.data.prompts import HEADER, keys
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey import (
@@ -23,9 +25,6 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import prefill
 from longrnn.models import LanguageModel
 from longrnn.results import Row, line_of, read_results
-from longrnn.data import Passkey
-from longrnn.data.prompts import keys
-from longrnn.data.prompts import HEADER
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
 from tests.refusals import naming

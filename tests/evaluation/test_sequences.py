@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.data import Reverse, ReverseDualFrequency
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
 from longrnn.evaluation.sequences import evaluate, summarise
 from longrnn.models import LMOutput
 from longrnn.results import Row, read_results
 from longrnn.state import LMState
-from longrnn.data import Reverse, ReverseDualFrequency
 from tests.refusals import naming
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.data import Passkey
+from longrnn.data.prompts import Needle
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.length_limit import refuse_long
-from longrnn.data import Passkey
-from longrnn.data.prompts import Needle
 from tests.comparison.suites.small_models import SHORT, small_model
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
+from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
@@ -18,7 +19,6 @@ from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row
 from longrnn.state import LMState
-from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 

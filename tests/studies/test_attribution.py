@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.data import TASKS, Batch, Reverse, SequenceTask
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.studies import attribution as module
 from longrnn.studies.attribution import along_checkpoints, attribution, classes_of, rows
-from longrnn.data import TASKS, Batch, Reverse
-from longrnn.data import SequenceTask
 from tests.contracts.builders import MIXER_OPTIONS
 from tests.texts import TEXTS
 from tests.training.runs import tiny, train

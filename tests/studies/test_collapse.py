@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import longrnn
+from longrnn.data.prompts import FILLER, is_held_out
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.calibrate import Settings
@@ -34,8 +35,6 @@ from longrnn.studies.collapse import (
 from longrnn.studies.collapse_tables import axes_table, books_table, stream_table
 from longrnn.studies.long_stream import Stream, late_against_fresh, read_stream
 from longrnn.studies.loss_inside import INSIDE_TOKENS, Losses, beginnings, evaluate
-from longrnn.data.prompts import is_held_out
-from longrnn.data.prompts import FILLER
 from longrnn.text import ByteTokenizer
 
 SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"

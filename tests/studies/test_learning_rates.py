@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from longrnn.training.metrics import read_metrics
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
@@ -21,7 +22,6 @@ from longrnn.studies.learning_rates import (
     table,
 )
 from longrnn.training.config import TrainConfig
-from longrnn.training.metrics import read_metrics
 from longrnn.training.trainer import Trainer
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.data import TASKS, Condition, Reverse, Transduction
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.studies import stability as module
 from longrnn.studies.stability import along_checkpoints, stability, triplets
-from longrnn.data import TASKS, Reverse
-from longrnn.data import Condition, Transduction
 from tests.contracts.builders import MIXER_OPTIONS
 from tests.training.runs import tiny, train
 

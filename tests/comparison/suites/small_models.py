@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from longrnn.hf.training import build_transformer, save_transformer
 
 from longrnn.comparison.suites import Evaluation, Measurement
 from longrnn.config import build_config
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.training import build_transformer, save_transformer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.corpus_writer import CorpusWriter
 
 from longrnn.comparison.suites import Answers
-from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import generate

@@ -9,11 +9,11 @@ import pytest
 
 from longrnn.comparison.compare import compare
 from longrnn.comparison.suites import Sequences, read_suite
+from longrnn.data import Recall
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import paired_proportion, proportion
-from longrnn.data import Recall
 from longrnn.text import ByteTokenizer
 from tests.comparison.suites.small_models import points, small_model
 from tests.evaluation.test_sequences import Mirror
