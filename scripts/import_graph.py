@@ -22,7 +22,7 @@ LAYERS = {
     "ops": 1,
     "mixers": 2,
     "positions": 2,
-    "tasks": 2,
+    "data": 2,
     "models": 3,
     "mitigations": 3,
     "inference": 4,
@@ -30,20 +30,19 @@ LAYERS = {
     "training": 5,
     "evaluation": 5,
     "comparison": 6,
-    "sweep": 6,
     "studies": 6,
     "diagnostics": 6,
     "cli": 7,
 }
 TOP = 7
 # Packages that may not import each other although they are in the same layer.
-SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
+SEPARATE_PACKAGES = {"mixers", "positions", "data"}
 # The only package or module that may import a library.
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
     "peft": "longrnn.hf.lora",
-    "datasets": "longrnn.training.origins",
+    "datasets": "longrnn.data.sources",
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
     "matplotlib": "longrnn.diagnostics",
