@@ -33,7 +33,7 @@ SMOKE = {
     "study_reverse.py vocabularies": [*REVERSE, "8,16", "--encoding", "duplicate"],
     "study_initial_states.py": [
         *BOOKS, "--base", "collapse-tiny", "--train-length", "64", "--steps", "1", "--seeds", "1",
-        "--step-tokens", "256", "--max-segments", "8",
+        "--step-tokens", "256",
         "--policy", "zero", "carry", "--length", "256", "--windows", "1",
     ],
     "study_char_lm.py": [
