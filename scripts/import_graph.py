@@ -21,32 +21,30 @@ ROOT = REPOSITORY / "longrnn"
 LAYERS = {
     "ops": 1,
     "cells": 2,
-    "tasks": 2,
+    "data": 2,
     "models": 3,
     "mitigations": 3,
     "inference": 4,
     "hf": 4,
     "training": 5,
     "evaluation": 5,
-    "comparison": 6,
-    "sweep": 6,
     "diagnostics": 6,
     "cli": 7,
 }
 TOP = 7
 # Packages that may not import each other although they are in the same layer.
-SEPARATE_PACKAGES = {"cells", "tasks"}
-# The only package or module that may import a library.
+SEPARATE_PACKAGES = {"cells", "data"}
+# The only packages and modules that may import a library.
 HOMES = {
-    "transformers": "longrnn.hf",
-    "accelerate": "longrnn.training",
-    "peft": "longrnn.hf.lora",
-    "datasets": "longrnn.training.origins",
-    "mamba_ssm": "longrnn.ops.gpu",
-    "fla": "longrnn.ops.gpu",
-    "lm_eval": "longrnn.evaluation.harness",
-    "matplotlib": "longrnn.diagnostics",
-    "jinja2": "longrnn.diagnostics",
+    "transformers": ("longrnn.hf",),
+    "accelerate": ("longrnn.training",),
+    "peft": ("longrnn.hf.lora",),
+    "datasets": ("longrnn.data.sources",),
+    "mamba_ssm": ("longrnn.ops.gpu",),
+    "fla": ("longrnn.ops.gpu",),
+    "lm_eval": ("longrnn.evaluation.harness",),
+    "matplotlib": ("longrnn.evaluation.figures", "longrnn.diagnostics"),
+    "jinja2": ("longrnn.evaluation.report",),
 }
 
 

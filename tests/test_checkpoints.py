@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.config import load_config
 from longrnn.evaluation import passkey
@@ -23,9 +23,13 @@ NAMES = (*PASSKEY, "collapse-tiny", "recall-tiny", "recall-tiny-numbered")
 def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
     """Share of keys recalled over five depths."""
     subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
-    depths = passkey.evenly_spaced(5)
-    rows = passkey.evaluate([subject], Grid([length], n, depths), output=output, quiet=True)
-    return passkey.summarise(rows)[length, None].mean
+    return recalled(subject, output, lengths=[length], n=n)
+
+
+def recalled(subject: OpenCheckpoint, output: Path, **options: Any) -> float:
+    (outcome,) = run([subject], [PasskeyRetrieval(**options)], output, quiet=True)
+    rows = [row["correct"] for _, row in outcome.found[subject.name]]
+    return sum(rows) / len(rows)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,10 +78,4 @@ def test_one_of_several_keys_is_recalled(n_keys: int, tmp_path: Path) -> None:
 def in_a_novel(name: str, n_keys: int, output: Path) -> float:
     """Share of keys recalled after 2,048 tokens of a novel; a guess has 1e-5."""
     subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
-    rows = passkey.evaluate(
-        [subject],
-        Grid([2048], 4, [0.0, 0.5, 1.0], filler=BOOK, n_keys=n_keys),
-        output=output,
-        quiet=True,
-    )
-    return passkey.summarise(rows)[2048, None].mean
+    return recalled(subject, output, lengths=[2048], n=4, depths=3, filler=BOOK, n_keys=n_keys)

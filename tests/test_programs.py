@@ -19,6 +19,7 @@ from longrnn.comparison import cost
 import longrnn
 from longrnn import programs
 from longrnn.errors import Terminated, UserError
+from longrnn.evaluation import cost
 from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
 from tests.training.runs import ENVIRONMENT
 

@@ -1,1 +1,1 @@
-"""Pictures and reports; the home of matplotlib."""
+"""Diagnoses of states and gradients, with reports and pictures."""

@@ -26,7 +26,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.inference.engine import Answer, Prompt, answers, count_tokens, out_of_reach
+from longrnn.inference.engine import Answer, Cost, Prompt, answers, count_tokens, out_of_reach
 from longrnn.intervals import SCORE, independent_stretches
 from longrnn.models import generate
 from longrnn.options import Count, Lengths, Seed, Tokens
@@ -86,30 +86,30 @@ class Question(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The `index`-th prompt of a cell.
+    """The `number`-th prompt of a cell.
 
     Attributes:
         length: exact length of the prompt in tokens.
         place: a depth from 0 to 1 (float), or the tokens of filler before the key (int).
-        index: which of the prompts.
+        number: which of the prompts.
     """
 
     length: int
-    place: float | int
-    index: int
+    place: Any
+    number: int
 
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
         """Return the prompt's keys, all held out from training; the queried one is at `place`."""
-        start = random.Random(f"{seed}/{self.index}").random()
+        start = random.Random(f"{seed}/{self.number}").random()
         if n_keys > 1:
-            rng = random.Random(f"{seed}/{self.place}/{self.index}")
+            rng = random.Random(f"{seed}/{self.place}/{self.number}")
             needles = draw_needles(rng, n_keys, held_out=True)
             asked = rng.randrange(n_keys)
             needles[asked] = needles[asked]._replace(depth=self.place)
             return Question(needles, asked, start)
         is_depth = isinstance(self.place, float)
         token = round(self.place * self.length) if is_depth else self.place
-        key = random.Random(f"{seed}/{token}/{self.index}").choice(keys(True))
+        key = random.Random(f"{seed}/{token}/{self.number}").choice(keys(True))
         if is_depth:
             free = task.free(key, self.length)
             if (self.length - free) * SHORT > self.length:
@@ -161,6 +161,8 @@ class PasskeyRetrieval(Evaluation):
     batch_size: Count = Field(16, description="Prompts in one batch.")
 
     _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
+    # The most tokens of a question and of an answer.
+    _longest: dict[str, tuple[int, int]] = PrivateAttr(default_factory=dict)
     _samples: list[Sample] = PrivateAttr(default_factory=list)
 
     def files(self) -> list[Path]:
@@ -181,6 +183,14 @@ class PasskeyRetrieval(Evaluation):
         self._tasks = {
             model.name: Passkey(model.tokenizer, filler=files, n_keys=self.n_keys)
             for model in models
+        }
+        some = [Needle(key, 0.5, int(self.n_keys > 1)) for key in keys(True)[::97]]
+        self._longest = {
+            name: (
+                max(len(task.question(one)) for one in some),
+                max(len(task.answer(one)) for one in some),
+            )
+            for name, task in self._tasks.items()
         }
         needs = {name: task.least_length() for name, task in self._tasks.items()}
         least = max(needs.values())
@@ -225,9 +235,9 @@ class PasskeyRetrieval(Evaluation):
         return [
             # Prompts with the same index begin at the same place and share keys.
             Item(
-                {"length": sample.length, place: sample.place, "index": sample.index},
+                {"length": sample.length, place: sample.place, "index": sample.number},
                 sample,
-                (sample.index, sample.place),
+                (sample.number, sample.place),
             )
             for sample in self._samples
             if self._reason(model, sample.length) is None
@@ -275,11 +285,11 @@ class PasskeyRetrieval(Evaluation):
             own = by_place.get((length, place), [])
             name = f"{self.title}, keys recalled"
             if place is not None:
-                name = f"depth {place:.0%}" if not self.is_absolute else format_length(place)
+                name = self._place(place) if self.is_absolute else f"depth {place:.0%}"
             quantity = SCORE if place is None else SCORE._replace(difference=None)
             column = Column(name, quantity, drawn=place is None, brief=self.is_absolute)
             samples = {
-                f"{item.spec.place}/{item.spec.index}": float(row["correct"]) for item, row in own
+                f"{item.spec.place}/{item.spec.number}": float(row["correct"]) for item, row in own
             }
             reason = self._reason(model, length)
             measurements.append(Measurement(column, length, samples, reason, independent(own)))
@@ -301,17 +311,19 @@ class PasskeyRetrieval(Evaluation):
                 f"count {', '.join(overlapping)}."
             )
         if found and self.chunk_select is None and not self.naive:
-            task, samples = self._tasks[model.name], [item.spec for item, _ in found]
-            questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
-            cost = count_tokens(
-                self._prompts(task, samples, questions),
-                max_new_tokens=_longest_answer(task, questions),
-            )
+            cost = self.cost(model)
             notes.append(
                 f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt "
                 f"by prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
             )
         return notes
+
+    def cost(self, model: OpenCheckpoint) -> Cost:
+        """Count the tokens that a model reads for its prompts, with shared prefixes and without."""
+        task, samples = self._tasks[model.name], [item.spec for item in self.items(model)]
+        questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
+        prompts = self._prompts(task, samples, questions)
+        return count_tokens(prompts, max_new_tokens=_longest_answer(task, questions))
 
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
@@ -334,22 +346,20 @@ class PasskeyRetrieval(Evaluation):
             axes = "distance since the key (tokens)", "filler before the key (tokens)"
         else:
             axes = "prompt length (tokens)", "depth of the key"
-        png = heat_maps(
-            shares, axes, format_length if self.is_absolute else "{:.0%}".format, "keys recalled"
-        )
+        png = heat_maps(shares, axes, self._place, "keys recalled")
         caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
         drawn = by_length(self, cells) if len(models) > 1 else []
         return [*drawn, Picture(f"{self.title}_by_position", caption, png)]
 
+    def _place(self, place: float) -> str:
+        return format_length(int(place)) if self.is_absolute else f"{place:.0%}"
+
     def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
         """Return why a model cannot read prompts of a length with their answers."""
-        task = self._tasks[model.name]
-        number = int(self.n_keys > 1)
-        some = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        task, (question, answer) = self._tasks[model.name], self._longest[model.name]
         if self.chunk_select is not None:
-            question = max(len(task.question(needle)) for needle in some)
             length = min(length, task.n_header + self.chunk_select + question)
-        return out_of_reach(model.model, length + max(len(task.answer(one)) for one in some))
+        return out_of_reach(model.model, length + answer)
 
     def _prompts(
         self, task: Passkey, samples: Sequence[Sample], questions: Sequence[Question]

@@ -129,7 +129,7 @@ def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> list[Picture]:
         own = [cell for cell in cells if cell.column == column and cell.at is not None]
         drawn = []
         for model in dict.fromkeys(cell.model for cell in own):
-            points = [(c.at, c.estimate) for c in own if c.model == model and c.estimate]
+            points = [(c.at or 0, c.estimate) for c in own if c.model == model and c.estimate]
             if points:
                 drawn.append(Line(model, [at for at, _ in points], [e for _, e in points]))
         if not drawn:

@@ -189,7 +189,7 @@ def evaluate(
 def _warn_if_calibrated(evaluation: Evaluation, models: Sequence[OpenCheckpoint]) -> None:
     """Warn of every text of an evaluation that a model's mitigation was calibrated on."""
     names = {read_text(path)[1]: path.name for path in evaluation.files()}
-    for model in models:
+    for model in models if names else ():
         warn_if_calibrated_on(model.model, names)
 
 

@@ -18,7 +18,7 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.options import Count, Lengths, Seed
+from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
 
 # Default number of sequences, if there are as many held-out ones.
@@ -50,7 +50,6 @@ class Sequences(Evaluation):
     n: Count | None = Field(
         None, description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES})."
     )
-    seed: Seed | None = None
     batch_size: Count = Field(64, description="Sequences in one batch.")
 
     _task: SequenceTask = PrivateAttr()
@@ -74,9 +73,8 @@ class Sequences(Evaluation):
             given = recorded | given
             if self.lengths is None and trained.get("length", {}).get("max"):
                 self.lengths = [trained["length"]["max"]]
-        for name in ("vocab_size", "seed"):
-            if getattr(self, name) is not None:
-                given.setdefault(name, getattr(self, name))
+        if "seed" in self.model_fields_set:
+            given.setdefault("seed", self.seed)
         if self.vocab_size is not None:
             given["vocab_size"] = self.vocab_size
         if "vocab_size" not in given or self.lengths is None:

@@ -42,9 +42,12 @@ FAMILIES: dict[str, Registry[Any]] = {
 class Lengths(Options):
     """Lengths of training rows, in tokens."""
 
-    max: TokenCount = Field(256, description="The longest row; of a carried state, a segment.")
+    max: TokenCount = Field(
+        default=256, description="The longest row; of a carried state, a segment."
+    )
     min: TokenCount | None = Field(
-        None, description="Lengths of batches are log-uniform from here to `max`; off by default."
+        default=None,
+        description="Lengths of batches are log-uniform from here to `max`; off by default.",
     )
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from longrnn.cells import ScanningCell
 from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
-from longrnn.models import LanguageModel
+from longrnn.models import RecurrentLM
 from longrnn.ops.repeat import repeated
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 
 def read_repeatedly(
-    model: LanguageModel,
+    model: RecurrentLM,
     tokens: Tensor,
     state: LMState,
     times: Tensor | None,

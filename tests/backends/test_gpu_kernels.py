@@ -34,7 +34,7 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
 )
 {shim}
 from tests.backends.test_gpu import error, of_scan, outcome, random_inputs, wide, window_of_20
-from longrnn.ops import gpu
+from longrnn.ops import delta, gpu
 from longrnn.ops.backend import FLA, TORCH
 from longrnn.ops.scan import ScanInputs, loop
 
@@ -43,13 +43,13 @@ found = []
 print(json.dumps(found))
 """
 FLA_SHIM = """
-from fla.ops.common import chunk_h
+from fla.ops.common import chunk_delta_h, chunk_h
 
 class Index(int):  # what `range` yields in a compiled kernel has this method
     def to(self, dtype):
         return self
 
-chunk_h.range = lambda *ends: map(Index, range(*map(int, ends)))
+chunk_h.range = chunk_delta_h.range = lambda *ends: map(Index, range(*map(int, ends)))
 """
 FLA_CALLS = """
 for time, starts in ((5, (2,)), (70, (20, 66))):
@@ -57,6 +57,13 @@ for time, starts in ((5, (2,)), (70, (20, 66))):
     exact = outcome(of_scan(loop), wide([*inputs, state]))
     ours = outcome(of_scan(gpu.fla_scan), [*inputs, state])
     found.append([error(*pair) for pair in zip(ours, exact)])
+    keys = torch.nn.functional.normalize(inputs.B, dim=-1)
+    inputs = inputs._replace(B=keys, gain=inputs.gain * 15)
+    exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
+    ours = outcome(of_scan(gpu.fla_delta), [*inputs, state])
+    found.append([error(*pair) for pair in zip(ours, exact)])
+    with torch.no_grad():
+        found.append([error(*pair) for pair in zip(gpu.fla_delta(inputs, state), exact)])
 inputs, _ = random_inputs(27, groups=1, rows=1, size=16)
 exact, ours = outcome(window_of_20(TORCH), wide(inputs)), outcome(window_of_20(FLA), inputs)
 found.append([error(*pair) for pair in zip(ours, exact)])
@@ -84,6 +91,48 @@ exact, ours = outcome(exactly, wide(given)), outcome(gpu.mamba_ssm_recurrence, g
 found.append([error(*pair) for pair in zip(ours, exact)])
 """
 
+MAMBA3_CALLS = """
+import triton.language as tl
+from mamba_ssm.ops.triton.mamba3 import mamba3_siso_step as theirs
+from longrnn.cells import Mamba3
+from longrnn.ops.norm import rms_norm
+from tests.contracts.builders import stirred
+
+theirs.cos_approx, theirs.sin_approx = lambda x: tl.cos(x), lambda x: tl.sin(x)
+theirs.sigmoid_approx = lambda x: tl.sigmoid(x)
+theirs.tanh_approx = lambda x: 2 * tl.sigmoid(2 * x) - 1
+theirs.silu = lambda x: x * tl.sigmoid(x)
+
+class Language:  # the kernel reads its state in bfloat16, which the interpreter does not multiply
+    def __getattr__(self, name):
+        return getattr(tl, "float32" if name == "bfloat16" else name)
+
+theirs.triton_language, theirs.tl = tl, Language()
+h, p, g, n = 4, 8, 2, 16
+cell = stirred(Mamba3(16, 16, d_state=n, head_dim=p, n_groups=g, backend="torch"), 0)
+x, ours, expected = torch.randn(2, 7, 16), [], []
+cell.watch_channels(ours.append)
+with torch.no_grad():
+    _, after = cell(x, cell.init_state(2))
+    state = [torch.zeros(2, h, *size) for size in ((cell.n_angles,), (p, n), (n,), (p,))]
+    for token in cell.in_proj(x).unbind(1):
+        z, v, B, C, dt, A, mix, theta = token.split(cell.in_sizes, -1)
+        B = rms_norm(B.view(2, g, n), cell.B_norm.weight, 1e-5)
+        C = rms_norm(C.view(2, g, n), cell.C_norm.weight, 1e-5)
+        dt = torch.nn.functional.softplus(dt + cell.dt_bias)
+        A = -torch.nn.functional.softplus(A).clamp(min=1e-4)
+        z, v = (one.reshape(2, h, p).contiguous() for one in (z, v))
+        theta = theta[:, None].expand(-1, h, -1).contiguous()
+        y, (angle, ssm, B, *_) = theirs.mamba3_siso_step(
+            C, B, v, A * dt, dt, mix, cell.C_bias, cell.B_bias, theta, cell.D, z, state
+        )
+        state = [angle, ssm, B, v]
+        expected.append(y.flatten(1))
+pairs = [(ours[0], torch.stack(expected, 1)), (after.angle, state[0]), (after.ssm, state[1])]
+pairs += [(after.B, state[2]), (after.x, state[3])]
+found.append([error(one, other.double()) for one, other in pairs])
+"""
+
 
 def interpreted(shim: str, calls: str, *arguments: str) -> list[list[float]]:
     environment = {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1", "PYTHONPATH": str(ROOT)}
@@ -102,7 +151,8 @@ def interpreted(shim: str, calls: str, *arguments: str) -> list[list[float]]:
 def test_fla_agrees_with_the_loop() -> None:
     """Within 1e-5, with gradients: few tokens and many, with documents, and under a window.
 
-    A window changes the output of the scan in place.
+    A window changes the output of the scan in place. The gated delta rule too, whose kernel for few
+    tokens has no gradients.
     """
     for found in interpreted(FLA_SHIM, FLA_CALLS):
         assert max(found) < 1e-5, found
@@ -132,4 +182,10 @@ def mamba_ssm_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mamba_ssm_agrees_with_the_loop(mamba_ssm_source: Path) -> None:
     """Within 1e-5 of the loop in float64."""
     (found,) = interpreted(MAMBA_SSM_SHIM, MAMBA_SSM_CALLS, str(mamba_ssm_source))
+    assert max(found) < 1e-5, found
+
+
+def test_mamba3_agrees_with_mamba_ssm(mamba_ssm_source: Path) -> None:
+    """Outputs and states of seven tokens, by the kernel of mamba-ssm for one token."""
+    (found,) = interpreted(MAMBA_SSM_SHIM, MAMBA3_CALLS, str(mamba_ssm_source))
     assert max(found) < 1e-5, found

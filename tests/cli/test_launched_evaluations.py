@@ -9,6 +9,7 @@ import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from longrnn.results import Row, read_rows
@@ -80,8 +81,9 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.kill()
+    psutil.Process(process.pid).children(recursive=True)[-1].kill()
     process.communicate(timeout=200)
+    assert process.returncode != 0
     kept = {json.dumps(row) for row in rows(out)}
     assert 10 <= len(kept) < 400
     done = run(*command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from longrnn.comparison.suites import EVALUATIONS
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
@@ -17,7 +16,7 @@ from tests.refusals import naming
 
 pytestmark = pytest.mark.core
 
-FAMILIES: tuple[Registry[Any], ...] = (EVALUATIONS, MITIGATIONS, MIXERS, POSITIONS, TASKS)
+FAMILIES: tuple[Registry[Any], ...] = (MITIGATIONS, MIXERS, POSITIONS, TASKS)
 COUNTS = [
     pytest.param(family, kind, name, id=f"{family.family}-{kind}-{name}")
     for family in FAMILIES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 
 from longrnn.data import UNSCORED, Batch, Passkey
 from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
-from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
-from tests.training.runs import assert_equal
 
 LENGTH, STEPS, N_STREAMS = 160, 60, 6
 
@@ -37,25 +34,6 @@ def segments() -> list[Batch]:
         task.batch(step, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=7, carried=True)
         for step in range(STEPS)
     ]
-
-
-def test_a_segment_depends_on_stream_step_and_seed_alone(segments: list[Batch]) -> None:
-    """A segment depends on nothing but stream, step and seed."""
-    task = build()
-    places = [(stream, step) for stream in range(N_STREAMS) for step in range(STEPS)]
-    random.Random(0).shuffle(places)
-    for stream, step in places:
-        alone = task.batch(
-            step, range(stream, stream + 1), of=N_STREAMS, length=LENGTH, seed=7, carried=True
-        )
-        assert_equal(alone, segments[step].row(stream))
-
-
-def test_seed_and_stream_make_a_difference(segments: list[Batch]) -> None:
-    """Streams and seeds give different documents."""
-    other = build().batch(0, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=8, carried=True)
-    assert not torch.equal(other.tokens, segments[0].tokens)
-    assert len({body(segments[0], stream) for stream in range(N_STREAMS)}) > 1
 
 
 def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
@@ -194,12 +172,6 @@ def test_documents_grow_with_the_steps() -> None:
     assert torch.stack(late).float().mean() < 0.5
 
 
-def test_a_segment_too_short_says_what_it_needs() -> None:
-    """A segment that cannot hold the key line is refused with the length that can."""
-    with pytest.raises(UserError):
-        build().batch(0, range(20), of=20, length=100, seed=0, carried=True)
-
-
 def test_segments_of_filler_count_many_times() -> None:
     """Only segments of filler repeat, and repeats grow to max_repeat."""
     task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
@@ -220,32 +192,3 @@ def test_segments_of_filler_count_many_times() -> None:
 
 def fillers_only(text: str) -> bool:
     return text in FILLER * (len(text) // len(FILLER) + 2)
-
-
-def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
-    """All keys are in one segment, and the question names one of them."""
-    task = build(min_segments=2, max_segments=3, n_keys=[4])
-    for step in range(12):
-        batch = task.batch(step, range(8), of=8, length=300, seed=2, carried=True)
-        for row in range(8):
-            lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
-            assert len(lines) in (0, 4)
-            query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
-            assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", query)
-
-
-def test_several_queries_run_on_the_fork() -> None:
-    """With `n_queries`, all questions are on the fork and each names another key of the segment."""
-    task = build(min_segments=1, max_segments=1, n_keys=[1, 4], n_queries=3)
-    batch = task.batch(0, range(8), of=8, length=300, seed=3, carried=True)
-    counts = set()
-    for row in range(8):
-        lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row)))
-        query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
-        asked = re.findall(r"What is passkey (\d)\?", query)
-        assert "What is" not in body(batch, row)
-        answer = ByteTokenizer().decode(batch.targets[row][batch.answers()[row]].tolist())
-        counts.add(len(set(asked)))
-        if asked:
-            assert answer == "".join(lines[number] for number in asked)
-    assert counts == {0, 3}

@@ -31,7 +31,7 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
 
 
 def test_each_length_is_measured_once(tmp_path: Path) -> None:
-    """A length out of reach has a reason, and so has a measurement that failed, which is repeated."""
+    """A length out of reach has a reason, and so has a failed measurement, which is repeated."""
     one = small_model("one", folder=tmp_path / "one", position=SHORT)
     gone = one._replace(name="gone", source=str(tmp_path / "gone"))
     evaluation = Cost(lengths=["64", "4k"], decode=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_against_all_logits_at_once(
     expected = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
     found = losses(model, tokens, edges)
     for row, nats, own in zip(found, expected, edges.tolist(), strict=True):
-        parts = [nats[a:b].sum() for a, b in zip(own, own[1:], strict=False)]
+        parts = [nats[a:b].sum() for a, b in pairwise(own)]
         torch.testing.assert_close(row, torch.stack(parts), atol=1e-9, rtol=1e-9)
 
 
@@ -100,7 +101,7 @@ def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -
 
 
 def test_places_of_two_tokenizers(tmp_path: Path) -> None:
-    """Tokens of a BPE and of bytes that end at the same byte, in characters of several bytes too."""
+    """Tokens of a BPE and of bytes that end at one byte, in characters of several bytes too."""
     text = "Ünïcödé: the grass is green, 你好! There and back again.\n\n  The sky is blue. " * 12
     (tmp_path / "a.txt").write_text(text)
     wide = build_model("gru", vocab_size=5000)
@@ -243,7 +244,7 @@ def judged(*windows: list[float], trained: int, length: int | None = None) -> An
     """Judge windows with these mean losses in stretches of 64 tokens."""
     length = length or 64 * len(windows[0])
     edges = [*range(0, length, 64), length]
-    sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(edges)]
     sums = [[n * size for n, size in zip(own, sizes, strict=True)] for own in windows]
     return forgetting([(edges, own) for own in sums], trained)
 

@@ -64,7 +64,7 @@ def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
 
 
 def test_scores(tmp_path: Path) -> None:
-    """A model that reverses is right everywhere; two swapped tokens are one edit, where they differ."""
+    """A model that reverses is right everywhere; two swapped tokens are one edit if they differ."""
     outcome = measure(tmp_path, Mirror(), Mirror(swap=True))
     found = cells(outcome)
     assert found["task, token accuracy", 6, "model0"].estimate == proportion(20, 20)

@@ -1,4 +1,4 @@
-"""The store of results: rows are found by what was measured, and damage is named and measured again."""
+"""The store: rows are found by what was measured; damage is named and measured again."""
 
 from __future__ import annotations
 

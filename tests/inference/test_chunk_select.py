@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.evaluation.passkey_grid import Grid
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey import evaluate
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.run import run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import Choice, select
 from longrnn.models import LanguageModel
-from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, cli, refused  # noqa: F401 (a fixture)
@@ -118,22 +117,19 @@ def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
 
 
 def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
-    rows = evaluate(
-        [OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())],
-        Grid([600], 2, [0, 0.35, 1]),
-        output=output,
-        chunk=chunk,
-        quiet=True,
-    )
-    return [row["correct"] for row in rows]
+    subject = OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())  # type: ignore[arg-type]
+    evaluation = PasskeyRetrieval(lengths=[600], n=2, depths=[0, 0.35, 1], chunk_select=chunk)
+    (outcome,) = run([subject], [evaluation], output, quiet=True)
+    return [row["correct"] for _, row in outcome.found["oracle"]]
 
 
 def test_passkeys(tmp_path: Path) -> None:
-    """A chunk as long as the prompt gives the answers of the plain prompt."""
-    assert measure(tmp_path / "plain", None, forgets=300) == [False] * 6
+    """A chunk as long as the prompt gives the answers of the plain prompt; rows are kept apart."""
+    assert measure(tmp_path, None, forgets=300) == [False] * 6
     # A chunk of all is the plain prompt, and one that is too long as well.
-    assert measure(tmp_path / "all", 600, forgets=300) == [False] * 6
-    assert measure(tmp_path / "never", 600) == measure(tmp_path / "none", None) == [True] * 6
+    assert measure(tmp_path, 600, forgets=300) == [False] * 6
+    assert measure(tmp_path / "never", 600) == measure(tmp_path / "never", None) == [True] * 6
+    assert (tmp_path / "rows.jsonl").read_bytes().count(b"\n") == 12
 
 
 PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]

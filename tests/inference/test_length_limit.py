@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle
@@ -31,14 +30,14 @@ def test_prompt_and_answer_must_fit_within_the_limit(tmp_path: Path) -> None:
 def test_with_chunk_selection_only_a_chunk_must_fit(tmp_path: Path) -> None:
     """The limit applies to header, chunk, question and answer, whatever the prompt's length."""
     one = small_model("short", position=SHORT)
-    subject = OpenCheckpoint(one.name, one.model, one.tokenizer)
-    grid = Grid([400], 1, [0.5])
-    task = Passkey(one.tokenizer)
-    needle = Needle("01234", 0.5)
+    task, needle = Passkey(one.tokenizer), Needle("01234", 0.5)
     fits = 300 - task.n_header - len(task.question(needle)) - len(task.answer(needle))
-    passkey.refuse_out_of_reach([subject], grid, chunk=fits)
-    passkey.evaluate([subject], grid, chunk=fits, output=tmp_path / "results.jsonl")
+
+    def measure(length: int, chunk: int) -> None:
+        evaluation = PasskeyRetrieval(lengths=[length], n=1, depths=[0.5], chunk_select=chunk)
+        run([one], [evaluation], tmp_path, quiet=True)
+
+    measure(400, fits)
     with pytest.raises(UserError, match="300"):
-        passkey.refuse_out_of_reach([subject], grid, chunk=fits + 1)
-    # A chunk longer than the prompt contains the whole prompt.
-    passkey.refuse_out_of_reach([subject], Grid([290], 1, [0.5]), chunk=1000)
+        measure(400, fits + 1)
+    measure(290, 1000)  # a chunk longer than the prompt contains the whole prompt

@@ -33,6 +33,8 @@ INSERTED: dict[str, Any] = {
 class Watched:
     """Counts the tokens that a language model reads, and keeps the logits after each question."""
 
+    mitigation = None
+
     def __init__(self, model: LanguageModel) -> None:
         self.tokens = 0
         self.asked: list[list[float]] = []
@@ -53,9 +55,14 @@ def speaking(kind: str) -> RecurrentLM:
 
 def answers(model: LanguageModel, output: Path, **options: Any) -> list[Row]:
     subject = OpenCheckpoint("model", model, ByteTokenizer())
+    evaluation = PasskeyRetrieval(**_grid(options))
+    (outcome,) = run([subject], [evaluation], output, quiet=True)
+    return [row for _, row in outcome.found["model"]]
+
+
+def _grid(options: dict[str, Any]) -> dict[str, Any]:
     given = GRID | options
-    grid = Grid(**{name: given.pop(name) for name in Grid._fields if name in given})
-    return evaluate([subject], grid, output=output, quiet=True, **given)
+    return {k: v for k, v in given.items() if k != "depths" or "insert_at" not in given}
 
 
 def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
@@ -101,7 +108,9 @@ def test_shared_answers_equal_naive_answers_under_a_mitigation(tmp_path: Path) -
 def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
     """The count equals the number of tokens that a model reads, shared and naive."""
     subject = OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())
-    expected = cost([subject], Grid(**grid))["model"]
+    evaluation = PasskeyRetrieval(**_grid(grid))
+    evaluation.prepare([subject])
+    expected = evaluation.cost(subject)
     for naive, count in ((True, expected.naive), (False, expected.shared)):
         model = speaking("rnn")
         watched = Watched(model)
@@ -112,15 +121,19 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("grid", "least"),
     [
-        (Grid([512 * 2**i for i in range(8)], 10, depths=[0.0, 0.25, 0.5, 0.75, 1.0]), 2.7),
-        (Grid([4096 * i for i in range(1, 17)], 10, insert_at=range(0, 65536, 8192)), 10.0),
+        ({"lengths": [512 * 2**i for i in range(8)], "depths": 5}, 2.7),
+        ({"lengths": [4096 * i for i in range(1, 17)], "insert_every": 8192}, 10.0),
     ],
     ids=["depths", "insertion points"],
 )
-def test_sharing_saves_tokens(grid: Grid, least: float) -> None:
+def test_sharing_saves_tokens(grid: dict[str, Any], least: float) -> None:
     """For eight lengths that double up to 64k, and for insertion points every 8k."""
-    found = cost([OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())], grid)["model"]
-    assert found.ratio >= least
+    subject, evaluation = (
+        OpenCheckpoint("model", speaking("rnn"), ByteTokenizer()),
+        PasskeyRetrieval(**grid, n=10),
+    )
+    evaluation.prepare([subject])
+    assert evaluation.cost(subject).ratio >= least
 
 
 def test_repeated_tokens_are_read_across_their_borders() -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from longrnn.evaluation.passkey_grid import Grid
 from safetensors import safe_open
 
 from longrnn import generate, positions, tasks
@@ -225,7 +224,7 @@ def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageMo
 
 SEEDS: dict[str, Callable[[int], Any]] = {
     "of training": lambda seed: TrainConfig(seed=seed),
-    "of a grid": lambda seed: Grid([256], 1, depths=[0.5], seed=seed).check(),
+    "of a grid": lambda seed: PasskeyRetrieval(seed=seed),
     "of a calibration": lambda seed: Settings(64, seed=seed),
     "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
     "of held-out sequences": lambda seed: cast(Any, tasks.TASKS["reverse"])(None, seed=seed),

@@ -83,19 +83,6 @@ def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
 
 
 @cells
-@policies
-def test_states_are_detached_and_not_used_up(kind: str, mixer: str) -> None:
-    """Remembered states are detached, and reading them does not change them."""
-    found = policy(kind, mixer)
-    state = tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, final(0, mixer))
-    found.after(state, 0)
-    is_document_start = batch([False] * ROWS)
-    first = found.before(is_document_start, 1, 0)
-    assert not any(leaf.requires_grad for _, leaf in leaves(first))
-    assert_trees_equal(found.before(is_document_start, 1, 0), first)
-
-
-@cells
 def test_carry_goes_on_row_by_row(mixer: str) -> None:
     """Each row continues from its own full state, or from zero at a document start."""
     found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]

@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from longrnn import load
 from longrnn.training.config import TrainConfig
-from tests.launched import CPU2, REPOSITORY, ended, launch, launched
+from tests.launched import CPU2, REPOSITORY, launched
 from tests.training.forks import run
 from tests.training.runs import metrics, tiny, train, write_config
 
@@ -114,17 +114,6 @@ def test_the_launcher(tmp_path: Path) -> None:
     ]
     for words in (("launch", "train"), ("launch", "--cpu", "frain", path)):
         assert run(*words).returncode == 2
-
-
-@pytest.mark.slow
-def test_one_process_under_accelerate(tmp_path: Path) -> None:
-    """A launch of one process by accelerate itself trains exactly like the plain command."""
-    path = write_config(tiny("reverse", tmp_path / "launched", **SHORT), tmp_path / "c.yaml")
-    flags = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu1.yaml"))
-    done = ended(launch("train", path, "--quiet", processes=1, flags=flags))
-    assert done.returncode == 0, done.stderr
-    train(tiny("reverse", tmp_path / "plain", **SHORT))
-    assert metrics(tmp_path / "launched") == metrics(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ def test_the_objective_repeats_what_is_carried() -> None:
     assert float(plain.loss.detach()) != float(lapsed.loss.detach())
 
 
-def test_cells_that_step_are_refused() -> None:
-    """Cells without a linear recurrence, such as LSTM, are refused."""
-    model = build_model("lstm")
+@pytest.mark.parametrize("kind", ["lstm", "gated_deltanet", "mamba3"])
+def test_other_cells_are_refused(kind: str) -> None:
+    """A cell of which a second reading is not the same map of numbers is refused."""
+    model = build_model(kind)
     tokens, start = random_tokens(2, 5), model.init_state(2)
     once, _ = read_repeatedly(model, tokens, start, torch.tensor([1, 1]))
     assert torch.equal(once, model.hidden(tokens, start)[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,7 @@ from longrnn.cells import MIXERS
 from longrnn.data import Batch
 from longrnn.data.batch import row_starts
 from longrnn.models import RecurrentLM
-from longrnn.state import LMState, leaves, reset, take
+from longrnn.state import LMState, leaves, take
 from longrnn.training.objective import Objective
 from tests.contracts.builders import (
     assert_near,
@@ -116,24 +115,3 @@ def test_resets_inside_a_step_are_exact(mixer: str) -> None:
             leaves(take(output.state, [row])), leaves(end), strict=True
         ):
             assert_near(ours, theirs, 1e-10, name)
-
-
-@cells
-def test_nothing_survives_a_reset(mixer: str) -> None:
-    """A reset removes a NaN, so it does not multiply by 0."""
-    model = build_model(mixer)
-    tokens = random_tokens(ROWS, K * LENGTH + 1)
-    poison = random_state(model, ROWS)
-    poison = reset(
-        poison,
-        poison._replace(layers=tuple(_nan(layer) for layer in poison.layers)),
-        torch.tensor([True, False, False]),
-    )
-    output = Objective(model)(segments(tokens, {2: [True, False, False]}), poison)
-    assert math.isnan(output.loss.item())  # segments 0 and 1 of row 0
-    for name, leaf in leaves(output.state):
-        assert leaf.isfinite().all(), name
-
-
-def _nan(layer):
-    return type(layer)(*(torch.full_like(leaf, math.nan) for leaf in layer))

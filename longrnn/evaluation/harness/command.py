@@ -91,8 +91,10 @@ def run(
 class Tracker(loggers.EvaluationTracker):
     """Writes results as lm-eval does, and prints how many tokens were computed."""
 
-    def save_results_aggregated(self, results: dict[str, Any], samples: dict[str, Any]) -> None:
-        super().save_results_aggregated(results=results, samples=samples)
+    def save_results_aggregated(
+        self, results: dict[str, Any], samples: dict[str, Any] | None = None
+    ) -> None:
+        super().save_results_aggregated(results=results, samples=samples)  # type: ignore[arg-type]
         _print_cost(results["config"])
 
 

@@ -111,7 +111,13 @@ def test_answers_are_those_of_the_hf_type_with_fewer_tokens(
     arguments = ["--tasks", task, "--include_path", str(TASKS / suite), "--limit", "3"]
     arguments += ["--metadata", json.dumps(metadata), "--gen_kwargs", "max_gen_toks=4"]
     arguments += ["--output_path", str(tmp_path), "--log_samples"]
-    run(str(checkpoint), arguments, {"quiet": True, "device": "cpu"}, datasets=data, trust_task_code=True)
+    run(
+        str(checkpoint),
+        arguments,
+        {"quiet": True, "device": "cpu"},
+        datasets=data,
+        trust_task_code=True,
+    )
     found = recorded(tmp_path)
     if suite != "ruler":  # its contexts differ from the first sentences on
         assert found["tokens_computed"] < 0.6 * found["tokens_requested"]
@@ -140,7 +146,13 @@ def test_ruler_counts_tokens_with_the_tokenizer_of_any_checkpoint(
     arguments = ["--tasks", "ruler_vt", "--include_path", str(TASKS / "ruler"), "--limit", "1"]
     arguments += ["--metadata", '{"max_seq_lengths": [1024]}', "--gen_kwargs", "max_gen_toks=2"]
     arguments += ["--output_path", str(tmp_path)]
-    run(f"passkey-tiny{spec}", arguments, {"quiet": True, "device": "cpu"}, datasets=data, trust_task_code=True)
+    run(
+        f"passkey-tiny{spec}",
+        arguments,
+        {"quiet": True, "device": "cpu"},
+        datasets=data,
+        trust_task_code=True,
+    )
     assert 512 < recorded(tmp_path)["tokens_requested"] <= 1024
 
 
