@@ -8,7 +8,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,10 @@ def parse(command: Any, words: list[str], complete: bool) -> None:
     while hasattr(command, "commands"):
         if not words:
             return
-        name, context = words.pop(0), typer.Context(command)
-        assert name in command.list_commands(context), f"no command {name!r}"
-        command = command.get_command(context, name)
+        name = words.pop(0)
+        found = command.get_command(typer.Context(command), name)
+        assert found is not None, f"no command {name!r}"
+        command = found
     try:
         command.make_context(command.name, words)
     except UsageError as error:
@@ -106,19 +107,25 @@ def parse_longrnn(words: list[str], complete: bool) -> None:
                 parse_longrnn(words[words.index(name) :], complete)
     if words[0] == "train" and len(words) > 1 and words[1] in names("configs/train"):
         overrides = [word for word in words[2:] if not word.startswith("--")]
+        if "--grid" in words:
+            overrides = [word.split(",")[0] for word in overrides]
         load_config(TrainConfig, words[1], overrides)
 
 
-def parse_script(path: Path, words: list[str], complete: bool) -> None:
-    script = runpy.run_path(str(path))
-    main = next(script[key] for key in ("main", "demo", "app") if key in script)
-    if not isinstance(main, typer.Typer):
-        main, function = new_app(), main
-        main.command()(function)
-    parse(typer.main.get_command(main), words, complete)
+def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(path.parent)
+    if "argparse" in path.read_text() or "studies" in path.read_text():
+        parse_program(str(path), runpy.run_path, words, monkeypatch)
+        return
+    new, script = new_app(), runpy.run_path(str(path))
+    new.command()(script[path.stem])
+    parse(typer.main.get_command(new), words, True)
 
 
-def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def parse_program(
+    name: str, start: Callable[..., Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts an argparse program, up to the parsing of its options."""
     real = argparse.ArgumentParser.parse_args
 
     def only_parse(parser: argparse.ArgumentParser, *arguments: Any) -> None:
@@ -127,11 +134,10 @@ def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
     monkeypatch.setattr(sys, "argv", [name, *words])
-    monkeypatch.delitem(
-        sys.modules, name, raising=False
-    )  # runpy warns about a module that is already imported
+    # runpy warns about a module that is already imported
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(Parsed):
-        runpy.run_module(name, run_name="__main__")
+        start(name, run_name="__main__")
 
 
 @pytest.mark.parametrize(("words", "complete"), cases())
@@ -149,14 +155,12 @@ def test_every_command_is_accepted(
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word)
-    elif rest == ["-m"]:
-        return  # the sentence is about the option
+    elif rest == ["-m"] or rest[0] == "-c":
+        return  # the sentence is about the option, or code
     elif rest[0] != "-m":
-        parse_script(ROOT / rest[0], rest[1:], complete)
-    elif rest[1].startswith("scripts."):
-        parse_script(ROOT / (rest[1].replace(".", "/") + ".py"), rest[2:], complete)
+        parse_script(ROOT / rest[0], rest[1:], monkeypatch)
     elif rest[1].startswith("benchmarks."):
-        parse_module(rest[1], rest[2:], monkeypatch)
+        parse_program(rest[1], runpy.run_module, rest[2:], monkeypatch)
     else:
         known = {"longrnn.cli", "longrnn.evaluation.harness", "benchmarks", "tests.golden"}
         assert rest[1] in known, f"no module {rest[1]}"
