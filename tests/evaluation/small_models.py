@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from longrnn.hf.training import build_transformer, save_transformer
 
 from longrnn.config import build_config
 from longrnn.evaluation.base import Cell, Evaluation
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.results import Row, read_rows
@@ -81,10 +81,16 @@ def small_model(
 
 def llama(folder: Path, *, positions: int) -> None:
     """Write a random transformer over bytes with this maximum length."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    options = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": positions,
-    }  # fmt: skip
-    model = build_transformer(options)
-    save_transformer(model, folder, ByteTokenizer(), model.state_dict())
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=positions,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_level().save(folder)

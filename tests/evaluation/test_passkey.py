@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from longrnn.data import Passkey
-from longrnn.data.prompts import HEADER, is_held_out
+from longrnn.data import Passkey, prompts
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey import PasskeyRetrieval, Sample
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference import prefill
+from longrnn.inference import trie
 from longrnn.intervals import paired_proportion, proportion
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
 from tests.evaluation.small_models import SHORT, cells, rows, small_model
 from tests.refusals import naming
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 
 pytestmark = pytest.mark.core
 
@@ -56,7 +55,7 @@ def test_an_oracle_is_right_everywhere_and_each_row_can_be_checked(tmp_path: Pat
     for row in written:
         assert (row["model"], row["tokenizer"]) == ("oracle", "bytes")
         assert row["result"]["said"] == row["result"]["key"]
-        assert is_held_out(row["result"]["key"])
+        assert row["result"]["key"] in prompts.keys(True)
     assert len(set(keys(tmp_path).values())) > 7
 
 
@@ -79,7 +78,7 @@ def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     whole = measure(tmp_path / "a", Oracle()).cells
     assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole
     assert measure(tmp_path / "c", Oracle(), **GRID | {"naive": True}).cells == whole
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
     oracle = Oracle()
     assert measure(tmp_path / "d", oracle).cells == whole
     assert oracle.longest == 64
@@ -152,7 +151,7 @@ def test_insertion_points(tmp_path: Path) -> None:
         needle = task.needle_at(row["key"], place, length=length)
         prompt = bytes(task.prompt_of([needle], 0, length=length).tolist())
         line = f"\nThe passkey is {row['key']}. ".encode()
-        assert (len(prompt), prompt.index(line)) == (length, len(HEADER) + place)
+        assert (len(prompt), prompt.index(line)) == (length, len(prompts.HEADER) + place)
         assert row["key"] == found[400, place, index]["key"]
     every = measure(tmp_path / "e", Oracle(), lengths=[300, 400], insert_every=100, n=3)
     assert {item.spec.place for item, _ in every.found["model0"]} == {0, 100, 200}
