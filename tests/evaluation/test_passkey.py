@@ -121,22 +121,6 @@ def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     assert oracle.prompts == 0
 
 
-@pytest.mark.parametrize("calls", [0, 1, 9, 20, 30, 60])
-def test_an_interruption_loses_no_answer(tmp_path: Path, calls: int) -> None:
-    """Rows are on disk as soon as a batch is done, and are not measured again."""
-    with pytest.raises(KeyboardInterrupt):
-        measure(tmp_path, Oracle(fails_after=calls))
-    path = tmp_path / "rows.jsonl"
-    kept = path.read_bytes() if path.exists() else b""
-    done = kept.count(b"\n")
-    assert done >= calls // 12
-    oracle = Oracle()
-    found = measure(tmp_path, oracle)
-    assert oracle.prompts == 18 - done
-    assert path.read_bytes().startswith(kept)
-    assert found.cells == measure(tmp_path / "straight", Oracle()).cells
-
-
 def test_insertion_points(tmp_path: Path) -> None:
     """The key is at its insertion point at every length; cells without room are left out."""
     measure(tmp_path / "r", Oracle(), **INSERTED)
