@@ -10,7 +10,7 @@ import torch
 
 from longrnn.cli import doctor
 from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
-from longrnn.ops.cpu import kernels
+from longrnn.ops.cpu import scan as kernels
 from tests.cli.conftest import CLI
 
 
