@@ -1,4 +1,4 @@
-"""What is between the projections of a Mamba-2 layer in C++, with gradients as in `recurrence.py`."""
+"""Everything between the projections of a Mamba-2 layer in C++, with gradients."""
 
 from __future__ import annotations
 
