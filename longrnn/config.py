@@ -121,10 +121,9 @@ def _copied(value: Any) -> Any:
 
 @lru_cache(256)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    if hasattr(kind, "model_fields") or is_dataclass(kind):
-        return TypeAdapter(kind)
     # An option that takes texts, such as a list of lengths, may be written without quotes.
-    return TypeAdapter(kind, config=ConfigDict(coerce_numbers_to_str=True))
+    has_own = hasattr(kind, "model_fields") or is_dataclass(kind)
+    return TypeAdapter(kind, config=None if has_own else ConfigDict(coerce_numbers_to_str=True))
 
 
 def validated(kind: Any, value: Any, where: str) -> Any:

@@ -284,6 +284,7 @@ def mamba3(
     )
     read = torch.where(dt[..., 0] == 0, 0.0, u)
     keep, factor = chain.multiplied((dt * A).exp(), torch.ones_like(dt))
+    assert keep is not None
     before = (1 - mix) * dt * keep * state.x[..., None] * state.B[..., None, :]
     add = factor * (before + mix * dt * read[..., None] * B[..., None, :])
     h = chain.redefined(keep * state.ssm + add, keep, add)
