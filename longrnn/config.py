@@ -122,7 +122,7 @@ def _copied(value: Any) -> Any:
 @lru_cache(256)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     # An option that takes texts, such as a list of lengths, may be written without quotes.
-    has_own = hasattr(kind, "model_fields") or is_dataclass(kind)
+    has_own = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
     return TypeAdapter(kind, config=None if has_own else ConfigDict(coerce_numbers_to_str=True))
 
 
@@ -162,7 +162,7 @@ def _refusal(error: ValidationError, kind: Any, where: str) -> UserError:
     if first["type"] == "extra_forbidden":
         known = _known(kind, names[:-1])
         return UserError(f"{where}: unknown key {key}: {nearest(names[-1], known)}")
-    is_config = hasattr(kind, "model_fields") or is_dataclass(kind)
+    is_config = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
     at = f"{where}, key {key!r}" if key and is_config else where
     own = first.get("ctx", {}).get("error")
     if isinstance(own, UserError):

@@ -248,7 +248,8 @@ def test_cell_of_narrow_weights(tokens: int, narrow: torch.dtype) -> None:
     """Inputs and weights of 16 bits are computed in float32 and rounded once."""
     given = cell_arguments(torch.float32, tokens=tokens, narrow=narrow)
     projected, weights, state = given
-    wide = Weights(*(one.double() if isinstance(one, Tensor) else one for one in weights))
+    values: list[Any] = [one.double() if isinstance(one, Tensor) else one for one in weights]
+    wide = Weights(*values)
     exact, after = TORCH.cell(
         projected.double(), wide, Mamba2State(*(one.double() for one in state))
     )

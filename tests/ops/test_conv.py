@@ -78,7 +78,8 @@ def test_narrow_inputs_are_summed_in_float32() -> None:
     narrow = [tensor.requires_grad_() for tensor in draw(200, 4, torch.bfloat16)]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     ours, theirs = (
-        torch.autograd.grad(conv(one[0], *one[1:4])[0].float().sum(), one) for one in (narrow, wide)
+        torch.autograd.grad(conv(one[0], one[1], one[2], one[3])[0].float().sum(), one)
+        for one in (narrow, wide)
     )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.bfloat16(), rtol=2**-7, atol=2**-7)
