@@ -121,11 +121,9 @@ def _copied(value: Any) -> Any:
 
 @lru_cache(256)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    plain: Any = kind
-    if hasattr(kind, "model_fields") or is_dataclass(kind):
-        return TypeAdapter(plain)
     # An option that takes texts, such as a list of lengths, may be written without quotes.
-    return TypeAdapter(plain, config=ConfigDict(coerce_numbers_to_str=True))
+    has_own = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
+    return TypeAdapter(kind, config=None if has_own else ConfigDict(coerce_numbers_to_str=True))
 
 
 def validated(kind: Any, value: Any, where: str) -> Any:
@@ -164,7 +162,7 @@ def _refusal(error: ValidationError, kind: Any, where: str) -> UserError:
     if first["type"] == "extra_forbidden":
         known = _known(kind, names[:-1])
         return UserError(f"{where}: unknown key {key}: {nearest(names[-1], known)}")
-    is_config = hasattr(kind, "model_fields") or is_dataclass(kind)
+    is_config = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
     at = f"{where}, key {key!r}" if key and is_config else where
     own = first.get("ctx", {}).get("error")
     if isinstance(own, UserError):

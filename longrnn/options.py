@@ -69,6 +69,6 @@ def explain(error: ValidationError, names: Mapping[str, str]) -> str:
     if first["type"] == "missing":
         return f"option {name!r} is missing: give it"
     if first["type"] == "value_error":  # raised by our own validators, with its remedy
-        return f"{name}: {first.get('ctx', {}).get('error')}"
+        return f"{name}: {first.get('ctx', {})['error']}"
     wanted = first["msg"].replace("Input should be", "must be")
     return f"{name} is {first['input']!r} and {wanted}: give such a value"

@@ -169,7 +169,7 @@ def test_quantities() -> None:
 
 
 def test_a_ratio_is_of_the_sums() -> None:
-    """With equal denominators it is the mean of the quotients; else the ratio is linearised."""
+    """It is the mean of quotients if denominators are equal, else that of the linearised ratio."""
     tops = [3.0, 5.0, 4.0, 9.0]
     assert ratio([(top, 2.0) for top in tops]) == pytest.approx(mean([top / 2 for top in tops]))
     pairs = [(3.0, 2.0), (5.0, 1.0), (4.0, 4.0)]

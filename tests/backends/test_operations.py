@@ -227,10 +227,9 @@ def test_cell(ops: Backend, sizes: Any, tokens: int, dtype: torch.dtype) -> None
     def run(ops: Backend) -> Callable[..., Any]:
         def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
             filters, *rest = tensors
-            own = rest if bias else [None, *rest]
-            y, after = ops.cell(
-                projected, Weights(filters, *own, *weights[6:]), Mamba2State(conv, ssm)
-            )
+            own = dict(zip(Weights._fields[1 if bias else 2 : 6], rest, strict=True))
+            changed = weights._replace(conv_weight=filters, **own)
+            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
             return [y, *after]
 
         return call
@@ -249,7 +248,8 @@ def test_cell_of_narrow_weights(tokens: int, narrow: torch.dtype) -> None:
     """Inputs and weights of 16 bits are computed in float32 and rounded once."""
     given = cell_arguments(torch.float32, tokens=tokens, narrow=narrow)
     projected, weights, state = given
-    wide = Weights(*(one.double() for one in weights[:6]), *weights[6:])
+    values: list[Any] = [one.double() if isinstance(one, Tensor) else one for one in weights]
+    wide = Weights(*values)
     exact, after = TORCH.cell(
         projected.double(), wide, Mamba2State(*(one.double() for one in state))
     )
@@ -269,7 +269,7 @@ def test_window(w: int, starts: bool, dtype: torch.dtype) -> None:
     """A window at any split, from its definition as a sum over the last w tokens."""
     inputs, _ = inputs_of((2, 175, 4, 3, 2, 5), dtype, starts=starts)
     wide = inputs.to(torch.float64)
-    terms, wanted = [], []
+    terms, wanted, state = [], [], torch.empty(0)
     for t in range(175):
         one = wide.slice(t, t + 1)
         decay = one.log_decay[:, 0].exp()[..., None, None]

@@ -38,7 +38,7 @@ def peer_outcome(module: nn.RNNBase, x: Tensor, state: PyTree) -> dict[str, Tens
     """What `cell_outcome` gives, of a module of torch with the same weights."""
     x, state = differentiable(x), differentiable(state)
     given = tuple(leaf[None] for leaf in state)
-    y, after = module(x, given if len(given) > 1 else given[0])
+    y, after = module(x, given if len(given) > 1 else state[0][None])
     after = type(state)(*(leaf[0] for leaf in (after if len(given) > 1 else (after,))))
     weights = {f"parameter cell.{n.split()[1]}": v for n, v in parameters(module).items()}
     inputs = {"x": x, **real_leaves(state, "state."), **weights}

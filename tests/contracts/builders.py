@@ -137,12 +137,11 @@ def build_model(
     **config: Any,
 ) -> RecurrentLM:
     spec = mixer_spec(mixer) if isinstance(mixer, str) else mixer
-    settings = {"vocab_size": VOCAB, "d_model": D_MODEL, "n_layers": 2, **config}
+    settings: Spec = {"vocab_size": VOCAB, "d_model": D_MODEL, "n_layers": 2, "block": block}
+    settings |= {"mixer": spec, "position": position_spec(position), **config}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = RecurrentLM(
-            RecurrentConfig(mixer=spec, position=position_spec(position), block=block, **settings)
-        )
+        model = RecurrentLM(RecurrentConfig(**settings))
     return stirred(model.to(dtype), seed)
 
 

@@ -50,7 +50,7 @@ TIME = 70  # more than a chunk of the C++ kernels, and than a segment of `small_
 
 def packed_tokens(is_token: Tensor, seed: int) -> Tensor:
     """Random ids; those at padding are not in the vocabulary."""
-    return random_tokens(*is_token.shape, seed).masked_fill(~is_token, VOCAB + 3)
+    return random_tokens(len(is_token), is_token.shape[1], seed).masked_fill(~is_token, VOCAB + 3)
 
 
 def one_by_one(

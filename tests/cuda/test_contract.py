@@ -107,8 +107,8 @@ def test_a_training_step_under_autocast(kind: str) -> None:
     given = tokens[:, :-1], tokens[:, 1:]
     wanted, _, _ = Objective(exact).token_losses(*given, exact.init_state(2))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        there = [one.to(GPU) for one in given]
-        losses, _, state = Objective(model).token_losses(*there, model.init_state(2))
+        inputs, targets = (one.to(GPU) for one in given)
+        losses, _, state = Objective(model).token_losses(inputs, targets, model.init_state(2))
         model(tokens.to(GPU)).logits.float().logsumexp(-1).mean().backward()
     assert_near(losses.cpu(), wanted, TOLERANCE[torch.bfloat16])
     assert all(leaf.dtype == torch.float32 for _, leaf in leaves(state.layers))

@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no type": (lambda f: edit(f, model_type=None), "None"),
     "other format": (lambda f: edit(f, format=1), "format 1"),
     "odd value": (lambda f: edit(f, d_model="x"), "d_model"),
-    "odd cell": (lambda f: edit(f, mixer={"kind": "mamba"}), "did you mean 'mamba2'"),
+    "odd cell": (lambda f: edit(f, mixer={"kind": "lstn"}), "did you mean 'lstm'"),
     "wrong shape": (lambda f: edit(f, vocab_size=12), "embedding.weight"),
     "missing tensor": (lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")), "mixer.D"),
     "odd tensor": (lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))), "extra"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ class Forbidding(Oracle):
 
 def test_a_certain_prediction_has_entropy_zero() -> None:
     """Probabilities of 0 give no NaN."""
-    chosen = select(Forbidding(), torch.arange(20), torch.arange(3), chunk=8)
+    chosen = select(cast(Any, Forbidding()), torch.arange(20), torch.arange(3), chunk=8)
     assert chosen.entropies.tolist() == [0, 0, 0]
     assert chosen.chunk == 0
 
@@ -154,7 +154,7 @@ PASSKEY += ["--n", "1", "--quiet"]
 def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
     """--chunk-select takes lengths, is part of the rows' protocol, and takes a mitigation."""
     mitigated = ["--mitigation", "forget_more(decay_scale=0.5)"]
-    said: dict[Any, list[str]] = {}
+    said: dict[Any, list[Any]] = {}
     for more in ([], ["--chunk-select", "0.5k"], ["--chunk-select", "4k"], mitigated):
         chunk = ["--chunk-select", "4k"] if more == mitigated else []
         result = cli(*PASSKEY, *more, *chunk, "--output", "out")

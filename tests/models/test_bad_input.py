@@ -15,8 +15,8 @@ from longrnn import state as states
 from longrnn.checksums import sealed
 from longrnn.data import TASKS
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.settings import Settings
+from longrnn.evaluation.suites import build_evaluation
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
@@ -227,8 +227,8 @@ def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageMo
 
 SEEDS: dict[str, Callable[[int], Any]] = {
     "of training": lambda seed: configured({"seed": seed}, []),
-    "of an evaluation": lambda seed: PasskeyRetrieval(seed=seed),
-    "of a calibration": lambda seed: Settings(train_length=64, seed=seed),
+    "of an evaluation": lambda seed: build_evaluation({"kind": "passkey", "seed": seed}),
+    "of a calibration": lambda seed: cast(Any, Settings)(train_length=64, seed=seed),
     "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
     "of held-out sequences": lambda seed: cast(Any, TASKS["reverse"])(None, seed=seed),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models import LMOutput, RecurrentLM, Rows, generate
+from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
 from longrnn.models.generate import stream
 from longrnn.state import LMState, join, leaves, take
 from tests.contracts.builders import (
@@ -37,21 +37,27 @@ def model(request: pytest.FixtureRequest) -> RecurrentLM:
     return built
 
 
-class Fixed:
+class Fixed(LanguageModel):
     """A model whose next token always has the same probabilities; its state counts tokens."""
 
     def __init__(self, *probabilities: float) -> None:
+        super().__init__()
         self.logits = torch.tensor(probabilities).log()
-        self.vocab_size, self.max_length = len(probabilities), None
+        self.vocab_size = len(probabilities)
+
+    def _hash(self) -> str:
+        return "fixed"
 
     def init_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())
 
-    def fingerprint(self) -> str:
-        return "fixed"
-
-    def __call__(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
     ) -> LMOutput:
         state = state if state is not None else self.init_state(len(tokens))
         logits = self.logits.expand(len(tokens), 1, -1)

@@ -47,7 +47,7 @@ def test_keep_returns_the_last_logits(keep: int | None) -> None:
 
 MAMBA2: dict[str, Any] = {"kind": "mamba2"}
 REFUSED: list[tuple[dict[str, Any], list[object]]] = [
-    ({"mixer": {"kind": "mamba"}}, ["mamba", "mamba2"]),
+    ({"mixer": {"kind": "lstn"}}, ["lstn", "lstm"]),
     ({"position": {"kind": "sinusoid"}}, ["sinusoid", "sinusoidal"]),
     ({"block": "residul"}, ["residul", "residual"]),
     ({"mixer": MAMBA2 | {"dstate": 4}}, ["dstate", "d_state"]),

@@ -21,13 +21,11 @@ every_backend = pytest.mark.parametrize(
 )
 
 
-def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Input, weight, bias and state."""
     randomness = generator(width)
     shapes = [(2, time, CHANNELS), (CHANNELS, width), (CHANNELS,), (2, width - 1, CHANNELS)]
-    return tuple(
-        torch.randn(s, generator=randomness, dtype=torch.float64).to(dtype) for s in shapes
-    )
+    return [torch.randn(s, generator=randomness, dtype=torch.float64).to(dtype) for s in shapes]
 
 
 @torch.no_grad()
@@ -79,7 +77,10 @@ def test_narrow_inputs_are_summed_in_float32() -> None:
     assert torch.equal(y.flatten(), F.silu(torch.tensor([1.0, 257.0, 1.0, 2.0])).bfloat16())
     narrow = [tensor.requires_grad_() for tensor in draw(200, 4, torch.bfloat16)]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
-    ours, theirs = (torch.autograd.grad(conv(*one)[0].float().sum(), one) for one in (narrow, wide))
+    ours, theirs = (
+        torch.autograd.grad(conv(one[0], one[1], one[2], one[3])[0].float().sum(), one)
+        for one in (narrow, wide)
+    )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.bfloat16(), rtol=2**-7, atol=2**-7)
     x, weight, bias, _ = draw(6, 4, torch.bfloat16)

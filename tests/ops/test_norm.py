@@ -55,7 +55,9 @@ def test_the_gate(ops: Backend, groups: int) -> None:
 def test_gradients_of_the_gate_equal_finite_differences(groups: int) -> None:
     """W.r.t. every tensor."""
     arguments = [tensor.requires_grad_() for tensor in draw()]
-    assert torch.autograd.gradcheck(lambda *a: gated_rms_norm(*a, EPS, groups), arguments)
+    assert torch.autograd.gradcheck(
+        lambda *a: gated_rms_norm(*a, eps=EPS, groups=groups), arguments
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -66,6 +68,6 @@ def test_narrow_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
     actual = rms_norm(narrow[1], narrow[4], EPS)
     assert actual.dtype == dtype
     assert torch.equal(actual, rms_norm(wide[1], wide[4], EPS).to(dtype))
-    actual = gated_rms_norm(*narrow, EPS, 2)
+    actual = gated_rms_norm(*narrow, eps=EPS, groups=2)
     assert actual.dtype == dtype
-    assert torch.equal(actual, gated_rms_norm(*wide, EPS, 2).to(dtype))
+    assert torch.equal(actual, gated_rms_norm(*wide, eps=EPS, groups=2).to(dtype))

@@ -34,7 +34,8 @@ def test_compare_and_lm_eval_tasks_on_a_hybrid(tmp_path: Path) -> None:
     suite.write_text(yaml.safe_dump({"evaluations": [harness]}))
     output, both = tmp_path / "compare", f"{checkpoint}+{BOTH}"
     run("compare", checkpoint, both, "--suite", suite, "--output", output)
-    lines = (output / "comparison.jsonl").read_text().splitlines()
-    assert {json.loads(line)["reason"] for line in lines} == {None}
+    cells = json.loads((output / "cells.json").read_text())["cells"]
+    assert len({cell["model"] for cell in cells}) == 2
+    assert {cell["reason"] for cell in cells} == {None}
     told = run("eval", "harness", both, "--tasks", "longrnn_passkey", "--metadata", PASSKEYS)
     assert "longrnn_passkey" in told
