@@ -99,7 +99,7 @@ def test_train(cli: CLI, tmp_path: Path) -> None:
     assert result.err == ""
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 4]
     assert load(tmp_path / "run").config.d_model == 6
-    resumed = cli("train", "c.yaml", "max_steps=4", "model.d_model=6", "--resume")
+    resumed = cli("train", "--resume", "run", "max_steps=4")
     assert resumed.code == 0
     assert resumed.out == result.out
 
