@@ -19,9 +19,8 @@ import typer
 from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.cli.launch import COMMANDS
-from longrnn.config import load_config
-from longrnn.programs import new_app
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import read_config
+from longrnn.training.grid import grid_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -106,7 +105,7 @@ def parse_longrnn(words: list[str], complete: bool) -> None:
                 parse_longrnn(words[words.index(name) :], complete)
     if words[0] == "train" and len(words) > 1 and words[1] in names("configs/train"):
         overrides = [word for word in words[2:] if not word.startswith("--")]
-        load_config(TrainConfig, words[1], overrides)
+        grid_of(words[1], overrides) if "--grid" in words else read_config(words[1], overrides)
 
 
 def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +150,8 @@ def test_every_command_is_accepted(
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word)
-    elif rest == ["-m"]:
-        return  # the sentence is about the option
+    elif rest[0] == "-c" or rest == ["-m"]:
+        return  # a program of its own, or a sentence about the option
     elif rest[0] != "-m":
         parse_script(ROOT / rest[0], rest[1:], monkeypatch)
     elif rest[1].startswith("benchmarks."):
