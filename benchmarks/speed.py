@@ -11,6 +11,7 @@ of a case are interleaved in one process, and outputs are compared before anythi
 | mitigations | reading without logits, under each mitigation; also one token at a time |
 | lengths | time per token of a short prompt, interleaved with pieces of a long one |
 | checkpoint | an embedded checkpoint reads a long text, by each backend |
+| delta | a Gated DeltaNet layer, beside that of Qwen3-Next in transformers without Triton |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
 
@@ -21,6 +22,7 @@ Examples:
     python -m benchmarks.speed mitigations --model collapse-tiny --tokens 8192 --continued
     python -m benchmarks.speed lengths --tokens 4096 --long 65536 --threads 1
     python -m benchmarks.speed checkpoint --model passkey-tiny --long 65536
+    python -m benchmarks.speed delta --d-model 1024 --steps 16 --repeats 9 --threads 1
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch.nn import functional as F
 from benchmarks.models import Llama, build, draw, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
-from longrnn.cells import Mamba2
+from longrnn.cells import GatedDeltaNet, Mamba2
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
 
@@ -280,6 +282,51 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     yield title, report(title, args.long, interleaved(calls, args.repeats))
 
 
+@torch.inference_mode()
+def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    from transformers import DynamicCache, Qwen3NextConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        rule = getattr(module, name)  # wrapped, so that Triton kernels take its place
+        setattr(module, name, getattr(rule, "__wrapped__", rule))
+    heads = max(2, args.d_model // 64)
+    keys, size = heads // 2, 128
+    cell = GatedDeltaNet(
+        args.d_model, args.d_model, n_heads=heads, n_key_heads=keys, key_dim=size, value_dim=size
+    )
+    config = Qwen3NextConfig(
+        hidden_size=args.d_model,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_value_heads=heads,
+        linear_num_key_heads=keys,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+    )
+    theirs, cache = module.Qwen3NextGatedDeltaNet(config, 0), DynamicCache(config=config)
+    text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
+    state = cell(text, cell.init_state(1))[1]
+    theirs(text, cache_params=cache)
+
+    def decode() -> None:
+        after = state
+        for token in text[:, : args.steps].split(1, dim=1):
+            _, after = cell(token, after)
+
+    def decode_theirs() -> None:
+        for token in text[:, : args.steps].split(1, dim=1):
+            theirs(token, cache_params=cache)
+
+    calls = {"longrnn": lambda: cell(text, state), "transformers": lambda: theirs(text)}
+    for title, tokens, timed in (
+        (f"Gated DeltaNet layer, prefill of {text.shape[1]:,} tokens", text.shape[1], calls),
+        ("Gated DeltaNet layer, decoding", args.steps,
+         {"longrnn": decode, "transformers": decode_theirs}),
+    ):  # fmt: skip
+        yield title, report(title, tokens, interleaved(timed, args.repeats))
+
+
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] = {
     "prefill": prefill,
     "decode": decode,
@@ -287,6 +334,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] 
     "mitigations": mitigations,
     "lengths": lengths,
     "checkpoint": checkpoint,
+    "delta": delta,
 }
 
 

@@ -27,7 +27,6 @@ from studies import (
     options,
     record,
     right,
-    rows_of,
     run,
     table,
     text_task,
@@ -122,7 +121,7 @@ def sample(
     """Returns tokens and targets of rows; `held_out` decides which books are read."""
     if args.task != "books":
         more = {"vocab_size": VOCABULARY["recall"]} if args.task == "recall" else {}
-        batch = rows_of(TASKS.build({"kind": args.task, **more}), rows, length, seed)
+        batch = TASKS.build({"kind": args.task, **more}).sample(rows, length=length, seed=seed)
         return batch.tokens, batch.targets.where(batch.answers(), UNSCORED)
     files = args.text if held_out else args.train
     text_task(files)

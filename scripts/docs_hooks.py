@@ -81,8 +81,7 @@ def commands() -> str:
     lines = ["# Commands", "", "Every command also prints this with `--help`.", ""]
 
     def add(command: Any, path: str) -> None:
-        group = getattr(command, "commands", None)
-        if group is None:
+        if not hasattr(command, "commands"):
             lines.extend([f"## {path}", "", *paragraphs(command.help), ""])
             options = [parameter for parameter in command.params if parameter.name != "help"]
             if options:
@@ -92,8 +91,9 @@ def commands() -> str:
                 lines.extend(["", *paragraphs(command.epilog)])
             lines.append("")
         else:
-            for name, inner in group.items():
-                add(inner, f"{path} {name}")
+            context = typer.Context(command)
+            for name in command.list_commands(context):
+                add(command.get_command(context, name), f"{path} {name}")
 
     add(typer.main.get_command(app), "longrnn")
     return "\n".join(lines)

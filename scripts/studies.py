@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from longrnn import LanguageModel, load_tokenizer
-from longrnn.data import Batch, Task
+from longrnn.config import RECORDED
 from longrnn.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "configs/train"
@@ -74,12 +73,14 @@ def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) ->
 
     Args:
         base: the name of a configuration in `configs/train`, or a whole one.
-        output: folder of the run; an unfinished run there begins anew.
+        output: folder of the run; an unfinished run there is resumed.
         settings: values that replace those of the configuration, by dotted key.
     """
     if (output / "model.safetensors").exists():
         return output
-    shutil.rmtree(output, ignore_errors=True)
+    if (output / RECORDED).exists():
+        command("train", "--resume", str(output), "--quiet")
+        return output
     config = base if isinstance(base, dict) else yaml.safe_load((CONFIGS / f"{base}.yaml").open())
     for key, value in {**settings, "output_dir": str(output)}.items():
         *path, last = key.split(".")
@@ -108,17 +109,8 @@ def command(*arguments: str) -> None:
         raise SystemExit(done.returncode)
 
 
-def rows_of(task: Task, count: int, length: int, seed: int = 0) -> Batch:
-    """Returns independent rows of a task."""
-    return task.sample(count, length=length, generator=torch.Generator().manual_seed(seed))
-
-
-def text_task(files: Sequence[Path], max_segments: int | None = None) -> dict[str, Any]:
+def text_task(files: Sequence[Path]) -> dict[str, Any]:
     """Returns the task of a training configuration that reads books.
-
-    Args:
-        files: the books.
-        max_segments: rows after which a carried state starts another part of a book.
 
     Raises:
         UserError: a file does not exist.
@@ -126,8 +118,7 @@ def text_task(files: Sequence[Path], max_segments: int | None = None) -> dict[st
     for file in files:
         if not file.is_file():
             raise UserError(f"there is no text at {file}: save the book there, or name another")
-    cut = {} if max_segments is None else {"max_segments": max_segments}
-    return {"kind": "text", "files": [str(file) for file in files], **cut}
+    return {"kind": "text", "data": [str(file) for file in files]}
 
 
 def windows(files: Sequence[Path], checkpoint: str, length: int, count: int) -> Tensor:

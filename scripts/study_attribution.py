@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from studies import estimate, options, record, rows_of, run, table
+from studies import estimate, options, record, run, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,7 +35,7 @@ def main() -> None:
     task: Any = TASKS.build(trained["task"]) if "task" in trained else None
     if not getattr(task, "frequency_classes", dict)():
         raise UserError(f"{args.run} is not a run on reverse_dual_frequency: give its output_dir")
-    batch = rows_of(task, args.n, trained["length"]["max"])
+    batch = task.sample(args.n, length=trained["length"]["max"])
     masks = torch.zeros(2, task.vocab_size, dtype=torch.bool)
     for mask, name in zip(masks, ("rare", "frequent"), strict=True):
         mask[list(task.frequency_classes()[name])] = True

@@ -28,7 +28,6 @@ from studies import (
     options,
     record,
     right,
-    rows_of,
     run,
     table,
     text_task,
@@ -152,7 +151,7 @@ def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
     task, rows, longest = TASKS.build({"kind": "passkey"}), [], {}
     prompts = {}
     for length in args.prompts:
-        prompts[length] = rows_of(task, args.n, length, seed=length)
+        prompts[length] = task.sample(args.n, length=length, seed=length)
     for seed in range(args.seeds):
         for d_state in d_states:
             start = args.output / f"start{d_state}-seed{seed}"

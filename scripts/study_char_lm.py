@@ -68,11 +68,9 @@ def main() -> None:
             else:
                 width = fitting(wanted, lambda d, kind=kind: parameters(model_of(kind, d)))
                 sizes[setting] = parameters(model_of(kind, width))
-                # Every row reads its own part of the text, from which it continues.
-                segments = max(1, head.stat().st_size // STEP_TOKENS - 1)
                 config: dict[str, Any] = {
                     "model": model_of(kind, width),
-                    "task": text_task([head], segments),
+                    "task": text_task([head]),
                 }
                 train(config, folder, run_settings(int(window), seed, args.steps))
                 rows = windows([tail], str(folder), WINDOW, args.tail_windows)

@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--train-length", type=parse_length, default=256)
     parser.add_argument("--steps", type=int, default=300, help="of each policy")
     parser.add_argument("--step-tokens", type=parse_length, default=4096)
-    parser.add_argument("--max-segments", type=int, default=64, help="rows that carry a state on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--row-lengths", type=parse_lengths, default=[])
@@ -66,7 +65,7 @@ def main() -> None:
     if any(args.step_tokens % length for length in rows.values()):
         raise UserError(f"{args.step_tokens} tokens of a step are not a whole number of rows: "
                         "give --step-tokens and lengths that divide")  # fmt: skip
-    task = text_task(args.train, args.max_segments)
+    task = text_task(args.train)
     base = args.base or str(
         train(
             "books_256",

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from studies import differences, estimate, options, record, right, rows_of, run, table, train
+from studies import differences, estimate, options, record, right, run, table, train
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -112,7 +112,7 @@ def encodings(args: Namespace) -> list[str]:
     rows, verdicts = [], []
     for cell, vocab in product(args.cell or CELLS, args.vocab_sizes or [256]):
         task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
-        batch = rows_of(task, TESTED, args.length)
+        batch = task.sample(TESTED, length=args.length)
         found = {}
         for encoding in args.encoding:
             runs = [trained(args, cell, encoding, vocab, seed) for seed in range(args.seeds)]
@@ -208,7 +208,7 @@ def loss(args: Namespace, cell: str, encoding: str, vocab: int, seed: int) -> fl
     """Trains one model and returns its loss on unseen sequences."""
     model = load(trained(args, cell, encoding, vocab, seed))
     task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
-    batch = rows_of(task, TESTED, args.length)
+    batch = task.sample(TESTED, length=args.length)
     total = []
     for tokens, targets in zip(batch.tokens.split(64), batch.targets.split(64), strict=True):
         logits = model(tokens).logits.flatten(0, 1)

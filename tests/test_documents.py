@@ -19,8 +19,9 @@ import typer
 from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.cli.launch import COMMANDS
-from longrnn.training.config import read_config
-from longrnn.training.grid import grid_of
+from longrnn.config import load_config
+from longrnn.programs import new_app
+from longrnn.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -58,9 +59,9 @@ def words_of(line: str) -> list[str] | None:
 
 
 def cases() -> list[Any]:
-    """`(document, words, complete)` of every command, except those that a record names."""
+    """`(document, words, complete)` of every command."""
     found = []
-    for document in (one for one in DOCUMENTS if one != "docs/results.md"):
+    for document in DOCUMENTS:
         seen = set()
         for line, complete in commands((ROOT / document).read_text()):
             words = words_of(line)
@@ -80,9 +81,10 @@ def parse(command: Any, words: list[str], complete: bool) -> None:
     while hasattr(command, "commands"):
         if not words:
             return
-        name, context = words.pop(0), typer.Context(command)
-        assert name in command.list_commands(context), f"no command {name!r}"
-        command = command.get_command(context, name)
+        name = words.pop(0)
+        found = command.get_command(typer.Context(command), name)
+        assert found is not None, f"no command {name!r}"
+        command = found
     try:
         command.make_context(command.name, words)
     except UsageError as error:
@@ -105,24 +107,25 @@ def parse_longrnn(words: list[str], complete: bool) -> None:
                 parse_longrnn(words[words.index(name) :], complete)
     if words[0] == "train" and len(words) > 1 and words[1] in names("configs/train"):
         overrides = [word for word in words[2:] if not word.startswith("--")]
-        grid_of(words[1], overrides) if "--grid" in words else read_config(words[1], overrides)
+        if "--grid" in words:
+            overrides = [word.split(",")[0] for word in overrides]
+        load_config(TrainConfig, words[1], overrides)
 
 
 def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(path.parent)
-    only_parsed(partial(runpy.run_path, str(path)), path.name, words, monkeypatch)
+    if "argparse" in path.read_text() or "studies" in path.read_text():
+        parse_program(str(path), runpy.run_path, words, monkeypatch)
+        return
+    new, script = new_app(), runpy.run_path(str(path))
+    new.command()(script[path.stem])
+    parse(typer.main.get_command(new), words, True)
 
 
-def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # runpy warns about a module that is already imported.
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    only_parsed(partial(runpy.run_module, name), name, words, monkeypatch)
-
-
-def only_parsed(
-    run: Callable[..., object], name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+def parse_program(
+    name: str, start: Callable[..., Any], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs a program up to the end of its parsing."""
+    """Starts an argparse program, up to the parsing of its options."""
     real = argparse.ArgumentParser.parse_args
 
     def only_parse(parser: argparse.ArgumentParser, *arguments: Any) -> None:
@@ -131,8 +134,10 @@ def only_parsed(
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
     monkeypatch.setattr(sys, "argv", [name, *words])
+    # runpy warns about a module that is already imported
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(Parsed):
-        run(run_name="__main__")
+        start(name, run_name="__main__")
 
 
 @pytest.mark.parametrize(("words", "complete"), cases())
@@ -150,12 +155,12 @@ def test_every_command_is_accepted(
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "pytest" or rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word)
-    elif rest[0] == "-c" or rest == ["-m"]:
-        return  # a program of its own, or a sentence about the option
+    elif rest == ["-m"] or rest[0] == "-c":
+        return  # the sentence is about the option, or code
     elif rest[0] != "-m":
         parse_script(ROOT / rest[0], rest[1:], monkeypatch)
     elif rest[1].startswith("benchmarks."):
-        parse_module(rest[1], rest[2:], monkeypatch)
+        parse_program(rest[1], runpy.run_module, rest[2:], monkeypatch)
     else:
         known = {"longrnn.cli", "longrnn.evaluation.harness", "benchmarks", "tests.golden"}
         assert rest[1] in known, f"no module {rest[1]}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from scripts import studies
 
 ROOT = Path(__file__).parent.parent
 BOOKS = ["--train", "a.txt", "--text", "b.txt"]
@@ -33,7 +36,7 @@ SMOKE = {
     "study_reverse.py vocabularies": [*REVERSE, "8,16", "--encoding", "duplicate"],
     "study_initial_states.py": [
         *BOOKS, "--base", "collapse-tiny", "--train-length", "64", "--steps", "1", "--seeds", "1",
-        "--step-tokens", "256", "--max-segments", "8",
+        "--step-tokens", "256",
         "--policy", "zero", "carry", "--length", "256", "--windows", "1",
     ],
     "study_char_lm.py": [
@@ -103,6 +106,20 @@ def test_attribution(books: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "| checkpoint-00000002 | 0." in done.stdout
     assert "**Verdict.**" in done.stdout
+
+
+def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
+    """A run without its end goes on from its newest checkpoint, to the same weights."""
+    config = {"model": {"d_model": 8, "n_layers": 1, "mixer": {"kind": "rnn"}},
+              "task": {"kind": "copy"}, "max_steps": 2, "save_steps": 1}  # fmt: skip
+    run = studies.train(config, tmp_path / "run", {"length.max": 16})
+    finished, first = run / "model.safetensors", run / "checkpoint-00000001"
+    weights, written = finished.read_bytes(), first.stat().st_mtime_ns
+    finished.unlink()
+    shutil.rmtree(run / "checkpoint-00000002")
+    studies.train(config, run, {"length.max": 16})
+    assert finished.read_bytes() == weights
+    assert first.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(
