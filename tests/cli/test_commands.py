@@ -130,7 +130,9 @@ def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
     write_config(tiny("passkey", tmp_path / "run", max_steps=1), tmp_path / "c.yaml")
     assert cli("train", "c.yaml", "--quiet").code == 0
     scales = 'learning_rate_scale={embedding.weight: 0, "blocks.0.*": 0}'
-    result = cli("train", "c.yaml", "init_from=run", "output_dir=tuned", scales, "--quiet")
+    result = cli(
+        "train", "c.yaml", "init_from=run", "model={}", "output_dir=tuned", scales, "--quiet"
+    )
     assert result.code == 0, result.err
     before, after = load("run").state_dict(), load("tuned").state_dict()
     same = {name for name, value in after.items() if value.equal(before[name])}

@@ -93,7 +93,7 @@ def test_a_mitigation(
     result = cli("diagnose", "states", models / "text", *text, *SHORT, "--mitigation", "c.yaml")
     assert result.code == 0, result.err
     assert "a.txt" in caplog.text
-    folder = tmp_path / "results/states/text--c.yaml"
+    folder = tmp_path / "results/states/text-c.yaml"
     rows = [json.loads(line) for line in (folder / "states.jsonl").read_text().splitlines()]
     assert max(row["norm"] for row in rows) < 0.0101
     content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
