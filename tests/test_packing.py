@@ -85,9 +85,11 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     """Integers, another shape, and a document that starts at padding."""
     model, tokens = build_model("gru"), random_tokens(2, 3)
     good = torch.ones(2, 3, dtype=torch.bool)
-    for mask in (good.long(), good[:, :2], [[True] * 3] * 2):
+    for mask in (good.long(), [[True] * 3] * 2):
         for name in ("is_token", "is_document_start"):
             with pytest.raises(UserError, match=naming(name)):
                 model(tokens, rows=Rows(**{name: mask}))
+    with pytest.raises(UserError, match=naming((2, 2), (2, 3))):
+        model(tokens, rows=Rows(good[:, :2]))
     with pytest.raises(UserError, match="is_document_start"):
         model(tokens, rows=Rows(~good, good))

@@ -99,7 +99,7 @@ def test_train(cli: CLI, tmp_path: Path) -> None:
     assert result.err == ""
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 4]
     assert load(tmp_path / "run").config.d_model == 6
-    resumed = cli("train", "c.yaml", "max_steps=4", "model.d_model=6", "--resume")
+    resumed = cli("train", "--resume", "run", "max_steps=4")
     assert resumed.code == 0
     assert resumed.out == result.out
 
@@ -126,17 +126,19 @@ def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
-    """`freeze` and `learning_rate_scale` accept patterns with dots on the command line."""
+    """`learning_rate_scale` accepts patterns with dots on the command line; 0 freezes."""
     write_config(tiny("passkey", tmp_path / "run", max_steps=1), tmp_path / "c.yaml")
     assert cli("train", "c.yaml", "--quiet").code == 0
-    options = ['freeze=[embedding.weight, "blocks.0.*"]', 'learning_rate_scale={"*.dt_bias": 10}']
-    result = cli("train", "c.yaml", "init_from=run", "output_dir=tuned", *options, "--quiet")
+    scales = 'learning_rate_scale={embedding.weight: 0, "blocks.0.*": 0}'
+    result = cli(
+        "train", "c.yaml", "init_from=run", "model={}", "output_dir=tuned", scales, "--quiet"
+    )
     assert result.code == 0, result.err
     before, after = load("run").state_dict(), load("tuned").state_dict()
     same = {name for name, value in after.items() if value.equal(before[name])}
     frozen = {name for name in after if name.startswith(("embedding.", "head.", "blocks.0."))}
     assert same == frozen
-    refused = cli("train", "c.yaml", "output_dir=other", "freeze=[embeding.weight]")
+    refused = cli("train", "c.yaml", "output_dir=other", "learning_rate_scale={embeding.weight: 0}")
     assert refused.code == 2
     assert "embedding.weight" in refused.err
     assert not (tmp_path / "other").exists()

@@ -156,7 +156,7 @@ def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
             leaf.double().mean(dims), mean, 0.1, f"{name} mean", scale=deviation.max().item()
         )
         assert_near(leaf.double().std(dims), deviation, 0.1, f"{name} deviation")
-        assert deviation.max() > 1.2 * deviation.min()
+        assert deviation.numel() == 1 or deviation.max() > 1.2 * deviation.min()
 
 
 def _units(leaf: torch.Tensor) -> torch.Tensor:
