@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from benchmarks.models import build, draw
 from benchmarks.timing import parser, write_json
 from longrnn import mitigation
 from longrnn.ops.loss import weighted_cross_entropy
+from longrnn.programs import module_command, module_environment
 
 STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
 PIECE = 4096
@@ -62,7 +60,7 @@ def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
     """Returns the peaks of processes that read the short and the long prompt, in MiB."""
     found = {}
     for spec in STREAMED if case == "stream" else ("",):
-        command = [sys.executable, "-m", "benchmarks.memory", case, "--spec", spec]
+        command = module_command("benchmarks.memory", case, "--spec", spec)
         for name in ("layers", "d_model", "vocab", "threads"):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         short, long = (
@@ -71,8 +69,7 @@ def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
                     [*command, "--child", str(length)],
                     stdout=subprocess.PIPE,
                     check=True,
-                    cwd=Path(__file__).parents[1],
-                    env=os.environ,
+                    env=module_environment("benchmarks.memory"),
                 ).stdout
             )
             for length in (args.tokens, args.long)

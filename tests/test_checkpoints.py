@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from longrnn.config import load_config
-from longrnn.evaluation import passkey
-from longrnn.hf.load import embedded, load
-from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.evaluation.run import evaluate
+from longrnn.hf.load import load
+from longrnn.hf.names import embedded
 from longrnn.training.config import TrainConfig
 from tests.texts import BOOK
 
@@ -20,16 +19,12 @@ PASSKEY = ("passkey-tiny", "passkey-tiny-short")
 NAMES = (*PASSKEY, "collapse-tiny", "recall-tiny", "recall-tiny-numbered")
 
 
-def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
+def accuracy(name: str, length: int, output: Path, **options: Any) -> float:
     """Share of keys recalled over five depths."""
-    subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
-    return recalled(subject, output, lengths=[length], n=n)
-
-
-def recalled(subject: OpenCheckpoint, output: Path, **options: Any) -> float:
-    (outcome,) = run([subject], [PasskeyRetrieval(**options)], output, quiet=True)
-    rows = [row["correct"] for _, row in outcome.found[subject.name]]
-    return sum(rows) / len(rows)
+    cells = evaluate(name, {"kind": "passkey", "lengths": [length], "n": 4, **options}, output)
+    (estimate,) = (cell.estimate for cell in cells if cell.column.drawn)
+    assert estimate is not None
+    return estimate.mean
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,28 +49,27 @@ def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
 @pytest.mark.parametrize("name", PASSKEY)
 def test_both_recall_at_256_tokens(name: str, tmp_path: Path) -> None:
     """Both models recall keys at the training length."""
-    assert accuracy(name, 256, tmp_path / "r.jsonl") >= 0.95
+    assert accuracy(name, 256, tmp_path) >= 0.95
 
 
 def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
     """Far beyond 256 tokens, one model recalls the keys and the other does not."""
-    assert accuracy("passkey-tiny-short", 16384, tmp_path / "short.jsonl", n=2) <= 0.5
-    assert accuracy("passkey-tiny", 16384, tmp_path / "tiny.jsonl", n=2) >= 0.9
+    assert accuracy("passkey-tiny-short", 16384, tmp_path / "short", n=2) <= 0.5
+    assert accuracy("passkey-tiny", 16384, tmp_path / "tiny", n=2) >= 0.9
 
 
 @pytest.mark.parametrize(("name", "least"), [("recall-tiny", 0.6), ("recall-tiny-numbered", 0.9)])
 def test_they_recall_in_other_text(name: str, least: float, tmp_path: Path) -> None:
     """Keys are recalled in text that is not the filler of training."""
-    assert in_a_novel(name, 1, tmp_path / "r.jsonl") >= least
+    assert in_a_novel(name, 1, tmp_path) >= least
 
 
 @pytest.mark.parametrize("n_keys", [4, 8])
 def test_one_of_several_keys_is_recalled(n_keys: int, tmp_path: Path) -> None:
     """The model of numbered keys recalls the queried one of them, in a novel."""
-    assert in_a_novel("recall-tiny-numbered", n_keys, tmp_path / "r.jsonl") >= 0.8
+    assert in_a_novel("recall-tiny-numbered", n_keys, tmp_path) >= 0.8
 
 
 def in_a_novel(name: str, n_keys: int, output: Path) -> float:
     """Share of keys recalled after 2,048 tokens of a novel; a guess has 1e-5."""
-    subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
-    return recalled(subject, output, lengths=[2048], n=4, depths=3, filler=BOOK, n_keys=n_keys)
+    return accuracy(name, 2048, output, depths=3, filler=BOOK, n_keys=n_keys)

@@ -308,8 +308,8 @@ def test_verify_knows_every_kind_of_file(
         ("corpus", "corpus/tokens.bin"),
         ("corpus", "corpus/documents.bin"),
         ("state", "state"),
-        ("out/results.jsonl", "out/results.jsonl"),
-        ("out", "out/results.jsonl"),
+        ("out/rows.jsonl", "out/rows.jsonl"),
+        ("out", "out/rows.jsonl"),
     ):
         whole = cli("info", root, "--verify")
         assert whole.code == 0, whole.err

@@ -11,7 +11,8 @@ import pytest
 from longrnn.cells import MIXERS
 from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError, nearest
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import TrainConfig, read_config
+from tests.refusals import naming
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
 # Values for what a configuration leaves to the user.

@@ -9,6 +9,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.packing import document_starts, document_starts_of_positions
+from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.refusals import naming
 
@@ -40,7 +41,7 @@ def test_starts_from_positions() -> None:
 def test_a_model_reads_a_row_of_bounds() -> None:
     """Two documents in one row give what they give alone."""
     model, tokens = build_model("mamba2", "learned"), random_tokens(1, 9)
-    found = model(tokens, is_document_start=document_starts([0, 4, 9], 9)).logits
+    found = model(tokens, rows=Rows(None, document_starts([0, 4, 9], 9))).logits
     assert_near(found[:, :4], model(tokens[:, :4]).logits, 1e-12)
     assert_near(found[:, 4:], model(tokens[:, 4:]).logits, 1e-12)
 
@@ -87,6 +88,6 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     for mask in (good.long(), good[:, :2], [[True] * 3] * 2):
         for name in ("is_token", "is_document_start"):
             with pytest.raises(UserError, match=naming(name)):
-                model(tokens, **{name: mask})
+                model(tokens, rows=Rows(**{name: mask}))
     with pytest.raises(UserError, match="is_document_start"):
-        model(tokens, is_token=~good, is_document_start=good)
+        model(tokens, rows=Rows(~good, good))

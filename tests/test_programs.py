@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from longrnn.comparison import cost
 
 import longrnn
 from longrnn import programs

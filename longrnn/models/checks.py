@@ -104,20 +104,22 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
             f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
             "result of an earlier call, or init_state(batch_size)"
         )
-    if _is_like((state.position, state.layers), (_POSITION, like), batch_size):
+    whole = LMState(_POSITION, like)
+    if _is_like(state, whole, batch_size):
         return
-    given, expected = dict(leaves(state.layers)), dict(leaves(like))
-    growing = histories(like)
+    given, expected = dict(leaves(state)), dict(leaves(whole))
+    growing = histories(whole)
     for name in sorted(given.keys() | expected.keys()):
         one, other = given.get(name), expected.get(name)
         if (
             one is None
             or other is None
+            or one.ndim == 0
             or one.dtype != other.dtype
             or not same_row(one.shape[1:], other.shape, name in growing)
         ):
             raise UserError(
-                f"this is the state of another model or mitigation (layers.{name} is "
+                f"this is the state of another model or mitigation ({name} is "
                 f"{_described(one)}, and per row {_described(other)} was expected): start from "
                 "init_state of this model"
             )

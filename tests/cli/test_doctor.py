@@ -2,105 +2,55 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from longrnn.ops.ssd import BACKENDS, chunked, mamba_ssm, self_test
-from typer.testing import CliRunner
 
-from longrnn.cells import mamba2
-from longrnn.cells.self_test import layer_self_test
 from longrnn.cli import doctor
-from longrnn.cli.app import app
-from longrnn.ops import native
-from tests.ops.ssd.test_mamba_ssm import combined
+from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
+from longrnn.ops.cpu import kernels
+from tests.cli.conftest import CLI
 
 
-def test_every_backend_of_this_machine_passes() -> None:
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    for backend in BACKENDS:
-        assert backend in result.output
-    assert "passed" in result.output
-    assert "FAILED" not in result.output
-    assert torch.__version__.split("+")[0] in result.output
+def test_every_backend_of_this_machine_passes(cli: CLI) -> None:
+    """Each has a line; one that is not available has its reason there."""
+    result = cli("doctor")
+    assert result.code == 0, result.err
+    assert all(f"│ {backend}" in result.out for backend in BACKENDS)
+    assert "passed" in result.out
+    assert "FAILED" not in result.out
+    assert torch.__version__.split("+")[0] in result.out
 
 
-def test_a_backend_with_wrong_results_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that is off by a hundred-thousandth, or NaN, in output, state or gradients."""
-
-    def off(inputs, state):  # type: ignore[no-untyped-def]
-        y, final = chunked.ssd(inputs, state)
-        return y, final * (1 + 3e-5)
-
-    def broken(inputs, state):  # type: ignore[no-untyped-def]
-        y, final = chunked.ssd(inputs, state)
-        return y * float("nan"), final
-
-    for wrong in (off, broken):
-        monkeypatch.setitem(BACKENDS, "wrong", wrong)
-        assert not self_test.self_test("wrong").passed
-        result = CliRunner().invoke(app, ["doctor"])
-        assert result.exit_code == 1
-        assert "FAILED" in result.output
-        assert "wrong on cpu" in result.output
+def off(*arguments: Any, **named: Any) -> Any:
+    y, state = TORCH.cell(*arguments, **named)
+    return y, state._replace(ssm=state.ssm * (1 + 2e-3))
 
 
-def test_a_backend_that_raises_fails_and_the_others_are_tested(
-    monkeypatch: pytest.MonkeyPatch,
+def nan(*arguments: Any, **named: Any) -> Any:
+    y, state = TORCH.cell(*arguments, **named)
+    return y * float("nan"), state
+
+
+def raising(*arguments: Any, **named: Any) -> Any:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC.")
+
+
+@pytest.mark.parametrize("cell", [off, nan, raising])
+def test_a_backend_that_fails_is_named(
+    cell: Callable[..., Any], cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels that cannot be compiled, for example because there is no C compiler."""
-
-    def raising(inputs, state):  # type: ignore[no-untyped-def]
-        raise RuntimeError("Failed to find C compiler. Please specify via CC.")
-
-    monkeypatch.setitem(BACKENDS, "uncompiled", raising)
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 1
-    assert "uncompiled on cpu" in result.output
-    assert all(f"│ {name}" in result.output for name in BACKENDS)
-    assert "Traceback" not in result.output
-
-
-def test_wrong_values_around_the_recurrence_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is tested too: its convolution, step sizes and norm have kernels of their own."""
-    plain = mamba2.causal_conv
-
-    def off(*arguments, **named):  # type: ignore[no-untyped-def]
-        y, state = plain(*arguments, **named)
-        return y * (1 + 1e-3 * (y.dtype == torch.float32)), state
-
-    monkeypatch.setattr(mamba2, "causal_conv", off)
-    assert not layer_self_test("chunked").passed
-    assert "chunked on cpu" in CliRunner().invoke(app, ["doctor"]).output
-
-
-def test_the_kernels_of_mamba_ssm_are_tested_where_they_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Here a loop stands for them, on a CPU."""
-    monkeypatch.setattr(mamba_ssm, "combined", lambda: combined)
-    monkeypatch.setattr(mamba_ssm, "DEVICES", ("cpu",))
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    assert re.search(r"mamba_ssm │ \S+ passed │ \S+ passed", result.output)
-
-    def off(*arguments, **named):  # type: ignore[no-untyped-def]
-        y, final = combined(*arguments, **named)
-        return y * 1.1, final
-
-    monkeypatch.setattr(mamba_ssm, "combined", lambda: off)
-    assert not self_test.self_test("mamba_ssm").passed
-    assert not layer_self_test("mamba_ssm").passed
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run them")
-def test_reasons_for_what_is_not_available() -> None:
-    """Each backend that is not in the table has a line with the reason and the remedy."""
-    result = CliRunner().invoke(app, ["doctor"])
-    assert "mamba_ssm" in result.output
+    """Wrong states, NaN, or kernels that cannot be compiled; the others are tested as before."""
+    monkeypatch.setitem(BACKENDS, "fla", TORCH._replace(cell=cell))
+    monkeypatch.setitem(REFUSALS, "fla", lambda tensors: None)
+    result = cli("doctor")
+    assert result.code == 1
+    assert "FAILED" in result.out
+    assert "fla on cpu" in result.err
+    assert all(f"│ {name}" in result.out for name in BACKENDS)
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -108,20 +58,18 @@ def test_reasons_for_what_is_not_available() -> None:
     [(None, "torch was built without CUDA: install"), ("13.0", "compare the CUDA version")],
 )
 def test_a_gpu_that_torch_does_not_use_is_reported(
-    built_for: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    built_for: str | None, message: str, cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """A driver without a device is the commonest broken installation."""
     (tmp_path / "version").touch()
     monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert message in "\n".join(doctor._advice())
+    assert message in cli("doctor").out
 
 
-def test_missing_kernels_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.delitem(BACKENDS, "native", raising=False)
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    assert "C++" in result.output
-    assert "auto: chunked" in result.output
+def test_missing_kernels_are_explained(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "missing", lambda: "install a C++ compiler")
+    result = cli("doctor")
+    assert result.code == 0, result.err
+    assert "C++" in result.out

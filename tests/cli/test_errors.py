@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.hf import names
 from longrnn.results import read_rows
 from tests.cli.conftest import CLI, assert_refused, refused
 from tests.training.runs import metrics, tiny, write_config
@@ -44,7 +45,7 @@ def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
     ("text", "overrides", "says"),
     [
         ("max_stps: 3", [], ("max_stps", "max_steps")),
-        ("model: {d_modl: 3}", [], ("model.d_modl", "d_model")),
+        ("model: {d_modl: 3}", [], ("model", "d_modl", "d_model")),
         ("model: {mixer: {kind: lstn}}", [], ("lstn", "lstm")),
         (
             "model: {mixer: {kind: mamba2, d_stat: 4}}",
@@ -53,24 +54,24 @@ def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
         ),
         ("model: {mixer: {kind: mamba2, d_state: x}}", [], ("d_state",)),
         ("model: {mixer: {kind: mamba2, A_init: {a: 1}}}", [], ("A_init",)),
-        ("model: {mixer: lstm}", [], ("key 'model.mixer'", "mapping")),
-        ("model: {block: plan}", [], ("did you mean 'plain'",)),
+        ("model: {mixer: lstm}", [], ("model", "key 'mixer'", "'lstm'")),
+        ("model: {block: plan}", [], ("'block'", "'plan'", "'plain'")),
         ("model: {position: {kind: sinus}}", [], ("did you mean 'sinusoidal'",)),
         ("task: {kind: revers}", [], ("unknown task 'revers'", "did you mean 'reverse'")),
         ("task: {kind: 3}", [], ("one of: copy, delayed_sum, instruct, passkey",)),
         ("task: {}", [], ("'kind'", "one of: copy, delayed_sum, instruct, passkey")),
         ("seed: 0", ["task={}"], ("'kind'", "one of: copy, delayed_sum, instruct, passkey")),
-        ("task: passkey", [], ("key 'task'", "mapping")),
+        ("task: passkey", [], ("key 'task'", "'passkey'")),
         ("max_steps: soon", [], ("key 'max_steps'",)),
-        ("max_steps: 0", [], ("max_steps must be at least 1",)),
-        ("just words", [], ("unknown key just words",)),
+        ("max_steps: 0", [], ("key 'max_steps'", "1, not 0")),
+        ("just words", [], ("c.yaml", "mapping")),
         ("a: [", [], ("is not YAML",)),
-        ('seed: "${a"', [], ("key 'seed'", "write a value of the right type")),
+        ('seed: "${a"', [], ("key 'seed'", "integer")),
         ("seed: 0", ["seed=${a"], ("key 'seed'",)),
         ("seed: 0", ["max_steps"], ("'max_steps' is not of the form key=value",)),
         ("seed: 0", ["max_steps=ten"], ("key 'max_steps'",)),
         ("seed: 0", ["model.mixer={kind: lstm"], ("is not YAML",)),
-        ("seed: 0", ["model.mixr.kind=lstm"], ("unknown key model.mixr", "did you mean 'mixer'")),
+        ("seed: 0", ["model.mixr.kind=lstm"], ("model", "mixr", "did you mean 'mixer'")),
         ("seed: 0", ["length.max=100"], ("at least 156 tokens",)),
         ("seed: 0", ["tokenizer=gpt3"], ("no tokenizer at gpt3",)),
     ],
@@ -93,10 +94,7 @@ def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:
     """A run does not overwrite another run in the same folder."""
     write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
     assert cli("train", "c.yaml", "--quiet").code == 0
-    refused(cli, "train", "c.yaml", "--quiet", says=("--resume",))
-    for resume in ([], ["--resume"]):
-        arguments = ["train", "c.yaml", "seed=3", "--quiet", *resume]
-        refused(cli, *arguments, says=("seed", "output_dir"))
+    refused(cli, "train", "c.yaml", "--quiet", says=("--resume run", "output_dir"))
 
 
 def test_folders_that_cannot_be_written(cli: CLI, models: Path, tmp_path: Path) -> None:
@@ -157,10 +155,10 @@ def test_a_full_disk_while_training(
         result = cli("train", "c.yaml", "--quiet")
     finally:
         small_files(0)
-    assert_refused(result, "longrnn train c.yaml --quiet --resume")
+    assert_refused(result, "longrnn train --resume run")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert not list((tmp_path / "run").glob("*.safetensors"))
-    assert cli("train", "c.yaml", "--quiet", "--resume").code == 0
+    assert cli("train", "--resume", "run", "--quiet").code == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
 
 

@@ -82,11 +82,9 @@ def parameters() -> list[Parameter]:
     for name, command in commands(typer.main.get_command(app)):
         for one in command.params:
             flag = max(one.opts, key=len) if one.opts[0].startswith("-") else None
-            kinds = (
-                "path" in one.type.name.lower(),
-                one.metavar == "NUMBER" or one.type.name == "integer",
-            )
-            found.append(Parameter(name, one.name, flag, *kinds, one.required))
+            kind = str(one.type_descriptor.annotation)
+            is_whole = one.metavar == "NUMBER" or "int" in kind
+            found.append(Parameter(name, one.name, flag, "Path" in kind, is_whole, one.required))
     return found
 
 
@@ -266,13 +264,13 @@ def test_a_damaged_record_of_training_is_named(
     """A checkpoint's train.yaml that is damaged is named by every command that reads it."""
     shutil.copytree(shelf / "backwards", "run")
     Path("run/train.yaml").write_bytes(content)
-    text, good = str(shelf / "good.txt"), str(shelf / "good.yaml")
+    text = str(shelf / "good.txt")
     for arguments in (
         ["eval", "task", "run"],
         ["diagnose", "gradients", "run"],
         ["calibrate", "run", "--text", text, "--method", "state_norm"],
         ["report", "run"],
-        ["train", good, "output_dir=run", "--resume", "--quiet"],
+        ["train", "--resume", "run", "--quiet"],
     ):
         result = cli(*arguments)
         assert result.code == 2, arguments

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from longrnn.cells import MIXERS
+from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
-from longrnn.units import is_token_count
+from longrnn.units import TokenCount
 from tests.refusals import naming
 
 pytestmark = pytest.mark.core
@@ -22,13 +23,14 @@ COUNTS = [
     for family in FAMILIES
     for kind in family
     for name, hint in keyword_options(family[kind], annotated=True).items()
-    if is_token_count(hint)
+    if TokenCount in (hint, *get_args(hint))
 ]
 
 
 def read(family: Registry[Any], kind: str, name: str, value: object) -> object:
     """The number that the registry makes of an option's value."""
-    return family.complete({"kind": kind, name: value})[name]
+    needed = {"data": ["book.txt"]} if kind in ("text", "instruct") else {}
+    return family.complete({"kind": kind, **needed, name: value})[name]
 
 
 @pytest.mark.parametrize("value", ["4k", "4K", "4_096", "4096", 4096, 4096.0, "4.096e3"])

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from longrnn.studies.stability import stability
 
 from longrnn import load, state
 from longrnn.cells import MIXERS
-from longrnn.data import Batch
-from longrnn.evaluation.perplexity import evaluate
-from longrnn.evaluation.texts import Document
-from longrnn.models import LanguageModel
+from longrnn.diagnostics.gradients import Run, norms
+from longrnn.inference.engine import token_losses
 from longrnn.state import tree_map
+from longrnn.training.batches import segments
+from longrnn.training.config import TrainConfig
+from longrnn.training.distributed import build_accelerator
 from longrnn.training.objective import Objective
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import (
@@ -25,37 +24,29 @@ from tests.contracts.builders import (
     assert_trees_equal,
     build_mitigated,
     build_model,
-    generator,
     mitigation_spec,
     random_tokens,
 )
-from tests.training.runs import metrics, tiny
+from tests.training.runs import metrics, tiny, train
 
 STEPS = 4
 
 
-def trainer_of(folder: Path, *, resume: bool = False, **changes: Any) -> Trainer:
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
     how = {"logging_steps": 1, "max_steps": STEPS, "warmup_steps": 1, **changes}
-    how |= {"lr_scheduler_type": "constant"}
-    return Trainer(tiny("carry", folder, **how), resume=resume, quiet=True)
+    return tiny("carry", folder, lr_scheduler_type="constant", **how)
 
 
-def exact_loss(trainer: Trainer) -> float:
-    """The loss of the next step, on a CPU in float64."""
+def exact_loss(config: TrainConfig) -> float:
+    """The loss of the first step, on a CPU in float64."""
+    trainer = Trainer(config, build_accelerator(config), quiet=True)
     objective = Objective(copy.deepcopy(trainer.model).cpu().double())
     losses = []
-    for micro in range(trainer.config.gradient_accumulation_steps):
-        segments, start = trainer.micro_batch(micro)
-        start = tree_map(
-            lambda leaf: leaf.cpu().double() if leaf.is_floating_point() else leaf.cpu(), start
-        )
-        segments = [batch.to(torch.device("cpu")) for batch in segments]
-        losses.append(float(objective(segments, start).loss.detach()))
+    for micro in range(config.gradient_accumulation_steps):
+        batches = segments(trainer.task, config, 0, micro)
+        start = objective.model.init_state(len(batches[0].begins))
+        losses.append(float(objective(batches, start).loss.detach()))
     return sum(losses) / len(losses)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 2e-2)])
@@ -63,12 +54,11 @@ def test_a_run_of_training(
     precision: str, tolerance: float, default_device: torch.device, tmp_path: Path
 ) -> None:
     """Its first loss is that of a CPU in float64, and its rows have the speed and memory."""
-    trainer = trainer_of(tmp_path / "run", mixed_precision=precision)
-    wanted = exact_loss(trainer)
-    trained = trainer.train()
-    assert {one.device.type for one in trained.parameters()} == {default_device.type}
-    assert {one.dtype for one in trained.parameters()} == {torch.float32}
-    rows = read_lines(tmp_path / "run/metrics.jsonl")
+    config = config_of(tmp_path / "run", mixed_precision=precision)
+    wanted = exact_loss(config)
+    trained = train(config)
+    assert {one.dtype for one in trained.model().parameters()} == {torch.float32}
+    rows = trained.rows
     assert len(rows) == STEPS
     assert rows[0]["loss"] == pytest.approx(wanted, rel=tolerance)
     for row in rows:
@@ -78,9 +68,9 @@ def test_a_run_of_training(
 
 def test_a_run_is_resumed(default_device: torch.device, tmp_path: Path) -> None:
     """With weights, moments and carried states, which are saved from the device."""
-    trainer_of(tmp_path / "whole").train()
-    trainer_of(tmp_path / "parts", max_steps=2).train()
-    trainer_of(tmp_path / "parts", resume=True).train()
+    train(config_of(tmp_path / "whole"))
+    train(config_of(tmp_path / "parts", max_steps=2))
+    train(config_of(tmp_path / "parts"), resume=True)
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
     assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
     moved = load(str(tmp_path / "parts"), device=str(default_device))
@@ -91,23 +81,6 @@ def test_a_run_is_resumed(default_device: torch.device, tmp_path: Path) -> None:
             load(str(tmp_path / "parts"), device="cpu")(tokens).logits,
             1e-5,
         )
-
-
-def test_batches_for_a_gpu_are_page_locked(device: torch.device) -> None:
-    """They are copied to it while it computes."""
-
-    def make(step: int, micro: int) -> list[Batch]:
-        tokens = torch.full((2, 50), step)
-        return [Batch(tokens, tokens, torch.ones(2, dtype=torch.bool), is_token=tokens >= 0)]
-
-    ahead = Prefetch(make, 1, 3, device)
-    for step in range(3):
-        (batch,) = ahead.segments(step, 0)
-        assert batch.tokens.is_pinned() == batch.targets.is_pinned() == (device.type == "cuda")
-        moved = batch.to(device)
-        assert moved.tokens.device.type == device.type
-        assert moved.tokens.tolist() == [[step] * 50] * 2
-    ahead.close()
 
 
 BUILDS = {
@@ -134,27 +107,21 @@ def test_a_state_is_saved_on_one_device_and_loaded_on_another(
     assert_near(there(more.to(device), back).logits.cpu(), model(more, on_cpu).logits, 1e-9)
 
 
-def perplexities(model: LanguageModel, output: Path) -> list[float]:
-    documents = [Document("a.txt", "1", random_tokens(1, 400, 1)[0])]
-    rows = evaluate(model, documents, length=150, output=output, batch_size=2, quiet=True)
-    return [value for row in rows for value in row["buckets"]]
-
-
 @pytest.mark.parametrize("name", BUILDS)
-def test_an_evaluation(name: str, device: torch.device, tmp_path: Path) -> None:
-    """The losses of windows of a text."""
-    wanted = perplexities(BUILDS[name](), tmp_path / "cpu.jsonl")
-    found = perplexities(BUILDS[name]().to(device), tmp_path / "device.jsonl")
-    assert found == pytest.approx(wanted, rel=1e-9)
+def test_losses_of_windows(name: str, device: torch.device) -> None:
+    """The losses of an evaluation, which are computed in parts."""
+    windows = random_tokens(2, 150)
+    wanted, found = (
+        torch.cat([nats for _, nats in token_losses(model, windows)], 1)
+        for model in (BUILDS[name](), BUILDS[name]().to(device))
+    )
+    assert_near(found, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_gradients_of_a_model_in_eval_mode(kind: str, device: torch.device) -> None:
-    """Stability of gradients and their norms through time; cuDNN refuses cells in eval mode."""
+    """Norms through time, for which cuDNN must not run: it refuses cells in eval mode."""
     model, there = (build_model(kind).eval().to(where) for where in ("cpu", device))
-    inputs = torch.randint(model.vocab_size, (3, 3, 6), generator=generator(0))
-    for ours, exact in zip(stability(there, inputs), stability(model, inputs), strict=True):
-        assert_near(ours.cpu(), exact, 1e-8)
     tokens, targets = random_tokens(2, 12), random_tokens(1, 2, seed=1)[0]
     wanted = norms(Run(model, tokens), targets)
     found = norms(Run(there, tokens.to(device)), targets.to(device))

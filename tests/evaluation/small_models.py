@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from longrnn.hf.training import build_transformer, save_transformer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longrnn.config import build_config
 from longrnn.evaluation.base import Cell, Evaluation
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.results import Row, read_rows
@@ -83,8 +84,10 @@ def llama(folder: Path, *, positions: int) -> None:
     """Write a random transformer over bytes with this maximum length."""
     torch.manual_seed(0)
     options = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": positions,
+        "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "max_position_embeddings": positions,
     }  # fmt: skip
-    model = build_transformer(options)
-    save_transformer(model, folder, ByteTokenizer(), model.state_dict())
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **options)).save_pretrained(
+        folder
+    )
+    byte_level().save(folder)

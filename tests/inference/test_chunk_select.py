@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.data import Passkey
+from longrnn.data.prompts import Needle
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey import PasskeyRetrieval
-from longrnn.evaluation.run import run
+from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import Choice, select
-from longrnn.models import LanguageModel
+from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM
+from longrnn.results import read_rows
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, cli, refused  # noqa: F401 (a fixture)
+from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
 from tests.contracts.builders import (
     assert_near,
     build_mitigated,
@@ -116,20 +119,32 @@ def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
         select(MODELS["lstm"], options.pop("context"), options.pop("query"), **options)
 
 
-def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
-    subject = OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())  # type: ignore[arg-type]
-    evaluation = PasskeyRetrieval(lengths=[600], n=2, depths=[0, 0.35, 1], chunk_select=chunk)
-    (outcome,) = run([subject], [evaluation], output, quiet=True)
-    return [row["correct"] for _, row in outcome.found["oracle"]]
+def measure(output: Path, model: Any, **options: Any) -> Outcome:
+    grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1], **options}
+    subject = OpenCheckpoint("model", model, ByteTokenizer())
+    return run([subject], [PasskeyRetrieval(**grid)], output, quiet=True)[0]
 
 
 def test_passkeys(tmp_path: Path) -> None:
-    """A chunk as long as the prompt gives the answers of the plain prompt; rows are kept apart."""
-    assert measure(tmp_path, None, forgets=300) == [False] * 6
-    # A chunk of all is the plain prompt, and one that is too long as well.
-    assert measure(tmp_path, 600, forgets=300) == [False] * 6
-    assert measure(tmp_path / "never", 600) == measure(tmp_path / "never", None) == [True] * 6
-    assert (tmp_path / "rows.jsonl").read_bytes().count(b"\n") == 12
+    """A chunk as long as the prompt, or longer, gives the answers of the plain prompt."""
+    for chunk in (None, 600, 4096):
+        for forgets, recalled in ((300, False), (None, True)):
+            output, oracle = tmp_path / f"{chunk}-{forgets}", Oracle(forgets=forgets)
+            found = measure(output, oracle, chunk_select=chunk).found["model"]
+            assert [row["correct"] for _, row in found] == [recalled] * 6
+
+
+def test_a_prompt_in_chunks_may_exceed_the_limit_of_the_model(tmp_path: Path) -> None:
+    """The limit applies to header, chunk, question and answer; more is refused before it runs."""
+    position = {"kind": "learned", "max_length": 300, "combine": "add"}
+    short = RecurrentLM(RecurrentConfig(256, 8, 1, {"kind": "lstm"}, position=position))
+    task, needle = Passkey(ByteTokenizer()), Needle("01234", 0.5)
+    fits = 300 - task.n_header - len(task.question(needle)) - len(task.answer(needle))
+    options: dict[str, Any] = {"lengths": [400], "n": 1, "depths": [0.5]}
+    assert measure(tmp_path / "fits", short, chunk_select=fits, **options).found["model"]
+    with pytest.raises(UserError, match="300"):
+        measure(tmp_path / "more", short, chunk_select=fits + 1, **options)
+    assert not (tmp_path / "more").exists()
 
 
 PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]
@@ -137,26 +152,21 @@ PASSKEY += ["--n", "1", "--quiet"]
 
 
 def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
-    """--chunk-select is recorded, names the folder, and combines with a mitigation."""
-    for chunk in ("128", "0.5k", "4k"):
-        result = cli(*PASSKEY, "--chunk-select", chunk)
+    """--chunk-select takes lengths, is part of the rows' protocol, and takes a mitigation."""
+    mitigated = ["--mitigation", "forget_more(decay_scale=0.5)"]
+    said: dict[Any, list[str]] = {}
+    for more in ([], ["--chunk-select", "0.5k"], ["--chunk-select", "4k"], mitigated):
+        chunk = ["--chunk-select", "4k"] if more == mitigated else []
+        result = cli(*PASSKEY, *more, *chunk, "--output", "out")
         assert (result.code, result.err) == (0, "")
-    spec = ["--mitigation", "forget_more(decay_scale=0.5)", "--chunk-select", "4k"]
-    assert cli(*PASSKEY, *spec).code == 0
-    assert cli(*PASSKEY).code == 0
-    root = tmp_path / "results/passkey"
-    rows = {}
-    for folder in root.iterdir():
-        header, found = read_results(folder / "results.jsonl")
-        said = sorted((row["depth"], row["index"], row["said"]) for row in found)
-        rows[folder.name] = said, header.get("chunk_select")
-    name = "passkey-tiny-short"
-    assert {folder: chunk for folder, (_, chunk) in rows.items()} == {
-        name: None,
-        f"{name}--chunk_select-128": 128,
-        f"{name}--chunk_select-512": 512,
-        f"{name}--chunk_select-4096": 4096,
-        f"{name}--forget_more-0.5--chunk_select-4096": 4096,
-    }
-    assert rows[f"{name}--chunk_select-4096"][0] == rows[name][0]
-    assert rows[f"{name}--forget_more-0.5--chunk_select-4096"][0] != rows[name][0]
+    rows, damaged = read_rows(tmp_path / "out/rows.jsonl")
+    assert damaged == {}
+    for row in rows:
+        key = row["model"], row["protocol"].get("chunk_select")
+        said.setdefault(key, []).append((row["item"]["depth"], row["result"]["said"]))
+    plain, mitigated_model = dict.fromkeys(row["model"] for row in rows)
+    assert sorted(said, key=str) == sorted(
+        [(plain, None), (plain, 512), (plain, 4096), (mitigated_model, 4096)], key=str
+    )
+    assert sorted(said[plain, 4096]) == sorted(said[plain, None])
+    assert sorted(said[mitigated_model, 4096]) != sorted(said[plain, None])

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import RepeatedTokens, length, read, whole
-from longrnn.evaluation.passkey import cost, evaluate
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
-from longrnn.results import Row
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 
@@ -24,7 +24,6 @@ GRID: dict[str, Any] = {"lengths": [220, 333, 400], "depths": [0.0, 0.3, 1.0], "
 # 4 + 3 + 2 cells: the later a key comes, the fewer lengths have room for it.
 INSERTED: dict[str, Any] = {
     "lengths": [220, 333, 400, 420],
-    "depths": (),
     "insert_at": [0, 70, 200],
     "n": 3,
 }
@@ -32,8 +31,6 @@ INSERTED: dict[str, Any] = {
 
 class Watched:
     """Counts the tokens that a language model reads, and keeps the logits after each question."""
-
-    mitigation = None
 
     def __init__(self, model: LanguageModel) -> None:
         self.tokens = 0
@@ -53,16 +50,27 @@ def speaking(kind: str) -> RecurrentLM:
     return stirred(model, 3)
 
 
-def answers(model: LanguageModel, output: Path, **options: Any) -> list[Row]:
-    subject = OpenCheckpoint("model", model, ByteTokenizer())
-    evaluation = PasskeyRetrieval(**_grid(options))
-    (outcome,) = run([subject], [evaluation], output, quiet=True)
-    return [row for _, row in outcome.found["model"]]
+def subject(model: LanguageModel) -> OpenCheckpoint:
+    return OpenCheckpoint("model", model, ByteTokenizer())
 
 
-def _grid(options: dict[str, Any]) -> dict[str, Any]:
+def measure(model: LanguageModel, output: Path, **options: Any) -> Outcome:
+    """The outcome of an evaluation on GRID, of which `options` change some."""
     given = GRID | options
-    return {k: v for k, v in given.items() if k != "depths" or "insert_at" not in given}
+    if "insert_at" in given:
+        del given["depths"]
+    return run([subject(model)], [PasskeyRetrieval(**given)], output, quiet=True)[0]
+
+
+def answers(model: LanguageModel, output: Path, **options: Any) -> list[tuple[Any, ...]]:
+    found = measure(model, output, **options).found["model"]
+    return [(*item.key.values(), row["key"], row["said"]) for item, row in found]
+
+
+def tokens_of(note: str) -> tuple[int, int]:
+    """The numbers of tokens, shared and prompt by prompt, in the note about them."""
+    shared, naive = re.findall(r"takes ([\d,]+)", note)
+    return int(shared.replace(",", "")), int(naive.replace(",", ""))
 
 
 def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
@@ -71,10 +79,10 @@ def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options
     The oracles of `test_passkey` check that each row continues from its own key.
     """
     naive = Watched(model)
-    expected = answers(model, folder / "naive.jsonl", naive=True, **options)
+    expected = answers(model, folder / "naive", naive=True, **options)
     naive.handle.remove()
     shared = Watched(model)
-    assert answers(model, folder / "shared.jsonl", **options) == expected
+    assert answers(model, folder / "shared", **options) == expected
     logits = [torch.tensor(sorted(watched.asked)) for watched in (naive, shared)]
     assert logits[0].shape == (prompts, 256)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
@@ -106,16 +114,15 @@ def test_shared_answers_equal_naive_answers_under_a_mitigation(tmp_path: Path) -
 
 @pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])
 def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
-    """The count equals the number of tokens that a model reads, shared and naive."""
-    subject = OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())
-    evaluation = PasskeyRetrieval(**_grid(grid))
-    evaluation.prepare([subject])
-    expected = evaluation.cost(subject)
-    for naive, count in ((True, expected.naive), (False, expected.shared)):
+    """The note gives the number of tokens that a model reads, shared and prompt by prompt."""
+    computed: list[int] = []
+    notes: list[str] = []
+    for naive in (False, True):
         model = speaking("rnn")
         watched = Watched(model)
-        answers(model, tmp_path / f"{naive}.jsonl", naive=naive, **grid)
-        assert watched.tokens == count
+        notes += measure(model, tmp_path / str(naive), naive=naive, **grid).notes()
+        computed.append(watched.tokens)
+    assert list(map(tokens_of, notes)) == [tuple(computed)]
 
 
 @pytest.mark.parametrize(
@@ -128,12 +135,11 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
 )
 def test_sharing_saves_tokens(grid: dict[str, Any], least: float) -> None:
     """For eight lengths that double up to 64k, and for insertion points every 8k."""
-    subject, evaluation = (
-        OpenCheckpoint("model", speaking("rnn"), ByteTokenizer()),
-        PasskeyRetrieval(**grid, n=10),
-    )
-    evaluation.prepare([subject])
-    assert evaluation.cost(subject).ratio >= least
+    evaluation, model = PasskeyRetrieval(n=10, **grid), subject(speaking("rnn"))
+    evaluation.prepare([model])
+    (note,) = evaluation.notes(model, [(item, {}) for item in evaluation.items(model)])
+    shared, naive = tokens_of(note)
+    assert naive >= least * shared
 
 
 def test_repeated_tokens_are_read_across_their_borders() -> None:

@@ -10,17 +10,20 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from longrnn import generate, positions, tasks
+from longrnn import generate, positions
 from longrnn import state as states
 from longrnn.checksums import sealed
+from longrnn.data import TASKS
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import Settings
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.settings import Settings
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.checks import INTEGERS
 from longrnn.seeds import check_seed
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import configured
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.architectures import architecture
 from tests.hf.foreign import causal
@@ -217,17 +220,17 @@ def test_a_state_file_without_a_fingerprint_is_read_by_its_structure(
 
 def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageModel) -> None:
     state = model.init_state(2)
-    for position in (torch.zeros(2), torch.zeros(2, 1, dtype=torch.long)):
+    for position in (torch.zeros(2), torch.zeros(2, 1, dtype=torch.long), torch.tensor(3)):
         with pytest.raises(UserError, match="position"):
             model(random_tokens(2, 3), state._replace(position=position))
 
 
 SEEDS: dict[str, Callable[[int], Any]] = {
-    "of training": lambda seed: TrainConfig(seed=seed),
-    "of a grid": lambda seed: PasskeyRetrieval(seed=seed),
-    "of a calibration": lambda seed: Settings(64, seed=seed),
+    "of training": lambda seed: configured({"seed": seed}, []),
+    "of an evaluation": lambda seed: PasskeyRetrieval(seed=seed),
+    "of a calibration": lambda seed: Settings(train_length=64, seed=seed),
     "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
-    "of held-out sequences": lambda seed: cast(Any, tasks.TASKS["reverse"])(None, seed=seed),
+    "of held-out sequences": lambda seed: cast(Any, TASKS["reverse"])(None, seed=seed),
 }
 
 

@@ -3,27 +3,20 @@
 `setup.py` compiles them at installation, once per instruction set, if there is a C++ compiler.
 """
 
-from longrnn.ops.cpu.kernels import (
+from longrnn.ops.cpu.cell import MIXED, MOST_TAPS, cell, conv, gate
+from longrnn.ops.cpu.library import missing
+from longrnn.ops.cpu.scan import limit, refusal, scan, tracked
+from longrnn.ops.cpu.tokens import (
     FEW_KINDS,
     FEW_ROWS,
-    MIXED,
-    MOST_TAPS,
     Layer,
-    cell,
-    conv,
     few_rows,
     few_rows_suits,
-    gate,
     layers,
-    limit,
     pack_layers,
-    refusal,
-    scan,
     stepwise,
     stepwise_suits,
-    tracked,
 )
-from longrnn.ops.cpu.library import missing
 
 __all__ = [
     "FEW_KINDS",

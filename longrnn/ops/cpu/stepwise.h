@@ -192,7 +192,7 @@ template <class T, class Cell> void stepwise_cell(const Stepwise<T> &s) {
       rows_of_cell<T, Cell>(s, recurrent, *works.all[part], part * each, std::min(each, s.b - part * each));
 }
 
-// In the order of `CELLS` in kernels.py.
+// In the order of `CELLS` in tokens.py.
 template <class T> int stepwise(const Stepwise<T> &s) {
   static constexpr void (*cells[])(const Stepwise<T> &) = {
       stepwise_cell<T, Elman<Tanh>>, stepwise_cell<T, Elman<Relu>>, stepwise_cell<T, Elman<Identity>>,

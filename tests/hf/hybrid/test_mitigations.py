@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.diagnostics.record import read
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from longrnn import state as states
 from longrnn.cli.app import app
+from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
@@ -123,11 +123,11 @@ def test_a_state_of_another_mitigation_is_refused(tmp_path: Path) -> None:
 def test_states_are_measured_as_they_are() -> None:
     """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
     model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
-    (measured,) = read(model, text, [32], first=8)
+    (measured,) = observe(model, text, [32], first=8)
     after = model.cell_states(model(text[:, :32]).state)
-    for found, state in zip(measured.heads, after, strict=True):
+    for found, state in zip(measured.layers, after, strict=True):
         assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
-        assert found.retention is not None
+        assert bool(found.retention.isfinite().all())
     logits = model(text[:, :32]).logits.transpose(1, 2)
     losses = torch.nn.functional.cross_entropy(logits, text[:, 1:], reduction="none")
     assert_near(measured.loss, losses.mean(1), 1e-9)
@@ -140,7 +140,7 @@ def run(*arguments: Any) -> str:
 
 
 def test_commands(tmp_path: Path) -> None:
-    """Info, calibration, diagnosis, perplexity, passkey and comparison run on a hybrid."""
+    """Info, calibration, diagnosis, perplexity and passkey run on a hybrid."""
     theirs = causal("falcon_h1", vocab_size=256, max_position_embeddings=2048)
     folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
     text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
@@ -152,7 +152,7 @@ def test_commands(tmp_path: Path) -> None:
     run("diagnose", "states", folder, *common, "--no-newlines", "--train-length", 64, "--length",
         256, "--every", 32, "--first", 16, "--output", out)  # fmt: skip
     assert "collapsing" in (out / "diagnosis.yaml").read_text()
-    run("eval", "perplexity", folder, *common, "--length", 128, "--mitigation", calibrated,
+    run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
         "--output", tmp_path / "ppl")  # fmt: skip
     run("eval", "passkey", f"{folder}+sliding_window(window=32)", "--lengths", 256, "--n", 1,
         "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip
