@@ -81,9 +81,10 @@ def parse(command: Any, words: list[str], complete: bool) -> None:
     while hasattr(command, "commands"):
         if not words:
             return
-        name, context = words.pop(0), typer.Context(command)
-        assert name in command.list_commands(context), f"no command {name!r}"
-        command = command.get_command(context, name)
+        name = words.pop(0)
+        found = command.get_command(typer.Context(command), name)
+        assert found is not None, f"no command {name!r}"
+        command = found
     try:
         command.make_context(command.name, words)
     except UsageError as error:

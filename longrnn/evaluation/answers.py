@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field, PrivateAttr
 
-from longrnn.data import TASKS, shuffled
+from longrnn.data import Instruct
+from longrnn.data.stream import shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.hf.opened import OpenCheckpoint
@@ -31,8 +32,9 @@ class Answers(Evaluation):
 
     kind: ClassVar[str] = "answers"
 
-    corpus: str = Field(
-        description="A folder that `longrnn data build --instruct` wrote with the same tokenizer."
+    data: str | list[str] = Field(
+        description="Tables or datasets of prompts and answers, or a corpus of "
+        "`longrnn data build --instruct`."
     )
     part: str = Field("all", description="all documents, or training or held_out ones.")
     n: Count = Field(200, description="Number of documents, or all if there are fewer.")
@@ -50,8 +52,7 @@ class Answers(Evaluation):
                     f"{first.name} and {other.name} have different tokenizers, and the loss of "
                     f"{self.title} is that per token: give models that share one"
                 )
-        spec = {"kind": "instruct", "corpus": self.corpus, "part": self.part}
-        task: Any = TASKS.build(spec, first.tokenizer)
+        task = Instruct(first.tokenizer, data=self.data, part=self.part)
         self._documents, self._sha256 = task.documents, task.data_sha256()
         drawn = shuffled(len(task.documents.lengths), f"{self.seed}/answers")
         self._chosen = drawn[: self.n].tolist()

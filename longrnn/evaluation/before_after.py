@@ -18,6 +18,7 @@ import yaml
 from numpy.typing import NDArray
 
 from longrnn.data import Instruct, Passkey, Task, Text
+from longrnn.data.stream import Documents
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.files import write_atomic
 from longrnn.text import Tokenizer
@@ -64,7 +65,9 @@ def write_suite(
         lengths.append(lengths[-1] * STEP)
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
-        evaluations.append({"kind": "answers", "corpus": str(task.corpus), "part": task.part})
+        of = task.documents
+        data = {"data": str(of.corpus.folder), "part": of.part}
+        evaluations.append({"kind": "answers", **data})
     elif isinstance(task, Text) and (fitting := _fitting(task.documents.lengths, lengths)):
         if fitting[-1] < lengths[-1]:
             logger.warning(
@@ -91,11 +94,11 @@ def write_suite(
     return read_suite(str(folder / SUITE))
 
 
-def held_out_texts(documents: Any, tokenizer: Tokenizer, length: int) -> list[str]:
+def held_out_texts(documents: Documents, tokenizer: Tokenizer, length: int) -> list[str]:
     """Returns at most `MOST` different texts of `length` tokens or slightly more.
 
     Args:
-        documents: see `longrnn.data.Documents`.
+        documents: see `longrnn.data.stream.Documents`.
         tokenizer: of the documents.
         length: tokens that each text has at least, when it is tokenized again.
     """

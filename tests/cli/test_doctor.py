@@ -10,7 +10,7 @@ import torch
 
 from longrnn.cli import doctor
 from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
-from longrnn.ops.cpu import kernels
+from longrnn.ops.cpu import recurrence
 from tests.cli.conftest import CLI
 
 
@@ -69,7 +69,7 @@ def test_a_gpu_that_torch_does_not_use_is_reported(
 
 
 def test_missing_kernels_are_explained(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "missing", lambda: "install a C++ compiler")
+    monkeypatch.setattr(recurrence, "missing", lambda: "install a C++ compiler")
     result = cli("doctor")
     assert result.code == 0, result.err
     assert "C++" in result.out

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from longrnn.config import build_config
 from longrnn.evaluation.base import Cell, Evaluation
@@ -82,12 +81,16 @@ def small_model(
 
 def llama(folder: Path, *, positions: int) -> None:
     """Write a random transformer over bytes with this maximum length."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    options = {
-        "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "max_position_embeddings": positions,
-    }  # fmt: skip
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **options)).save_pretrained(
-        folder
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=positions,
     )
+    LlamaForCausalLM(config).save_pretrained(folder)
     byte_level().save(folder)

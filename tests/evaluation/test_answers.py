@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from longrnn.corpus_writer import CorpusWriter
 
+from longrnn.data.build import build
+from longrnn.data.sources import Reading
 from longrnn.errors import UserError
 from longrnn.evaluation.answers import Answers
 from longrnn.hf.opened import OpenCheckpoint
@@ -36,13 +40,26 @@ def documents(one: OpenCheckpoint) -> list[Document]:
     ]
 
 
+class Turns(ByteTokenizer):
+    """Bytes as tokens; the content of a message is hexadecimal."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        turns = [(bytes.fromhex(one["content"]), one["role"] == "assistant") for one in messages]
+        ids = [token for content, _ in turns for token in content]
+        return ids, [is_answer for content, is_answer in turns for _ in content]
+
+
 def corpus(folder: Path, written: list[Document]) -> str:
-    with CorpusWriter(folder, ByteTokenizer(), name="bytes", min_length=2, scored=True) as writer:
+    """Write documents as `longrnn data build --instruct` does, and return the folder."""
+    rows = folder.with_suffix(".jsonl")
+    with rows.open("w") as file:
         for document in written:
-            for ids, is_answer in document:
-                writer.write(ids, [is_answer] * len(ids))
-            writer.end_document()
-        writer.publish(["documents"])
+            messages = [
+                {"role": "assistant" if is_answer else "user", "content": bytes(ids).hex()}
+                for ids, is_answer in document
+            ]
+            print(json.dumps({"messages": messages}), file=file)
+    build([str(rows)], Turns(), folder, reading=Reading(answers=True), quiet=True)
     return str(folder)
 
 
@@ -61,7 +78,7 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
     """Every answer is read after all that stands before it; a document is one sample."""
     one, other = small_model("one"), small_model("other", seed=1)
     written = documents(one)
-    evaluation = Answers(corpus=corpus(tmp_path / "c", written))
+    evaluation = Answers(data=corpus(tmp_path / "c", written))
     outcome = measure(evaluation, tmp_path / "r", one, other)
     rows = {item.key["document"]: row for item, row in outcome.found["one"]}
     for number, document in enumerate(written):
@@ -81,9 +98,9 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
 def test_documents_may_be_added(tmp_path: Path) -> None:
     """A resumed evaluation measures only what is missing."""
     one, path = small_model("one"), corpus(tmp_path / "c", documents(small_model("one")))
-    measure(Answers(corpus=path, n=2), tmp_path / "r", one)
+    measure(Answers(data=path, n=2), tmp_path / "r", one)
     before = (tmp_path / "r/rows.jsonl").read_bytes()
-    measure(Answers(corpus=path), tmp_path / "r", one)
+    measure(Answers(data=path), tmp_path / "r", one)
     after = (tmp_path / "r/rows.jsonl").read_bytes()
     assert after.startswith(before)
     assert (before.count(b"\n"), after.count(b"\n")) == (2, 4)
@@ -95,9 +112,9 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "c", [[([1] * 400, False), ([2], True)], *documents(one)])
     with pytest.raises(UserError, match="tokenizers"):
         other = small_model("b", tokenizer=PairTokenizer())
-        measure(Answers(corpus=folder), tmp_path / "r", one, other)
+        measure(Answers(data=folder), tmp_path / "r", one, other)
     short = small_model("short", position=SHORT)
-    found = measure(Answers(corpus=folder), tmp_path / "r", one, short)
+    found = measure(Answers(data=folder), tmp_path / "r", one, short)
     assert all("300" in str(cell) for cell in found.cells if cell.model == "short")
     with pytest.raises(UserError, match=str(tmp_path / "d")):
-        measure(Answers(corpus=str(tmp_path / "d")), tmp_path / "r", one)
+        measure(Answers(data=str(tmp_path / "d")), tmp_path / "r", one)

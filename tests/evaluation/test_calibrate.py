@@ -20,7 +20,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.settings import Settings
-from longrnn.evaluation.texts import Document, read_documents, warn_if_calibrated_on
+from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
@@ -180,18 +180,6 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
     assert kinds == {True, False}, "this model has heads of one kind only"
 
 
-@torch.no_grad()
-def test_the_largest_step_filters_all_of_the_text(documents: list[Document]) -> None:
-    """In float32 the threshold is not below the step size from which it was taken."""
-    model = build(dtype=torch.float32)
-    asked = Settings(train_length=LENGTH, quantile=1.0)
-    member = calibrate(model, documents, "token_filter", asked, quiet=True)
-    after = Mitigated(model, mitigation(member))(windows(LENGTH)).state
-    # Below the first layer the filter itself changes what is read.
-    for head, threshold in enumerate(member["threshold"][0]):
-        assert bool((after.layers[0].ssm[:, head] == 0).all()) == (threshold is not None)
-
-
 def test_nothing_to_filter(documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to filter."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
@@ -237,28 +225,6 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     assert max(better) > 1e-6, "nothing was found in four searches"
 
 
-def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> None:
-    """The first step evaluates both factors at exp(±0.2)."""
-    model, tokens = build(), windows(TARGET + 1)
-    member = calibrate(
-        model,
-        documents,
-        "scale_delta",
-        Settings(train_length=LENGTH, target_length=TARGET, steps=1),
-    )
-    up, down = float(np.exp(0.2)), float(np.exp(-0.2))
-    sides = [[[up, up], [down, down]], [[up, down], [down, up]]]
-    best = []
-    for pair in sides:
-        tried = [[1.0, 1.0], *pair]
-        losses = [
-            mean_loss(Mitigated(model, mitigation({"kind": "scale_delta", "scale": scale})), tokens)
-            for scale in tried
-        ]
-        best.append(tried[losses.index(min(losses))])
-    assert any(member["scale"] == pytest.approx(scale, abs=1e-6) for scale in best)
-
-
 @pytest.mark.parametrize("kind", SEARCHED)
 def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
     """Equal seeds give equal factors, whatever the global random state."""
@@ -300,46 +266,6 @@ def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     # Nor may it come in as a part of something else.
     with pytest.raises(UserError, match="model"):
         Mitigated(build(seed=1), mitigation(f"none+{path}"))
-
-
-SELECTIONS = [{"layers": [1]}, {"heads": [0, 2]}, {"heads": [[0, 3], [1, 1]]}]
-
-
-@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
-@pytest.mark.parametrize("method", list(METHODS))
-@torch.no_grad()
-def test_some_heads_of_a_file(
-    method: str, selection: dict[str, Any], documents: list[Document], tmp_path: Path
-) -> None:
-    """Layers and heads of a calibrated file can be narrowed by hand or by a diagnosis."""
-    model = build()
-    member = calibrate(model, documents, method, QUICK, quiet=True)
-    option = "threshold" if "threshold" in member else "scale"
-    alone = None if option == "threshold" else 1.0
-    named = [
-        [layer, head]
-        for layer in range(2)
-        for head in range(4)
-        if layer in selection.get("layers", [0, 1])
-        and any(one in selection.get("heads", [head]) for one in (head, [layer, head]))
-    ]
-    numbers = [
-        [
-            (values[head] if isinstance(values, list) else values)
-            if [layer, head] in named
-            else alone
-            for head in range(4)
-        ]
-        for layer, values in enumerate(member[option])
-    ]
-    tokens = windows(LENGTH)
-    expected = Mitigated(model, mitigation({"kind": method, option: numbers}))(tokens).logits
-    diagnosis = tmp_path / "diagnosis.yaml"
-    diagnosis.write_text(yaml.safe_dump({"collapsing": named, "fingerprint": model.fingerprint()}))
-    for narrowed in (selection, {"heads": "collapsing", "diagnosis": str(diagnosis)}):
-        path = written(tmp_path, model, documents, member | narrowed)
-        torch.testing.assert_close(Mitigated(model, mitigation(path))(tokens).logits, expected)
-    assert not torch.equal(expected, model(tokens).logits) or numbers == [[alone] * 4] * 2
 
 
 def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
@@ -388,27 +314,6 @@ def test_methods_that_cannot_be(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_length": 1}, "length"),
-        ({"windows": 0}, "windows"),
-        ({"steps": 0}, "steps"),
-        ({"target_length": LENGTH}, "40"),
-        ({"margin": 0.0}, "margin"),
-        ({"margin": float("nan")}, "margin"),
-        ({"margin": float("inf")}, "margin"),
-        ({"quantile": 0.0}, "quantile"),
-        ({"quantile": 1.1}, "quantile"),
-        ({"share": -0.2}, "share"),
-    ],
-)
-def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
-    """Settings out of range raise a UserError."""
-    with pytest.raises(UserError, match=message):
-        Settings(**{"train_length": LENGTH, **options}).check()
-
-
-@pytest.mark.parametrize(
     ("method", "name"),
     [pair for pair in product(METHODS, OF_ONE_METHOD) if pair[0] != OF_ONE_METHOD[pair[1]]],
 )
@@ -437,23 +342,3 @@ def test_the_target_length_must_be_said(method: str, documents: list[Document]) 
     """A method that needs a target length raises a UserError without one."""
     with pytest.raises(UserError, match="--target-length"):
         calibrate(build(), documents, method, Settings(train_length=LENGTH), quiet=True)
-
-
-def test_measuring_on_what_was_calibrated_on(
-    documents: list[Document], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Evaluating on the calibration text causes a warning for each such file, and for no other."""
-    model = build()
-    long, short = documents
-    first = written(tmp_path, model, [long], {"kind": "state_norm", "threshold": 1.0})
-    second = written(tmp_path, model, [short], {"kind": "scale_delta", "scale": 0.9})
-
-    def warned(subject: Any) -> list[str]:
-        caplog.clear()
-        warn_if_calibrated_on(subject, {one.sha256: one.name for one in documents})
-        names = [one.name for one in documents]
-        return [name for name in names if name in caplog.text]
-
-    assert warned(model) == warned(Mitigated(model, mitigation("forget_more"))) == []
-    assert warned(Mitigated(model, mitigation(first))) == ["ishmael.txt"]
-    assert warned(Mitigated(model, mitigation([first, second]))) == ["ishmael.txt", "other.txt"]

@@ -55,11 +55,3 @@ def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
     assert isinstance(found, dict), found
     # Keys and values of one layer, 8 wide, in float32, and the position.
     assert found["state_bytes"] == 100 * 2 * 8 * 4 + 8
-
-
-def test_a_failure_is_one_line() -> None:
-    """A failing process gives a reason, not an error."""
-    broken = in_a_process(Job("passkey-tiny", "abacus", 1, 64, 1, 0))
-    assert isinstance(broken, str)
-    assert broken.startswith("failed: ")
-    assert "\n" not in broken

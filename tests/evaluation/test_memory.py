@@ -12,7 +12,7 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.memory import Memory, enough, remembrance, starts
 from longrnn.evaluation.texts import read_documents
-from longrnn.inference import prefill
+from longrnn.inference import trie
 from longrnn.models import LanguageModel
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
@@ -49,7 +49,7 @@ def test_one_pass_is_the_definition(kind: str) -> None:
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long pieces and a mitigation's carry give the EffRem of separate contexts."""
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
 
 

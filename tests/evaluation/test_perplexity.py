@@ -18,7 +18,7 @@ from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.perplexity import Perplexity, by_bucket, losses
 from longrnn.evaluation.texts import read_documents, shared_places
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference import prefill
+from longrnn.inference import trie
 from longrnn.intervals import mean, ratio
 from longrnn.models import LanguageModel, LMOutput, base
 from longrnn.state import LMState
@@ -26,7 +26,7 @@ from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model, random_tokens
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
 from tests.refusals import naming
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 BITS = "perplexity, bits per byte"
@@ -50,7 +50,7 @@ def test_against_all_logits_at_once(
     mixer: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums between edges, which may differ by row, equal those from all logits at once."""
-    monkeypatch.setattr(prefill, "SCORED_TOKENS", piece)
+    monkeypatch.setattr(trie, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal")
     tokens = random_tokens(2, 151, seed=1)
     edges = torch.tensor([[0, 1, 64, 150], [0, 7, 100, 150]])

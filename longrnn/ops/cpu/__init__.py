@@ -3,9 +3,9 @@
 `setup.py` compiles them at installation, once per instruction set, if there is a C++ compiler.
 """
 
-from longrnn.ops.cpu.cell import MIXED, MOST_TAPS, cell, conv, gate
+from longrnn.ops.cpu.layer import MIXED, MOST_TAPS, cell, conv, gate
 from longrnn.ops.cpu.library import missing
-from longrnn.ops.cpu.scan import limit, refusal, scan, tracked
+from longrnn.ops.cpu.recurrence import limit, refusal, scan, tracked
 from longrnn.ops.cpu.tokens import (
     FEW_KINDS,
     FEW_ROWS,

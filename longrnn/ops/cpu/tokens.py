@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
-from longrnn.ops.cpu.scan import SEGMENT, refusal, tracked
+from longrnn.ops.cpu.recurrence import SEGMENT, refusal, tracked
 from longrnn.ops.mamba2 import Mamba2State, Weights
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take

@@ -11,7 +11,7 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import run
-from longrnn.evaluation.harness.resources import features_of, task_resources
+from longrnn.evaluation.harness.resources import task_resources
 from longrnn.hf.tokenizer import byte_level
 from tests.evaluation.harness.conftest import hf_model
 from tests.hf.foreign import causal
@@ -136,26 +136,6 @@ def test_answers_are_those_of_the_hf_type_with_fewer_tokens(
     assert len(answers(tmp_path)) == 3
 
 
-@requires("wonderwords", "nltk")
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["", "+sliding_window(window=64)"])
-def test_ruler_counts_tokens_with_the_tokenizer_of_any_checkpoint(
-    spec: str, data: Path, tmp_path: Path
-) -> None:
-    """Names of embedded checkpoints and mitigations are no names for `AutoTokenizer`."""
-    arguments = ["--tasks", "ruler_vt", "--include_path", str(TASKS / "ruler"), "--limit", "1"]
-    arguments += ["--metadata", '{"max_seq_lengths": [1024]}', "--gen_kwargs", "max_gen_toks=2"]
-    arguments += ["--output_path", str(tmp_path)]
-    run(
-        f"passkey-tiny{spec}",
-        arguments,
-        {"quiet": True, "device": "cpu"},
-        datasets=data,
-        trust_task_code=True,
-    )
-    assert 512 < recorded(tmp_path)["tokens_requested"] <= 1024
-
-
 def test_calls_are_restored_and_the_folder_must_exist(tmp_path: Path) -> None:
     import datasets
     from transformers import AutoTokenizer
@@ -189,12 +169,3 @@ def test_a_tokenizer_that_asks_for_remote_code_gets_none(
         assert own("ab").input_ids == [97, 98]
         assert AutoTokenizer.from_pretrained("some/model", trust_remote_code=True) == "some/model"
     assert asked == [{"trust_remote_code": False}]
-
-
-def test_features_in_the_form_of_a_task_file_become_features() -> None:
-    import datasets
-
-    found = features_of({"id": {"dtype": "int64"}, "answer": {"dtype": "string", "sequence": True}})
-    value = datasets.Value("string")
-    expected = {"id": datasets.Value("int64"), "answer": datasets.List(value)}
-    assert found == datasets.Features(expected)

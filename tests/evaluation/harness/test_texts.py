@@ -10,6 +10,7 @@ import pytest
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import texts
 from longrnn.text import ByteTokenizer
+from tests.texts import trained_bpe
 
 TINY = {"pretrained": "passkey-tiny", "version": 1.0, "config_source": "somewhere"}
 
@@ -30,18 +31,8 @@ def test_passkeys() -> None:
 
 def test_another_tokenizer(tmp_path: Path) -> None:
     """Lengths count tokens of the given tokenizer and are never exceeded."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()  # type: ignore[assignment]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["The grass is green. The sky is blue."], trainer)
-    from tokenizers import decoders
-
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    metadata = {"tokenizer": str(tmp_path / "tokenizer.json"), "max_seq_lengths": 600, "n": 2}
+    trained_bpe().save(tmp_path)
+    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": 600, "n": 2}
     for document in [
         *texts.passkey_documents(metadata),
         *texts.needle_documents("multikey", metadata),
@@ -80,7 +71,7 @@ def test_text(tmp_path: Path) -> None:
     ("function", "metadata", "message"),
     [
         ("passkey", {"max_seq_length": [512]}, "max_seq_lengths"),
-        ("passkey", {"max_seq_lengths": [64]}, ""),
+        ("passkey", {"max_seq_lengths": [64]}, "64 is too short"),
         ("passkey", {"max_seq_lengths": "long"}, "long"),
         ("passkey", {"n": 0}, "'n'"),
         ("passkey", {"pretrained": None}, "tokenizer=NAME"),

@@ -1,4 +1,4 @@
-"""What is between the projections of a Mamba-2 layer in C++, with gradients as in `scan.py`."""
+"""Everything between the projections of a Mamba-2 layer in C++, with gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrnn.ops.conv import conv as torch_conv
 from longrnn.ops.cpu.library import call
-from longrnn.ops.cpu.scan import SEGMENT, kept_states, refuse_second_derivatives, tracked
+from longrnn.ops.cpu.recurrence import SEGMENT, kept_states, refuse_second_derivatives, tracked
 from longrnn.ops.mamba2 import Mamba2State, Weights
 from longrnn.ops.rows import Rows
 
