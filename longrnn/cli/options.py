@@ -62,14 +62,6 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-Configuration = Annotated[
-    Path,
-    typer.Argument(
-        help="A training configuration: a YAML file, or the name of a bundled one such as "
-        "reverse_small.",
-        show_default=False,
-    ),
-]
 Device = Annotated[
     str,
     typer.Option(

@@ -219,7 +219,8 @@ class Perplexity(Evaluation):
         whole = Column(f"{self.title}, {unit} from the start", here.quantity, ".3f", drawn=False)
         read = Column(f"{self.title}, tokens read per token", FIGURE, ".2f", drawn=False)
         for number, length in enumerate(self.lengths, 1):
-            reason = self._reason(model, max([length, *_at(self._cuts[model.name], number)]))
+            cut = [own[number] for own in self._cuts[model.name] if len(own) > number]
+            reason = self._reason(model, max([length, *cut]))
             samples: dict[Column, dict[str, Any]] = {here: {}, whole: {}}
             for (window, nats), cuts in zip(windows, self._cuts[model.name], strict=False):
                 if len(cuts) > number:
@@ -370,7 +371,3 @@ def _sample(window: Window, nats: Sequence[float], start: int, stop: int, known:
         return total / (stop - start)
     first, last = window.bytes_before([start, stop]) or (0, 1)
     return total / math.log(2), last - first
-
-
-def _at(cuts: Sequence[Sequence[int]], number: int) -> list[int]:
-    return [own[number] for own in cuts if len(own) > number]
