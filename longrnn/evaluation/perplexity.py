@@ -93,29 +93,32 @@ class Perplexity(Evaluation):
 
     kind: ClassVar[str] = "perplexity"
 
-    texts: list[Path] = Field([], description="A text file; may be given several times.")
-    newlines: bool = Field(False, description="Also measure a text of newlines, the simplest one.")
+    texts: list[Path] = Field(default=[], description="A text file; may be given several times.")
+    newlines: bool = Field(
+        default=False, description="Also measure a text of newlines, the simplest one."
+    )
     lengths: Lengths = Field(
-        [1024, 4096, 16384, 65536],
+        default=[1024, 4096, 16384, 65536],
         description="Lengths in tokens of the first model. Windows have the last one.",
     )
     windows: Count | None = Field(
-        None, description="At most this many windows of each text, spread evenly."
+        default=None, description="At most this many windows of each text, spread evenly."
     )
     context: Tokens | None = Field(
-        None,
+        default=None,
         description="With --stride: score in overlapping windows of this many tokens, each read "
         "from an empty state, instead of carrying the state.",
     )
     stride: Tokens | None = Field(
-        None, description="With --context: tokens between the starts of two overlapping windows."
+        default=None,
+        description="With --context: tokens between the starts of two overlapping windows.",
     )
     train_length: Tokens | None = Field(
-        None,
+        default=None,
         description="Training length, beyond which a model forgets robustly or not "
         "(default: that of the checkpoint's train.yaml).",
     )
-    batch_size: Count = Field(8, description="Windows in one batch.")
+    batch_size: Count = Field(default=8, description="Windows in one batch.")
 
     _windows: dict[str, list[Window]] = PrivateAttr(default_factory=dict)
     _cuts: dict[str, list[list[int]]] = PrivateAttr(default_factory=dict)
