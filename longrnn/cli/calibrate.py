@@ -25,7 +25,7 @@ class Calibration(Options):
         description="What to calibrate: state_norm, token_filter, scale_delta, scale_decay or "
         "power_decay."
     )
-    device: str = Field("auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
 
 
 def calibrate(calibration: Calibration, settings: Settings, output: Output) -> None:

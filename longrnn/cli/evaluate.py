@@ -40,11 +40,11 @@ class Suites(Options):
     """What `longrnn compare` measures."""
 
     suites: list[str] = Field(
-        ["quick"],
+        default=["quick"],
         description="Name of a bundled suite, or a YAML file; may be given several times.",
     )
     trust_task_code: bool = Field(
-        False,
+        default=False,
         description="Allow lm-eval task files of your own, which can run any Python code.",
     )
 

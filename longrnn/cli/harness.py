@@ -19,13 +19,14 @@ class Tasks(Options):
     """What `longrnn eval harness` reads itself; lm-eval reads all other options."""
 
     datasets: Path | None = Field(
-        None, description="Folder with data sets: ORGANISATION/NAME in it is read, not the Hub."
+        default=None,
+        description="Folder with data sets: ORGANISATION/NAME in it is read, not the Hub.",
     )
     trust_task_code: bool = Field(
-        False,
+        default=False,
         description="Allow lm-eval task files of your own, which can run any Python code.",
     )
-    quiet: bool = Field(False, description="Show no progress.")
+    quiet: bool = Field(default=False, description="Show no progress.")
 
 
 def harness(context: typer.Context, models: Model, tasks: Tasks) -> None:

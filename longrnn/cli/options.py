@@ -21,12 +21,12 @@ class Models(Options):
         "another dtype. The others are compared with the first one.",
     )
     mitigation: str | None = Field(
-        None,
+        default=None,
         description="Mitigation of state collapse for all of them, such as "
         "'sliding_window(window=8192)', or a file that `longrnn calibrate` wrote.",
     )
     device: str = Field(
-        "auto",
+        default="auto",
         description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. balanced "
         "divides Hugging Face models among all GPUs.",
     )
@@ -39,34 +39,26 @@ class Model(Options):
         description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
     )
     mitigation: str | None = Field(
-        None,
+        default=None,
         description="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a "
         "file that `longrnn calibrate` wrote.",
     )
-    device: str = Field("auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
 
 
 class Output(Options):
     """Where results go."""
 
     output: Path | None = Field(
-        None, description="Folder for the results (default: results/COMMAND/NAMES)."
+        default=None, description="Folder for the results (default: results/COMMAND/NAMES)."
     )
-    quiet: bool = Field(False, description="Show no progress.")
+    quiet: bool = Field(default=False, description="Show no progress.")
 
 
 Checkpoint = Annotated[
     str,
     typer.Argument(
         help="Name of an embedded checkpoint, a folder, or organisation/model on the Hub.",
-        show_default=False,
-    ),
-]
-Configuration = Annotated[
-    Path,
-    typer.Argument(
-        help="A training configuration: a YAML file, or the name of a bundled one such as "
-        "reverse_small.",
         show_default=False,
     ),
 ]

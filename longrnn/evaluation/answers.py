@@ -36,9 +36,9 @@ class Answers(Evaluation):
         description="Tables or datasets of prompts and answers, or a corpus of "
         "`longrnn data build --instruct`."
     )
-    part: str = Field("all", description="all documents, or training or held_out ones.")
-    n: Count = Field(200, description="Number of documents, or all if there are fewer.")
-    batch_size: Count = Field(8, description="Documents in one batch.")
+    part: str = Field(default="all", description="all documents, or training or held_out ones.")
+    n: Count = Field(default=200, description="Number of documents, or all if there are fewer.")
+    batch_size: Count = Field(default=8, description="Documents in one batch.")
 
     _documents: Any = PrivateAttr()
     _sha256: str = PrivateAttr()

@@ -10,6 +10,7 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def calibrate(
         raise UserError(f"{method!r} cannot be calibrated: {nearest(method, METHODS)}")
     settings.check()
     _refuse_unread(method, settings)
+    check_defined(MITIGATIONS[method], type(model.cells[0]))
     return METHODS[method](model, documents, settings, quiet)
 
 
@@ -80,7 +82,6 @@ def _token_filter(
     model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold of the global heads a quantile of their step sizes; None for others."""
-    _refuse_undefined(model, "token_filter")
     found = statistics(model, _windows(documents, settings.trained(), settings.windows), quiet)
     share = settings.quantile
     if share is None:
@@ -108,7 +109,6 @@ def _scale_delta(
     model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one factor per layer by search; with `share`, one for the far-reaching heads."""
-    _refuse_undefined(model, "scale_delta")
     if settings.share is None:
         return _search("scale_delta", model, documents, settings, quiet)
     windows = _windows(documents, settings.trained(), settings.windows)
@@ -125,32 +125,6 @@ def _scale_delta(
     }
 
 
-def _scale_decay(
-    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
-) -> dict[str, Any]:
-    """Return one factor per layer by search."""
-    return _search("scale_decay", model, documents, settings, quiet)
-
-
-def _power_decay(
-    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
-) -> dict[str, Any]:
-    """Return one exponent per layer by search."""
-    return _search("power_decay", model, documents, settings, quiet)
-
-
-# Settings that change the numbers of one method, and that no other method reads.
-OF_ONE_METHOD = {"margin": "state_norm", "quantile": "token_filter", "share": "scale_delta"}
-
-METHODS: dict[str, Callable[..., dict[str, Any]]] = {
-    "state_norm": _state_norm,
-    "token_filter": _token_filter,
-    "scale_delta": _scale_delta,
-    "scale_decay": _scale_decay,
-    "power_decay": _power_decay,
-}
-
-
 def _search(
     kind: str, model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
@@ -160,7 +134,6 @@ def _search(
     (ICLR 2025, LgzRo1RpLS). The result is the best of all factors that were evaluated, the initial
     ones of 1 included.
     """
-    _refuse_undefined(model, kind)
     target = settings.target()
     windows = _windows(documents, target + 1, settings.windows)
     layers = len(model.cells)
@@ -193,6 +166,18 @@ def _search(
     return {"kind": kind, "scale": [round(value, 6) for value in best.exp().tolist()]}
 
 
+# Settings that change the numbers of one method, and that no other method reads.
+OF_ONE_METHOD = {"margin": "state_norm", "quantile": "token_filter", "share": "scale_delta"}
+
+METHODS: dict[str, Callable[..., dict[str, Any]]] = {
+    "state_norm": _state_norm,
+    "token_filter": _token_filter,
+    "scale_delta": _scale_delta,
+    "scale_decay": partial(_search, "scale_decay"),
+    "power_decay": partial(_search, "power_decay"),
+}
+
+
 def _refuse_unread(method: str, settings: Settings) -> None:
     """Raise a UserError for a setting that the method does not read."""
     for name in settings.model_fields_set:
@@ -201,11 +186,6 @@ def _refuse_unread(method: str, settings: Settings) -> None:
             raise UserError(
                 f"{name} is an option of {reader}, and {method} does not read it: leave it out"
             )
-
-
-def _refuse_undefined(model: LanguageModel, kind: str) -> None:
-    """Raise a UserError with the reason if a method is not defined for the model's cells."""
-    check_defined(MITIGATIONS[kind], type(model.cells[0]))
 
 
 def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:

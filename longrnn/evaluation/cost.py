@@ -68,8 +68,8 @@ class Cost(Evaluation):
     # The other processes would slow the measurement down.
     sharing: ClassVar[str] = "main"
 
-    lengths: Lengths = Field([256, 1024, 4096], description="Numbers of tokens to read.")
-    decode: Tokens = Field(32, description="Tokens to generate after that.")
+    lengths: Lengths = Field(default=[256, 1024, 4096], description="Numbers of tokens to read.")
+    decode: Tokens = Field(default=32, description="Tokens to generate after that.")
 
     _failed: dict[tuple[str, int], str] = PrivateAttr(default_factory=dict)
 

@@ -76,13 +76,14 @@ class Memory(Evaluation):
 
     texts: list[Path] = Field(description="A text file; may be given several times.")
     positions: Lengths = Field(
-        [1024, 4096, 16384],
+        default=[1024, 4096, 16384],
         description="T: numbers of tokens after which the prediction is compared.",
     )
     stretches: Count = Field(
-        8, description="At most this many stretches of each text, each as long as the longest T."
+        default=8,
+        description="At most this many stretches of each text, each as long as the longest T.",
     )
-    batch_size: Count = Field(4, description="Stretches in one batch.")
+    batch_size: Count = Field(default=4, description="Stretches in one batch.")
 
     _cut: dict[str, list[tuple[dict[str, Any], Stretch]]] = PrivateAttr(default_factory=dict)
 

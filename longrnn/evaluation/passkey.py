@@ -128,37 +128,43 @@ class PasskeyRetrieval(Evaluation):
 
     kind: ClassVar[str] = "passkey"
 
-    lengths: Lengths = Field([256, 1024, 4096, 16384], description="Prompt lengths in tokens.")
+    lengths: Lengths = Field(
+        default=[256, 1024, 4096, 16384], description="Prompt lengths in tokens."
+    )
     depths: Depths = Field(
-        evenly_spaced(5),
+        default=evenly_spaced(5),
         description="Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1.",
     )
     insert_at: Places | None = Field(
-        None,
+        default=None,
         description="Instead of depths: tokens of filler before the key, such as 0,8k,16k.",
     )
     insert_every: Tokens | None = Field(
-        None,
+        default=None,
         description="Instead of depths: put the key after 0, 1, 2, … times this many tokens of "
         "filler.",
     )
-    n: Annotated[int, Field(ge=1, le=len(keys(True)))] = Field(10, description="Prompts per cell.")
-    seed: Seed = Field(0, description="Random seed of the keys.")
+    n: Annotated[int, Field(ge=1, le=len(keys(True)))] = Field(
+        default=10, description="Prompts per cell."
+    )
+    seed: Seed = Field(default=0, description="Random seed of the keys.")
     filler: Path | None = Field(
-        None, description="A text file to hide the keys in (default: The grass is green. …)."
+        default=None,
+        description="A text file to hide the keys in (default: The grass is green. …).",
     )
     n_keys: Annotated[int, Field(ge=1, le=9)] = Field(
-        1, description="Numbered keys in one prompt; the question is about one of them."
+        default=1, description="Numbered keys in one prompt; the question is about one of them."
     )
     chunk_select: Tokens | None = Field(
-        None,
+        default=None,
         description="Split the prompt into chunks of this many tokens, and take the answer with "
         "the lowest entropy.",
     )
     naive: bool = Field(
-        False, description="Read every prompt separately instead of sharing prefixes: slower."
+        default=False,
+        description="Read every prompt separately instead of sharing prefixes: slower.",
     )
-    batch_size: Count = Field(16, description="Prompts in one batch.")
+    batch_size: Count = Field(default=16, description="Prompts in one batch.")
 
     _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
     # The most tokens of a question and of an answer.

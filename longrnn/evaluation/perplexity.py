@@ -93,29 +93,32 @@ class Perplexity(Evaluation):
 
     kind: ClassVar[str] = "perplexity"
 
-    texts: list[Path] = Field([], description="A text file; may be given several times.")
-    newlines: bool = Field(False, description="Also measure a text of newlines, the simplest one.")
+    texts: list[Path] = Field(default=[], description="A text file; may be given several times.")
+    newlines: bool = Field(
+        default=False, description="Also measure a text of newlines, the simplest one."
+    )
     lengths: Lengths = Field(
-        [1024, 4096, 16384, 65536],
+        default=[1024, 4096, 16384, 65536],
         description="Lengths in tokens of the first model. Windows have the last one.",
     )
     windows: Count | None = Field(
-        None, description="At most this many windows of each text, spread evenly."
+        default=None, description="At most this many windows of each text, spread evenly."
     )
     context: Tokens | None = Field(
-        None,
+        default=None,
         description="With --stride: score in overlapping windows of this many tokens, each read "
         "from an empty state, instead of carrying the state.",
     )
     stride: Tokens | None = Field(
-        None, description="With --context: tokens between the starts of two overlapping windows."
+        default=None,
+        description="With --context: tokens between the starts of two overlapping windows.",
     )
     train_length: Tokens | None = Field(
-        None,
+        default=None,
         description="Training length, beyond which a model forgets robustly or not "
         "(default: that of the checkpoint's train.yaml).",
     )
-    batch_size: Count = Field(8, description="Windows in one batch.")
+    batch_size: Count = Field(default=8, description="Windows in one batch.")
 
     _windows: dict[str, list[Window]] = PrivateAttr(default_factory=dict)
     _cuts: dict[str, list[list[int]]] = PrivateAttr(default_factory=dict)
@@ -219,7 +222,8 @@ class Perplexity(Evaluation):
         whole = Column(f"{self.title}, {unit} from the start", here.quantity, ".3f", drawn=False)
         read = Column(f"{self.title}, tokens read per token", FIGURE, ".2f", drawn=False)
         for number, length in enumerate(self.lengths, 1):
-            reason = self._reason(model, max([length, *_at(self._cuts[model.name], number)]))
+            cut = [own[number] for own in self._cuts[model.name] if len(own) > number]
+            reason = self._reason(model, max([length, *cut]))
             samples: dict[Column, dict[str, Any]] = {here: {}, whole: {}}
             for (window, nats), cuts in zip(windows, self._cuts[model.name], strict=False):
                 if len(cuts) > number:
@@ -370,7 +374,3 @@ def _sample(window: Window, nats: Sequence[float], start: int, stop: int, known:
         return total / (stop - start)
     first, last = window.bytes_before([start, stop]) or (0, 1)
     return total / math.log(2), last - first
-
-
-def _at(cuts: Sequence[Sequence[int]], number: int) -> list[int]:
-    return [own[number] for own in cuts if len(own) > number]

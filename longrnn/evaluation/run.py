@@ -11,7 +11,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Cell, Evaluation, Found, Measurement
 from longrnn.evaluation.task_code import refuse_task_code
 from longrnn.evaluation.texts import warn_if_calibrated_on
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
 from longrnn.progress import Progress
 from longrnn.results import Origin, Store
 from longrnn.text import read_text
@@ -72,7 +72,7 @@ def run(
     _refuse_doubles([model.name for model in models], "models")
     if any(evaluation.reads_text for evaluation in evaluations):
         for model in models:
-            model.refuse_unfit()
+            refuse_unfit(model.tokenizer, model.model, model.name)
     if not trust_task_code:
         refuse_task_code(path for one in evaluations for path in one.task_code())
     for evaluation in evaluations:

@@ -37,20 +37,21 @@ class Sequences(Evaluation):
     reads_text: ClassVar[bool] = False
 
     task: str | dict[str, Any] | None = Field(
-        None,
+        default=None,
         description="Name of the task, such as sort, recall or reverse_dual_frequency (default: as "
         "in training).",
     )
     vocab_size: Count | None = Field(
-        None, description="Vocabulary size of the task (default: as in training)."
+        default=None, description="Vocabulary size of the task (default: as in training)."
     )
     lengths: Lengths | None = Field(
-        None, description="Lengths of the sequences in tokens (default: as in training)."
+        default=None, description="Lengths of the sequences in tokens (default: as in training)."
     )
     n: Count | None = Field(
-        None, description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES})."
+        default=None,
+        description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES}).",
     )
-    batch_size: Count = Field(64, description="Sequences in one batch.")
+    batch_size: Count = Field(default=64, description="Sequences in one batch.")
 
     _task: SequenceTask = PrivateAttr()
     _kind: str = PrivateAttr()

@@ -17,29 +17,29 @@ class Settings(Options):
     """What a method of `longrnn.evaluation.calibrate` reads."""
 
     train_length: Annotated[Tokens, Field(ge=2)] | None = Field(
-        None,
+        default=None,
         description="Length that the model was trained on (default: length.max of train.yaml).",
     )
     target_length: Tokens | None = Field(
-        None,
+        default=None,
         description="Length at which the model should work; all methods but state_norm need it.",
     )
-    windows: Count = Field(32, description="Maximum number of windows of text.")
+    windows: Count = Field(default=32, description="Maximum number of windows of text.")
     margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0, description="state_norm: ratio of the threshold to the largest norm seen."
+        default=1.0, description="state_norm: ratio of the threshold to the largest norm seen."
     )
     quantile: Share | None = Field(
-        None,
+        default=None,
         description="token_filter: share of tokens to filter out (default: 1 − training length / "
         "target length).",
     )
     share: Share | None = Field(
-        None,
+        default=None,
         description="scale_delta: instead of a search, divide the step sizes by target length / "
         "training length in this share of the heads, those with the longest receptive fields.",
     )
-    steps: Count = Field(30, description="Steps of the search for factors.")
-    seed: Seed = Field(0, description="Random seed of the search.")
+    steps: Count = Field(default=30, description="Steps of the search for factors.")
+    seed: Seed = Field(default=0, description="Random seed of the search.")
 
     def check(self) -> None:
         """Refuse a target within the training length.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.hf.opened import refuse_unfit
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer, read_text
 
@@ -45,11 +46,7 @@ def read_documents(
         UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
             has more ids than the model.
     """
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model {model.vocab_size}: "
-            "use the tokenizer that the model was trained with"
-        )
+    refuse_unfit(tokenizer, model)
     documents: dict[str, Document] = {}
     for path in paths:
         text, digest = read_text(path)

@@ -40,13 +40,14 @@ class OpenCheckpoint(NamedTuple):
         """`source` without its dtype and mitigation."""
         return split_spec(self.source)[0]
 
-    def refuse_unfit(self) -> None:
-        """Raise a UserError if the tokenizer has more ids than the model."""
-        if self.tokenizer.vocab_size > self.model.vocab_size:
-            raise UserError(
-                f"the tokenizer of {self.name} has {self.tokenizer.vocab_size} ids and the model "
-                f"{self.model.vocab_size}: use the tokenizer that the model was trained with"
-            )
+
+def refuse_unfit(tokenizer: Tokenizer, model: LanguageModel, name: str = "the model") -> None:
+    """Raise a UserError if the tokenizer has more ids than the model."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {name} has {tokenizer.vocab_size} ids and the model "
+            f"{model.vocab_size}: use the tokenizer that the model was trained with"
+        )
 
 
 def open_checkpoint(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longrnn.config import build_config
-from longrnn.evaluation.base import Cell, Evaluation
+from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
@@ -21,11 +21,10 @@ from longrnn.text import ByteTokenizer, Tokenizer
 SHORT: dict[str, Any] = {"kind": "learned", "max_length": 300, "combine": "add"}
 
 
-class PairTokenizer:
+class PairTokenizer(ByteTokenizer):
     """One id for two bytes, so that a text has half as many tokens; many pairs share an id."""
 
     vocab_size = 997
-    eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()
@@ -48,7 +47,7 @@ def measure(evaluation: Evaluation, folder: Path, *models: OpenCheckpoint) -> Ou
     return run(models, [evaluation], folder, quiet=True)[0]
 
 
-def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Cell]:
+def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Any]:
     """Return cells by column, length and model."""
     return {(cell.metric, cell.at, cell.model): cell for cell in outcome.cells}
 

@@ -43,7 +43,7 @@ def documents(one: OpenCheckpoint) -> list[Document]:
 class Turns(ByteTokenizer):
     """Bytes as tokens; the content of a message is hexadecimal."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Any:
         turns = [(bytes.fromhex(one["content"]), one["role"] == "assistant") for one in messages]
         ids = [token for content, _ in turns for token in content]
         return ids, [is_answer for content, is_answer in turns for _ in content]

@@ -34,7 +34,7 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
     """A length out of reach has a reason, and so has a failed measurement, which is repeated."""
     one = small_model("one", folder=tmp_path / "one", position=SHORT)
     gone = one._replace(name="gone", source=str(tmp_path / "gone"))
-    evaluation = Cost(lengths=["64", "4k"], decode=2)
+    evaluation = Cost(lengths=[64, 4096], decode=2)
     found = cells(measure(evaluation, tmp_path / "r", one))
     size = found["state or cache, bytes", 64, "one"].estimate
     assert size is not None

@@ -96,8 +96,9 @@ def test_what_cannot_be_measured(
     """It is refused before anything is written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a text of a few words")
+    asked: dict[str, Any] = {"texts": ["a.txt"]}
     with pytest.raises(UserError, match=naming(*names)):
-        measure(Memory(**{"texts": ["a.txt"]} | options), tmp_path / "r", small_model("one"))
+        measure(Memory(**asked | options), tmp_path / "r", small_model("one"))
     assert not (tmp_path / "r").exists()
 
 

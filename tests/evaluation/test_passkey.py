@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     """Each model gets prompts of its own tokenizer."""
-    bpe, oracle = trained_bpe(), Oracle()
+    bpe, oracle, other = trained_bpe(), cast(Any, Oracle()), cast(Any, Oracle())
     oracle.vocab_size, least = bpe.vocab_size, Passkey(bpe).least_length()
     own: dict[str, Any] = {"n": 2, "depths": [0.5]}
     subject = OpenCheckpoint("bpe", oracle, bpe)
@@ -95,7 +95,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming(least, "bpe")):
         measure(tmp_path / "s", subject, lengths=[least - 1], **own)
     with pytest.raises(UserError, match=naming(bpe.vocab_size, 256)):
-        measure(tmp_path / "s", OpenCheckpoint("x", Oracle(), bpe), lengths=[least], **own)
+        measure(tmp_path / "s", OpenCheckpoint("x", other, bpe), lengths=[least], **own)
     assert not (tmp_path / "s").exists()
 
 

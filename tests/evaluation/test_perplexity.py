@@ -68,7 +68,7 @@ def test_columns_are_bits_over_bytes(tokenizer: Any, tmp_path: Path) -> None:
     """A column has the bits of the tokens between two lengths over their bytes, all windows."""
     one = small_model("one", tokenizer=tokenizer)
     outcome = measure(perplexity(tmp_path), tmp_path / "r", one)
-    width = 1 if isinstance(tokenizer, ByteTokenizer) else 2
+    width = 2 if isinstance(tokenizer, PairTokenizer) else 1
     columns: dict[int, list[tuple[float, float]]] = {64: [], 256: [], 512: []}
     for path in texts(tmp_path):
         ids = torch.tensor([tokenizer.encode(path.read_text())])

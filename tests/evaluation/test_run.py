@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,21 +71,6 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)
-
-
-def test_a_value_without_an_interval_is_null(tmp_path: Path) -> None:
-    """JSON has null for what is not finite."""
-    outcomes = run(
-        [small_model("one")],
-        suite(tmp_path, SUITE.replace("windows: 3", "windows: 1")).evaluations[1:],
-        tmp_path / "out",
-        quiet=True,
-    )
-    write_report(outcomes, tmp_path / "out")
-    record = json.loads((tmp_path / "out/cells.json").read_text())
-    assert record["cells"][0]["estimate"]["low"] is None
-    assert "[" not in str(outcomes[0].cells[0])
-    assert outcomes[0].cells[0].estimate.low == -math.inf
 
 
 def test_all_right_is_not_certain(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from longrnn.intervals import proportion
 from longrnn.models import LMOutput
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.evaluation.small_models import SHORT, cells, rows, small_model
+from tests.evaluation.small_models import SHORT, cells, small_model
 from tests.refusals import naming
 
 TASK: dict[str, Any] = {"task": {"kind": "reverse", "vocab_size": 8, "held_out": 20}}
@@ -29,9 +29,8 @@ class Mirror:
     vocab_size = 256
     max_length = mitigation = None
 
-    def __init__(self, *, swap: bool = False, fails_after: int | None = None) -> None:
-        self.swap, self.fails_after = swap, fails_after
-        self.rows = 0
+    def __init__(self, *, swap: bool = False) -> None:
+        self.swap = swap
 
     def fingerprint(self) -> str:
         return f"mirror {self.swap}"
@@ -42,9 +41,6 @@ class Mirror:
     def __call__(
         self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
     ) -> LMOutput:
-        if self.fails_after is not None and self.rows >= self.fails_after:
-            raise KeyboardInterrupt
-        self.rows += len(tokens)
         half = tokens.shape[1] // 2
         said = tokens[:, :half].flip(1)
         if self.swap:
@@ -76,19 +72,6 @@ def test_scores(tmp_path: Path) -> None:
     wrong = sum(row["exact_match"] == 0 for row in swapped)
     assert wrong > 10
     assert found["task, exact match", 6, "model1"].difference.mean == -wrong / 20
-
-
-def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
-    """An interrupted evaluation goes on, and sequences and lengths are added."""
-    with pytest.raises(KeyboardInterrupt):
-        measure(tmp_path, Mirror(fails_after=8))
-    assert len(rows(tmp_path)) == 8
-    mirror = Mirror()
-    measure(tmp_path, mirror, n=15)
-    assert mirror.rows == 7
-    measure(tmp_path, mirror, lengths=[5, 6])
-    assert mirror.rows == 7 + 5 + 20
-    assert len(rows(tmp_path)) == 40
 
 
 def test_conditions(tmp_path: Path) -> None:

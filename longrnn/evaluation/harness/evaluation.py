@@ -33,18 +33,19 @@ class Harness(Evaluation):
         min_length=1, description="Task names of `longrnn eval harness`, or YAML files."
     )
     metrics: list[str] = Field(
-        [], description="Metrics to report (default: all with one number per document)."
+        default=[], description="Metrics to report (default: all with one number per document)."
     )
-    limit: Count | None = Field(None, description="Documents of each task (default: all).")
+    limit: Count | None = Field(default=None, description="Documents of each task (default: all).")
     num_fewshot: int | None = Field(
-        None, description="Examples in each prompt (default: the number in the task)."
+        default=None, description="Examples in each prompt (default: the number in the task)."
     )
-    include_path: str | None = Field(None, description="A folder with further tasks.")
+    include_path: str | None = Field(default=None, description="A folder with further tasks.")
     metadata: dict[str, Any] | None = Field(
-        None, description="Metadata of the tasks, such as {max_seq_lengths: [1024]}."
+        default=None, description="Metadata of the tasks, such as {max_seq_lengths: [1024]}."
     )
     datasets: str | None = Field(
-        None, description="A folder in which ORGANISATION/NAME stands for a data set on the Hub."
+        default=None,
+        description="A folder in which ORGANISATION/NAME stands for a data set on the Hub.",
     )
 
     def files(self) -> list[Path]:

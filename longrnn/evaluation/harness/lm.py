@@ -26,6 +26,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.harness.divided import Divided
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, parse_batch_size, parse_generation
+from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
 from longrnn.models import LanguageModel
@@ -91,11 +92,7 @@ class LongRNN(Divided, TemplateLM):  # pyright: ignore[reportIncompatibleMethodO
         self._tokenizer: Tokenizer = (
             load_tokenizer(source, add_bos_token=add_bos_token) if named else source
         )
-        if self._tokenizer.vocab_size > self.model.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self._tokenizer.vocab_size} ids and the model "
-                f"{self.model.vocab_size}: use the tokenizer that the model was trained with"
-            )
+        refuse_unfit(self._tokenizer, self.model)
         hf = self._tokenizer.tokenizer if isinstance(self._tokenizer, HFTokenizer) else None
         self.tokenizer: Any = hf  # lm-eval reads chat templates from this attribute
         self.batch_size = parse_batch_size(batch_size)
