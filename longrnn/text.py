@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from longrnn.errors import UserError
 
@@ -74,7 +74,7 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NoReturn:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         raise UserError(
             "a tokenizer of bytes has no chat template: give prompt and completion instead of "
             "messages, or the tokenizer of a chat model"

@@ -85,7 +85,8 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     """Integers, another shape, and a document that starts at padding."""
     model, tokens = build_model("gru"), random_tokens(2, 3)
     good = torch.ones(2, 3, dtype=torch.bool)
-    for mask in (good.long(), [[True] * 3] * 2):
+    wrong: list[Any] = [good.long(), [[True] * 3] * 2]
+    for mask in wrong:
         for name in ("is_token", "is_document_start"):
             with pytest.raises(UserError, match=naming(name)):
                 model(tokens, rows=Rows(**{name: mask}))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from longrnn import load
-from longrnn.models import RecurrentLM
+from longrnn.config import build_config
+from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
 
@@ -55,11 +56,10 @@ def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(config.model)
+    expected = RecurrentLM(build_config(RecurrentConfig, config.model))
     found = head_of(tmp_path / "out")["subjects"]
     assert list(found) == ["c, default", "c, orthogonal"]
     assert len(set(found.values())) == 2
-    config.model.mixer["init"] = "default"
     assert found["c, default"] == expected.fingerprint()
 
 
@@ -72,7 +72,7 @@ def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(config.model)
+    expected = RecurrentLM(build_config(RecurrentConfig, config.model))
     with torch.no_grad():
         expected.get_parameter(name).fill_(0.05)
     assert head_of(tmp_path / "out")["subjects"] == {"c.yaml": expected.fingerprint()}

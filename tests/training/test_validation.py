@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_the_loss_by_position_is_that_of_a_loop(tmp_path: Path) -> None:
     config = tiny("streams", tmp_path / "run", eval_length=256, **EVERY)
     model: Any = train(config).model().eval()
     row = [one for one in metrics(tmp_path / "run") if "eval_loss" in one][-1]
-    rows = TASKS.build(config.validation, None).held_out(3, length=256)
+    rows = TASKS.build(cast("dict[str, Any]", config.validation), None).held_out(3, length=256)
     sums: dict[int, list[float]] = {64: [], 128: [], 256: []}
     with torch.no_grad():
         for tokens, targets, starts in zip(
