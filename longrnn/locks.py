@@ -83,7 +83,8 @@ class Lock:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
         since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         host = socket.gethostname()
-        self.path.write_text(f"process {os.getpid()} on {host} since {since}: {command}\n")
+        owner = f"process {os.getpid()} on {host} since {since}: {command}\n"
+        self.path.write_text(owner, encoding="utf-8", errors="backslashreplace")
 
     def release(self) -> None:
         """Releases the lock, and removes folders that were made for it and are empty."""

@@ -32,6 +32,7 @@ from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves, tree_map
+from longrnn.units import check_count
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)
@@ -106,10 +107,9 @@ def diagnose(
         UserError: a model without recurrent weights or with too few ids, lengths that the task
             cannot make, settings out of range.
     """
-    if min(settings.rows, settings.exponents) < 1 or not settings.lengths:
-        raise UserError(
-            "rows, exponents and the number of lengths must be at least 1: give positive numbers"
-        )
+    check_count("rows", settings.rows, at_most=2**20)
+    check_count("exponents", settings.exponents)
+    check_count("the number of lengths", len(settings.lengths))
     for subject in subjects:
         _check(subject.model, task)
     batches = {

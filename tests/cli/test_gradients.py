@@ -56,7 +56,12 @@ def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(build_config(RecurrentConfig, config.model))
+    expected = RecurrentLM(
+        build_config(
+            RecurrentConfig,
+            {"vocab_size": 9, **config.model, "mixer": {"kind": "gru", "init": "default"}},
+        )
+    )
     found = head_of(tmp_path / "out")["subjects"]
     assert list(found) == ["c, default", "c, orthogonal"]
     assert len(set(found.values())) == 2
@@ -72,7 +77,7 @@ def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(build_config(RecurrentConfig, config.model))
+    expected = RecurrentLM(build_config(RecurrentConfig, {"vocab_size": 9, **config.model}))
     with torch.no_grad():
         expected.get_parameter(name).fill_(0.05)
     assert head_of(tmp_path / "out")["subjects"] == {"c.yaml": expected.fingerprint()}

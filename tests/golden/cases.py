@@ -273,15 +273,13 @@ def passkeys() -> dict[str, list[Any]]:
 def perplexities() -> Numbers:
     """The loss of checkpoints by position in windows of the text."""
     with TemporaryDirectory() as name:
-        out = Path(name) / "out"
-        names = ("collapse-tiny", "recall-tiny")
-        how = ("--text", BOOK, "--length", "2k", "--by-position", "--output", out, "--quiet")
-        command("eval", "perplexity", *names, *how)
-        return {
-            f"{model} {row['start']}": [row["nats_per_token"], *row["buckets"]]
-            for model in names
-            for row in perplexity_rows(out, model)
-        }
+        found = {}
+        for model in ("collapse-tiny", "recall-tiny"):
+            how = ("--text", BOOK, "--lengths", "2k", "--output", Path(name) / model, "--quiet")
+            command("eval", "perplexity", model, *how)
+            for start, losses in perplexity_rows(Path(name) / model).items():
+                found[f"{model} {start}"] = losses
+        return found
 
 
 EXACT: dict[str, Callable[[], dict[str, list[Any]]]] = {

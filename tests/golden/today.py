@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,27 @@ def train(folder: Path, **config: Any) -> list[float]:
 
 def passkey_rows(folder: Path) -> list[tuple[Any, ...]]:
     """Length, depth, key and answer of every prompt that `eval passkey` has evaluated."""
-    found = [row for row in rows(folder / "results.jsonl") if "key" in row]
+    found = [{**row["item"], **row["result"]} for row in rows(folder / "rows.jsonl")]
     return sorted((row["length"], row["depth"], row["key"], row["said"]) for row in found)
 
 
-def perplexity_rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The windows of text that `eval perplexity` has evaluated; `buckets`: loss by position."""
-    return [row for row in rows(folder / f"{name}.jsonl") if "buckets" in row]
+def perplexity_rows(folder: Path) -> dict[int, list[float]]:
+    """The loss per token of the windows that `eval perplexity` has evaluated, by their start.
+
+    First that of all tokens, then those from each power of two to the next.
+    """
+    found = {}
+    for row in rows(folder / "rows.jsonl"):
+        length, nats = row["item"]["length"], row["result"]["nats"]
+        # A row has sums from each of these positions to the next.
+        edges = [0, 1, 2, 4, 8, 16, 32, *range(64, length, 64), length]
+        powers = [0, *(edge for edge in edges if edge & (edge - 1) == 0 and edge)]
+        losses = [
+            sum(nats[edges.index(start) : edges.index(stop)]) / (stop - start)
+            for start, stop in pairwise(powers)
+        ]
+        found[row["item"]["start"]] = [sum(nats) / length, *losses]
+    return found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
