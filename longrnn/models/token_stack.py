@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, is_
+from threading import Lock
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ class TokenStack:
         return y, [Mamba2State(*pair) for pair in zip(conv, ssm, strict=True)]
 
 
+# Threads that decode with one model look for memory one after another.
+_LOOKING = Lock()
+
+
 class _Recycled:
     """Memory for states, used again as soon as no tensor has it.
 
@@ -87,15 +92,17 @@ class _Recycled:
     def take(self, count: int, like: Tensor) -> Tensor:
         """An undefined tensor `(count, …)` of the shape of `like`, on the CPU."""
         shape = (count, *like.shape)
-        kept, self._own = self._own, []  # while another thread looks for memory, there is none
-        found = next((one for one in kept if one.shape == shape and _is_free(one)), None)
-        if found is None:
-            # Not an inference tensor: a later call may need gradients.
-            with torch.inference_mode(False):
-                found = torch.empty(shape, dtype=like.dtype, device="cpu")
-        # The newest of the others: an older one may be a state that somebody keeps.
-        self._own = [*[one for one in kept if one is not found and one.shape == shape][-1:], found]
-        return found
+        with _LOOKING:
+            kept = [one for one in self._own if one.shape == shape]
+            found = next((one for one in kept if _is_free(one)), None)
+            if found is None:
+                # Not an inference tensor: a later call may need gradients.
+                with torch.inference_mode(False):
+                    found = torch.empty(shape, dtype=like.dtype, device="cpu")
+            # The newest of the others: an older one may be a state that somebody keeps.
+            self._own = [*[one for one in kept if one is not found][-1:], found]
+            # Another tensor of the same memory, which is not free from now on.
+            return found.view(shape)
 
 
 def _is_free(tensor: Tensor) -> bool:
