@@ -80,12 +80,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     Raises:
         UserError: an override of another form, or below something that has no keys.
     """
-    try:
-        result = _copied(values)
-    except RecursionError as error:  # an anchor of YAML that contains itself
-        raise UserError(
-            f"{', '.join(values)}: one of these contains itself: write its value out"
-        ) from error
+    result = _copied(values)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not key or not equals:

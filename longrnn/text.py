@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import stat
 from collections.abc import Collection, Mapping, Sequence
@@ -178,9 +179,14 @@ def parse_yaml(text: str) -> Any:
     number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        return yaml.load(text, Loader)
+        found = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
+    try:
+        json.dumps(found, default=str, skipkeys=True)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("an anchor contains itself, or it is nested too deeply") from error
+    return found
 
 
 def check_text(name: str, text: str, *, remedy: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer, read_text
+from longrnn.text import ByteTokenizer, read_mapping, read_text
 
 
 @given(st.text())
@@ -64,3 +64,11 @@ def test_a_folder_is_no_text(tmp_path: Path) -> None:
     """A folder is refused in one sentence."""
     with pytest.raises(UserError, match="UTF-8"):
         read_text(tmp_path)
+
+
+def test_yaml_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    """By every reader of a mapping, whatever it would do with the values."""
+    path = tmp_path / "file.yaml"
+    path.write_text("kind: &a\n- heads: *a\n")
+    with pytest.raises(UserError, match="file.yaml"):
+        read_mapping(path, "write it again")
