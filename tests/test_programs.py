@@ -265,6 +265,8 @@ def test_a_worker_of_a_launch_ends_with_a_sentence_too() -> None:
 def test_ctrl_c_ends_with_code_130() -> None:
     script = (
         "import os, signal, time\nfrom longrnn.programs import run_script\n"
+        # A test suite that runs in the background has it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)\n"
         "run_script(wait, 'x')"
     )
