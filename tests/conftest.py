@@ -14,6 +14,9 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, databas
 settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile("repeatable")
 
+# As in the processes that tests start: runs are compared bit for bit.
+torch.set_num_threads(1)
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
