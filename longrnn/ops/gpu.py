@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.ops.scan import FEW, ScanInputs, scan
+from longrnn.ops.scan import FEW, ScanInputs, reversible, scan
 from longrnn.ops.transforms import is_transformed
 
 # What is imported, and the packages that it needs. fla-core before 0.6 has 32-bit offsets. With
@@ -53,6 +53,7 @@ NEVER = -30.0
 CHUNK, OFFSETS = 256, 2**31
 
 
+@reversible
 def fla_scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,22 @@ def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tenso
     return torch.stack(outputs, dim=1), state
 
 
+def reversible(scan: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Gives a scan the argument `backward`: it then reads the last token first."""
+
+    @wraps(scan)
+    def directed(
+        inputs: ScanInputs, state: Tensor | None = None, *, backward: bool = False, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not backward:
+            return scan(inputs, state, **others)
+        y, after = scan(ScanInputs(*(one.flip(1) for one in inputs)), state, **others)
+        return y.flip(1), after
+
+    return directed
+
+
+@reversible
 def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -107,6 +123,7 @@ def scan(
         state: `(b, h, p, n)`, float32 or float64; None for zeros.
         final: whether the state after the last token is needed; if not, that part of the result has
             no meaning.
+        backward: whether time runs from the last token to the first.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.

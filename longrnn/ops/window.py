@@ -29,6 +29,8 @@ from longrnn.state import History
 
 # A call of at most so many tokens is computed as attention; chosen on a CPU.
 FEW = 16
+# Short blocks of about so many tokens are computed at once; chosen on a CPU, for its caches.
+AT_ONCE = 1024
 
 Scan = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -106,21 +108,18 @@ def _windowed(
         return _attention(_joined(before, given), inputs.C, w), after
     if known + time <= w:  # nothing leaves the window
         return scan(ScanInputs(*given, inputs.C), _sum(before), final=False)[0], after
-    whole, outputs = time - time % w, []
-    if known < min(w, w + time - whole):
+    if known < w:
         before = _Inputs(*(_front(one, w - known) for one in before))
-    if whole:
-        old = _joined(before, given.slice(0, whole - w)) if whole > w else before
-        y = _block(
-            _Inputs(*(_cut(one, w) for one in old)),
-            _Inputs(*(_cut(one, w) for one in given.slice(0, whole))),
-            _cut(inputs.C[:, :whole], w),
-            scan,
-        )
-        outputs.append(y.unflatten(0, (len(inputs.x), -1)).flatten(1, 2))
-        before = given.slice(whole - w, whole)
-    if whole < time:
-        outputs.append(_block(before, given.slice(whole, time), inputs.C[:, whole:], scan))
+    outputs, start = [], 0
+    while start < time:  # some whole blocks at once, or the last tokens
+        count = max(1, min(AT_ONCE // w, (time - start) // w))
+        new = given.slice(start, start + count * w)
+        old = before if count == 1 else _joined(before, new.slice(0, (count - 1) * w))
+        old = _Inputs(*(_cut(one, count) for one in old))
+        blocks = ScanInputs(*new, inputs.C[:, start : start + count * w])
+        y = _block(old, ScanInputs(*(_cut(one, count) for one in blocks)), scan)
+        outputs.append(y.unflatten(0, (-1, count)).flatten(1, 2))
+        before, start = new.slice((count - 1) * w, count * w), start + count * w
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], after
 
 
@@ -144,9 +143,9 @@ def _joined(before: _Inputs, given: _Inputs) -> _Inputs:
     return _Inputs(*(torch.cat(pair, dim=1) for pair in zip(before, given, strict=True)))
 
 
-def _cut(one: Tensor, w: int) -> Tensor:
-    """Blocks of w tokens as rows of a batch: `(b m, w, …)` from `(b, m w, …)`."""
-    return one.unflatten(1, (-1, w)).flatten(0, 1)
+def _cut(one: Tensor, count: int) -> Tensor:
+    """`count` blocks of tokens as rows of a batch: `(b count, w, …)` from `(b, count w, …)`."""
+    return one.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def state_of(recent: Recent, like: ScanInputs) -> Tensor:
@@ -194,20 +193,21 @@ def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
     return torch.einsum("bhij,bjhp->bihp", weights, both.x.to(dtype))
 
 
-def _block(old: _Inputs, new: _Inputs, C: Tensor, scan: Scan) -> Tensor:
+def _block(old: _Inputs, new: ScanInputs, scan: Scan) -> Tensor:
     """y of the m <= w tokens `new`, `(b, m, h, p)`, given the w tokens before them."""
-    m, w = new.x.shape[1], old.x.shape[1]
-    y, _ = scan(ScanInputs(*new, C), final=False)
+    m, w, C = new.x.shape[1], old.x.shape[1], new.C
+    y, _ = scan(new, final=False)
     weight = _to_end(old)
     since = new.log_decay.double().cumsum(1).exp().to(weight.dtype)[..., None]
     # The last row, m − 1, reads the old rows from m on. Going backward, row r adds old row r + 1.
     last = _sum(old.slice(m, w), weight[:, m:]) if m < w else None
     if m > 1:
-        back = torch.arange(m - 1, 0, -1, device=y.device)  # faster than `flip` of strided tensors
-        x, weight, B = (one.index_select(1, back) for one in (old.x, weight, old.B))
-        inputs = ScanInputs(x, weight, torch.zeros_like(weight), B, C.index_select(1, back - 1))
-        read, _ = scan(inputs, last, final=False)
-        y[:, : m - 1].addcmul_(since[:, : m - 1], read.flip(1))
+        weight = weight[:, 1:m]
+        inputs = ScanInputs(
+            *(old.x[:, 1:m], weight, torch.zeros_like(weight), old.B[:, 1:m], C[:, : m - 1])
+        )
+        read, _ = scan(inputs, last, final=False, backward=True)
+        y[:, : m - 1].addcmul_(since[:, : m - 1], read)
     if last is not None:
         by_group = last.unflatten(1, (C.shape[2], -1))
         read = torch.einsum("bgrpn,btgn->btgrp", by_group, C[:, m - 1 :].to(last)).flatten(2, 3)

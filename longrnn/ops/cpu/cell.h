@@ -49,7 +49,7 @@ template <class T> void steps(const Cell<T> &s, T *dt, T *log_decay, T *slope) {
 template <class T> Scan<T> scan_of(const Cell<T> &s, const T *mixed, const T *dt, const T *log_decay, T *y) {
   const long c = s.c(), d = s.d();
   return {s.b, s.t, s.h, s.p, s.g, s.n, mixed, s.t * c, c, dt, log_decay, mixed + d, mixed + d + s.g * s.n,
-          s.t * c, c, s.state, y, s.state_after, s.kept, s.segment};
+          s.t * c, c, s.state, y, d, s.state_after, s.kept, s.segment};
 }
 
 template <class T> void cell_between(const Cell<T> &s) {

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from longrnn.errors import UserError
 from longrnn.ops.cpu.library import call, missing
 from longrnn.ops.limit import UNLIMITED, limited
-from longrnn.ops.scan import FEW, ScanInputs
+from longrnn.ops.scan import FEW, ScanInputs, reversible
 from longrnn.ops.transforms import is_transformed
 
 SEGMENT = 512
@@ -43,7 +43,11 @@ def tracked(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def scan(
-    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+    inputs: ScanInputs,
+    state: Tensor | None = None,
+    *,
+    final: bool = True,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.scan`."""
     few = inputs.x.shape[1] <= FEW
@@ -51,12 +55,20 @@ def scan(
         state = inputs.zero_state()
     tensors = (*inputs, state)
     if tracked(tensors):
-        return _Scan.apply(*tensors)[:2]
-    return _scan(tensors, final=final or few)
+        return reversible(_tracked_scan)(inputs, state, backward=backward)
+    return _scan(tensors, final=final or few, backward=backward)
+
+
+def _tracked_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    return _Scan.apply(*inputs, state)[:2]
 
 
 def _scan(
-    tensors: Sequence[Tensor | None], kept: Tensor | None = None, *, final: bool = True
+    tensors: Sequence[Tensor | None],
+    kept: Tensor | None = None,
+    *,
+    final: bool = True,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     *_, state = tensors
     dtype = tensors[2].dtype if state is None else state.dtype  # type: ignore[union-attr]
@@ -64,7 +76,12 @@ def _scan(
     y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
     after = inputs.x.new_empty(b, h, p, n) if final else None
-    call("scan", dtype, **_scan_fields(inputs, state), y=y, final_state=after, kept=kept)
+    fields = _scan_fields(inputs, state) | {"y": y, "final_state": after, "kept": kept}
+    if backward:  # the strides of time point backward, from the last token
+        fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
+        fields |= {name: -fields[name] for name in ("x_token", "bc_token", "y_token")}
+        fields |= {name: fields[name].flip(1) for name in ("gain", "log_decay")}
+    call("scan", dtype, **fields)
     return y, y if after is None else after
 
 
@@ -101,6 +118,7 @@ def _scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
         "x_token": x_token,
         "bc_row": bc_row,
         "bc_token": bc_token,
+        "y_token": h * p,
         **inputs._asdict(),
         "state": state,
     }

@@ -55,8 +55,13 @@ template <class T> struct Work {  // tiles of one thread
         inputs(CHUNK * pp), scaled(CHUNK * n), memory(n * pp), change(n * pp), output(CHUNK * pp) {}
 };
 
+template <class T> inline T *output_of(const Scan<T> &s, long row, long head, long token) {
+  return s.y + row * s.t * s.h * s.p + token * s.y_token + head * s.p;
+}
+
 // One chunk of `q` tokens of one head, whose gain x is in `w.inputs`. `w.memory` is the transposed state,
-// (n, p padded), and `scores` are C Bᵀ.
+// (n, p padded), and `scores` are C Bᵀ. A state that is zero is not read, and one that nobody reads not made:
+// in rows of one chunk, as in short windows, the state is most of the work.
 template <class T>
 void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *scores, long row, long head, long start,
                      long q, const T *B, const T *C) {
@@ -70,15 +75,18 @@ void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *sco
     const long stop = std::min(qp, i + ROWS);
     for (long j = i + 1; j < stop; j++) to[j] = 0;
   }
-  scale_rows<T>(C, s.bc_token, d.before, q, s.n, w.scaled);
-  T *y = s.y + ((row * s.t + start) * s.h + head) * s.p;
+  T *y = output_of(s, row, head, start);
   const bool direct = pp == s.p;
   T *out = direct ? y : static_cast<T *>(w.output);
-  const long ldo = direct ? s.h * s.p : pp;
+  const long ldo = direct ? s.y_token : pp;
   product<T>(q, pp, q, w.weights, CHUNK, 1, w.inputs, pp, out, ldo, false, LOWER_A);
-  product<T>(q, pp, s.n, w.scaled, s.n, 1, w.memory, pp, out, ldo, true);
+  if (start || s.state) {
+    scale_rows<T>(C, s.bc_token, d.before, q, s.n, w.scaled);
+    product<T>(q, pp, s.n, w.scaled, s.n, 1, w.memory, pp, out, ldo, true);
+  }
   if (!direct)
-    for (long i = 0; i < q; i++) std::memcpy(y + i * s.h * s.p, out + i * pp, s.p * sizeof(T));
+    for (long i = 0; i < q; i++) std::memcpy(y + i * s.y_token, out + i * pp, s.p * sizeof(T));
+  if (start + q == s.t && !s.final_state) return;
   scale_rows<T>(B, s.bc_token, d.after, q, s.n, w.scaled);
   advance_state<T>(d, s.n, pp, q, w.scaled, 1, s.n, w.inputs, w.memory, w.change, w.memory);
 }
@@ -163,7 +171,7 @@ template <class T> int scan(const Scan<T> &s) {
           T *after = s.final_state + task * s.p * s.n;
           (past_caches ? one_token<T, true> : one_token<T, false>)(
               s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain ? s.gain[at] : T(1), s.log_decay[at],
-              s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, s.y + at * s.p);
+              s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, output_of(s, row, head, i));
         }
       }
       if (past_caches) finish_streams();

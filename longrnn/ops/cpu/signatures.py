@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 STRUCTS = {
     "Scan": """
         long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
-        in state; out y final_state kept; long segment
+        in state; out y; long y_token; out final_state kept; long segment
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
