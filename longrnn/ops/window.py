@@ -100,12 +100,14 @@ def _windowed(
     # A state of a wider window remembers more.
     before = before.slice(max(0, before.x.shape[1] - w), before.x.shape[1])
     known = before.x.shape[1]
-    after = _last(before, given, w, rows)
+    last = _last(before, given, w, rows)
+    after = Recent(*(History(one.flatten(2)) for one in last))
+    if time <= FEW:  # the last w tokens are the whole window of a single token
+        both = last if time == 1 and rows is None else _joined(before, given)
+        return _attention(both, inputs.C, w), after
     before, given = (
         one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given)
     )
-    if time <= FEW:
-        return _attention(_joined(before, given), inputs.C, w), after
     if known + time <= w:  # nothing leaves the window
         return scan(ScanInputs(*given, inputs.C), _sum(before), final=False)[0], after
     if known < w:
@@ -123,20 +125,14 @@ def _windowed(
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], after
 
 
-def _last(before: _Inputs, given: _Inputs, w: int, rows: Rows | None) -> Recent:
+def _last(before: _Inputs, given: _Inputs, w: int, rows: Rows | None) -> _Inputs:
     """The inputs of the last w tokens, in memory of their own."""
-    time = given.x.shape[1]
-    if rows is None and time >= w:
-        return Recent(*(History(one[:, time - w :].flatten(2).clone()) for one in given))
-    parts = []
-    for old, new in zip(before, given, strict=True):
-        if rows is None:
-            both = torch.cat([old[:, max(0, old.shape[1] + time - w) :], new], dim=1)
-        else:
-            both = torch.cat([old, new], dim=1)
-            both = rows.last(both, min(w, both.shape[1]))
-        parts.append(History(both.flatten(2)))
-    return Recent(*parts)
+    if rows is None:
+        known, time = before.x.shape[1], given.x.shape[1]
+        before = before.slice(max(0, known + min(time, w) - w), known)
+        return _joined(before, given.slice(max(0, time - w), time))
+    both = _joined(before, given)
+    return _Inputs(*(rows.last(one, min(w, one.shape[1])) for one in both))
 
 
 def _joined(before: _Inputs, given: _Inputs) -> _Inputs:
@@ -182,15 +178,17 @@ def _sum(inputs: _Inputs, weight: Tensor | None = None) -> Tensor:
 def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
     """y of the last tokens of `both`, each of which attends to the w tokens up to itself."""
     dtype, time, groups = both.gain.dtype, C.shape[1], C.shape[2]
-    total = both.log_decay.double().cumsum(1).transpose(1, 2)  # b h j
-    place = torch.arange(both.x.shape[1], device=C.device)
-    distance = place[-time:, None] - place
-    outside = (distance < 0) | (distance >= w)
-    decay = (total[:, :, -time:, None] - total[:, :, None]).masked_fill(outside, -torch.inf).exp()
-    weights = (decay * both.gain.transpose(1, 2)[:, :, None]).to(dtype)  # b h i j
-    scores = torch.einsum("bign,bjgn->bgij", C.to(dtype), both.B.to(dtype))
+    total = both.log_decay.clamp(min=NEVER).double().cumsum(1).transpose(1, 2)  # b h j
+    between = total[:, :, -time:, None] - total[:, :, None]  # b h i j
+    if time > 1:
+        place = torch.arange(both.x.shape[1], device=C.device)
+        distance = place[-time:, None] - place
+        between = between.masked_fill((distance < 0) | (distance >= w), -torch.inf)
+    weights = (between.exp() * both.gain.transpose(1, 2)[:, :, None]).to(dtype)
+    scores = C.to(dtype).transpose(1, 2) @ both.B.to(dtype).permute(0, 2, 3, 1)  # b g i j
     weights = (weights.unflatten(1, (groups, -1)) * scores[:, :, None]).flatten(1, 2)
-    return torch.einsum("bhij,bjhp->bihp", weights, both.x.to(dtype))
+    # Only contiguous weights are multiplied by all heads at once.
+    return (weights.contiguous() @ both.x.to(dtype).transpose(1, 2)).transpose(1, 2)
 
 
 def _block(old: _Inputs, new: ScanInputs, scan: Scan) -> Tensor:
