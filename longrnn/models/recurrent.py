@@ -35,7 +35,7 @@ from longrnn.state import LMState
 # with all its blocks. Of the latter only tokens and states are kept.
 GRANULARITIES = ("no", "block", "segment")
 # Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
-# numbers between two layers; chosen with benchmarks/prefill_cpu.py.
+# numbers between two layers; chosen by measurement.
 SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
 # The same on other devices, where every segment costs some hundred launches per layer, and with
 # recomputation by segment, which keeps the activations of one segment at a time.

@@ -5,7 +5,7 @@ Notable choices:
   gradients of a piece from its logits and then drops the logits. Nothing is computed twice, because
   the weight of each token's loss is known beforehand. Only the gradients are kept for the backward
   pass; they are as large as the hidden states and the head.
-- MAX_LOGITS was chosen with `benchmarks/head_cpu.py` for a CPU. With a small vocabulary one piece
+- MAX_LOGITS was chosen by measurement on a CPU. With a small vocabulary one piece
   suffices. Other devices take larger pieces, as a product of 166 rows leaves most of a GPU idle.
 """
 

@@ -12,7 +12,7 @@
 namespace {
 
 // States of so many bytes are driven out of the caches before the next token reads them, because the
-// weights of a layer with such a state are larger; chosen with benchmarks/peers_cpu.py.
+// weights of a layer with such a state are larger; chosen by measurement.
 constexpr long STREAMED_BYTES = 1 << 19;
 
 // One token of one head: state ← decay state + x Bᵀ, y = state C. With `PAST_CACHES`, `after` is aligned and
