@@ -5,13 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from longrnn.ops.transforms import is_transformed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last axis (arXiv 1910.07467).
 
-    Computed in float32 or wider, returned in the dtype of `x`.
+    Computed in float32 or wider, returned in the dtype of `x`. The backward pass computes it again:
+    torch's own would keep the normed tensor beside the input.
     """
+    if torch.is_grad_enabled() and not is_transformed():
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(_rms_norm, x, weight, eps, **options)
+    return _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (F.rms_norm(wide, x.shape[-1:], eps=eps) * weight).to(x.dtype)
 
