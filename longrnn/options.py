@@ -34,14 +34,15 @@ def _tokens(value: Any) -> Any:
     return parse_length(str(value).removesuffix(".0")) if is_text else value
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Return a list without repeats of `a,b`, of a list, or of a single value."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else [value]
 
 
 def _lengths(value: Any) -> Any:
-    return sorted({_tokens(one) for one in _listed(value)})
+    return sorted({_tokens(one) for one in listed(value)})
 
 
 Count = Annotated[int, Field(ge=1)]

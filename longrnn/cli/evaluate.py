@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
 
-from longrnn.cli.command import command, on_use
-from longrnn.cli.harness import SETTINGS, harness
+from longrnn.cli.command import command
 from longrnn.cli.options import Models, Output, pick_placement
 from longrnn.cli.results_folders import results_folder
 from longrnn.errors import UserError
+from longrnn.evaluation.options import (
+    MemoryOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    SequenceOptions,
+)
 from longrnn.options import Options
 from longrnn.processes import is_main, start
 
@@ -24,16 +28,23 @@ if TYPE_CHECKING:
     from longrnn.evaluation.suites import Suite
     from longrnn.hf.opened import OpenCheckpoint
 
-EXAMPLES = {
-    "passkey": "eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20",
-    "perplexity": "eval perplexity passkey-tiny --text book.txt --lengths 1k,64k",
-    "task": "eval task runs/sort --lengths 16",
-    "reverse": "eval reverse runs/reverse-small --lengths 16",
-    "memory": "diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k",
+# The options of each kind of evaluation, and an example.
+KINDS: dict[str, tuple[type[Options], str]] = {
+    "passkey": (
+        PasskeyOptions,
+        "eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20",
+    ),
+    "perplexity": (
+        PerplexityOptions,
+        "eval perplexity passkey-tiny --text book.txt --lengths 1k,64k",
+    ),
+    "task": (SequenceOptions, "eval task runs/sort --lengths 16"),
+    "reverse": (SequenceOptions, "eval reverse runs/reverse-small --lengths 16"),
+    "memory": (
+        MemoryOptions,
+        "diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k",
+    ),
 }
-
-
-KINDS = ("passkey", "perplexity", "task", "reverse")
 
 
 class Suites(Options):
@@ -49,36 +60,24 @@ class Suites(Options):
     )
 
 
-def enter(kind: str, app: typer.Typer) -> None:
-    """Enter the command of one kind of evaluation, whose options are its fields."""
-    from longrnn.evaluation.suites import kind_of
+def enter(app: typer.Typer, kind: str) -> None:
+    """Enter the command of one kind of evaluation; `reverse` is `task --task reverse`."""
+    options, example = KINDS[kind]
 
-    evaluation_class = kind_of(kind)
+    def run(models: Models, evaluation: Any, output: Output) -> None:
+        from longrnn.evaluation.suites import build_evaluation
 
-    def run(models: Models, evaluation: Evaluation, output: Output) -> None:
-        _measure(kind, models, [evaluation], output)
+        start()
+        given = evaluation.model_dump(exclude_unset=True)
+        _measure(kind, models, [build_evaluation({"kind": kind, **given})], output)
 
     run.__doc__ = (
-        f"{cleandoc(evaluation_class.__doc__ or '')}\n\nPrints a table, and writes it as "
-        "report.html with pictures and cells.json. The same command resumes an interrupted run; "
-        "more models, lengths, texts or prompts add to the results.\n\n"
-        f"Example: longrnn {EXAMPLES[kind]}\n"
+        f"{cleandoc(options.__doc__ or '')}\n\nPrints a table, and writes it as report.html with "
+        "pictures and cells.json. The same command resumes an interrupted run; more models, "
+        f"lengths, texts or prompts add to the results.\n\nExample: longrnn {example}\n"
     )
-    command(app, kind, models=Models, evaluation=evaluation_class, output=Output)(run)
-
-
-app = typer.Typer(
-    cls=on_use({kind: partial(enter, kind) for kind in KINDS}),
-    help="Evaluate checkpoints.",
-    epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
-    no_args_is_help=True,
-)
-command(app, "harness", context_settings=SETTINGS)(harness)
-
-
-@app.callback()
-def processes_of_the_launch() -> None:
-    start()
+    is_alias = kind == "reverse"
+    command(app, kind, hidden=is_alias, models=Models, evaluation=options, output=Output)(run)
 
 
 def compare(models: Models, suites: Suites, output: Output) -> None:

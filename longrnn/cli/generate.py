@@ -11,9 +11,6 @@ from longrnn.cli.options import Model, pick_device
 from longrnn.errors import UserError
 from longrnn.options import Options, Seed, Tokens
 
-# Words behind the checkpoint are refused with the option that they need.
-SETTINGS = {"allow_extra_args": True}
-
 
 class Sampling(Options):
     """What is continued, and how."""
@@ -32,7 +29,7 @@ class Sampling(Options):
     seed: Seed = Field(0, description="Random seed of the sampling.")
 
 
-def generate(context: typer.Context, model: Model, sampling: Sampling) -> None:
+def generate(model: Model, sampling: Sampling) -> None:
     """Continue a text.
 
     Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
@@ -45,8 +42,6 @@ def generate(context: typer.Context, model: Model, sampling: Sampling) -> None:
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text
 
-    if context.args:
-        raise UserError(f"{context.args[0]!r} has no option before it: give a text with --prompt")
     prompt = sampling.prompt
     if (prompt is None) == (sampling.prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what they mean."""
 
 from __future__ import annotations
 
@@ -6,86 +6,57 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from pydantic import Field
 
+from longrnn.cli.command import Argument
 from longrnn.options import Options
 
 
-class Models(Options):
-    """Models to evaluate."""
+class Where(Options):
+    """What is done to models, and where."""
 
-    checkpoints: list[str] = Field(
-        description="Names of embedded checkpoints, folders, or organisation/model on the Hub. "
-        "CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in "
-        "another dtype. The others are compared with the first one.",
-    )
-    mitigation: str | None = Field(
-        default=None,
-        description="Mitigation of state collapse for all of them, such as "
-        "'sliding_window(window=8192)', or a file that `longrnn calibrate` wrote.",
-    )
-    device: str = Field(
-        default="auto",
-        description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. balanced "
-        "divides Hugging Face models among all GPUs.",
-    )
-
-
-class Model(Options):
-    """One model."""
-
-    checkpoint: str = Field(
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
-    )
     mitigation: str | None = Field(
         default=None,
         description="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a "
         "file that `longrnn calibrate` wrote.",
     )
-    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    device: str = Field(
+        default="auto",
+        description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In "
+        "evaluations, balanced divides Hugging Face models among all GPUs.",
+    )
 
 
-class Output(Options):
+class Models(Where):
+    """Models to evaluate."""
+
+    checkpoints: Annotated[list[str], Argument("CHECKPOINT")] = Field(
+        description="Names of embedded checkpoints, folders, or organisation/model on the Hub. "
+        "CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in "
+        "another dtype. The others are compared with the first one.",
+    )
+
+
+class Model(Where):
+    """One model."""
+
+    checkpoint: Annotated[str, Argument("CHECKPOINT")] = Field(
+        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
+    )
+
+
+class Quiet(Options):
+    """Whether to show progress: the option `--quiet` of the whole program."""
+
+    quiet: bool = False
+
+
+class Output(Quiet):
     """Where results go."""
 
     output: Path | None = Field(
         default=None, description="Folder for the results (default: results/COMMAND/NAMES)."
     )
-    quiet: bool = Field(default=False, description="Show no progress.")
-
-
-Checkpoint = Annotated[
-    str,
-    typer.Argument(
-        help="Name of an embedded checkpoint, a folder, or organisation/model on the Hub.",
-        show_default=False,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In "
-        "evaluations, balanced divides Hugging Face models among all GPUs."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-Mitigation = Annotated[
-    str | None,
-    typer.Option(
-        "--mitigation",
-        metavar="SPEC",
-        help="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that "
-        "`longrnn calibrate` wrote.",
-    ),
-]
-TrainLength = Annotated[
-    str | None,
-    typer.Option(
-        help="Length that the model was trained on.",
-        show_default="length.max of the checkpoint's train.yaml",
-    ),
-]
 
 
 def pick_device(device: str) -> str:

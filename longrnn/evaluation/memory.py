@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
 from longrnn.intervals import Estimate, Quantity, mean
 from longrnn.models import LanguageModel
-from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
 from longrnn.state import join, take
 from longrnn.units import format_length
@@ -64,26 +64,11 @@ class Stretch(NamedTuple):
     position: int
 
 
-class Memory(Evaluation):
-    """Measure how much predictions depend on the start of the context (effective remembrance).
-
-    EffRem_T(t) is the total variation distance between the prediction after T tokens and the
-    prediction of a model that was not given the first t of them.
-    """
+class Memory(MemoryOptions, Evaluation):
+    """Effective remembrance, see `MemoryOptions`."""
 
     kind: ClassVar[str] = "memory"
     across: ClassVar[str] = "last tokens kept"
-
-    texts: list[Path] = Field(description="A text file; may be given several times.")
-    positions: Lengths = Field(
-        default=[1024, 4096, 16384],
-        description="T: numbers of tokens after which the prediction is compared.",
-    )
-    stretches: Count = Field(
-        default=8,
-        description="At most this many stretches of each text, each as long as the longest T.",
-    )
-    batch_size: Count = Field(default=4, description="Stretches in one batch.")
 
     _cut: dict[str, list[tuple[dict[str, Any], Stretch]]] = PrivateAttr(default_factory=dict)
 

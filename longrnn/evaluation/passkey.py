@@ -16,23 +16,23 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.options import PasskeyOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import Answer, Cost, Prompt, answers, count_tokens, out_of_reach
 from longrnn.intervals import SCORE, independent_stretches
 from longrnn.models import generate
-from longrnn.options import Count, Lengths, Seed, Tokens
 from longrnn.progress import Progress
 from longrnn.text import read_text
-from longrnn.units import format_length, parse_length
+from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.base import Cell
@@ -42,34 +42,6 @@ if TYPE_CHECKING:
 SHORT = 8
 # Version of the prompts, which belongs to the protocol.
 VERSION = 3
-
-
-def evenly_spaced(count: int) -> list[float]:
-    """Return `count` depths from 0 to 1; a single depth is 0.5."""
-    if count < 1:
-        raise UserError(f"the number of depths must be at least 1, not {count}: give 5")
-    return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
-
-
-def _depths(value: Any) -> Any:
-    if isinstance(value, int):
-        return evenly_spaced(value)
-    if isinstance(value, str):
-        parts = value.split(",")
-        return evenly_spaced(int(value)) if value.isdecimal() else [part.strip() for part in parts]
-    return value
-
-
-def _places(value: Any) -> Any:
-    parts = value.split(",") if isinstance(value, str) else value
-    counts = [part.strip() if isinstance(part, str) else part for part in parts]
-    return sorted({c if isinstance(c, int) else 0 if c == "0" else parse_length(c) for c in counts})
-
-
-Depths = Annotated[
-    list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_depths), Field(min_length=1)
-]
-Places = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_places)]
 
 
 class Question(NamedTuple):
@@ -118,53 +90,10 @@ class Sample(NamedTuple):
         return Question([task.needle_at(key, token, length=self.length)], 0, start)
 
 
-class PasskeyRetrieval(Evaluation):
-    """Evaluate passkey retrieval over lengths × depths, with keys that training never saw.
-
-    All models get the same keys at the same places, in prompts of exactly the same number of their
-    own tokens. Insertion points instead of depths separate the effect of the key's position from
-    that of its distance to the question.
-    """
+class PasskeyRetrieval(PasskeyOptions, Evaluation):
+    """Passkey retrieval, see `PasskeyOptions`."""
 
     kind: ClassVar[str] = "passkey"
-
-    lengths: Lengths = Field(
-        default=[256, 1024, 4096, 16384], description="Prompt lengths in tokens."
-    )
-    depths: Depths = Field(
-        default=evenly_spaced(5),
-        description="Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1.",
-    )
-    insert_at: Places | None = Field(
-        default=None,
-        description="Instead of depths: tokens of filler before the key, such as 0,8k,16k.",
-    )
-    insert_every: Tokens | None = Field(
-        default=None,
-        description="Instead of depths: put the key after 0, 1, 2, … times this many tokens of "
-        "filler.",
-    )
-    n: Annotated[int, Field(ge=1, le=len(keys(True)))] = Field(
-        default=10, description="Prompts per cell."
-    )
-    seed: Seed = Field(default=0, description="Random seed of the keys.")
-    filler: Path | None = Field(
-        default=None,
-        description="A text file to hide the keys in (default: The grass is green. …).",
-    )
-    n_keys: Annotated[int, Field(ge=1, le=9)] = Field(
-        default=1, description="Numbered keys in one prompt; the question is about one of them."
-    )
-    chunk_select: Tokens | None = Field(
-        default=None,
-        description="Split the prompt into chunks of this many tokens, and take the answer with "
-        "the lowest entropy.",
-    )
-    naive: bool = Field(
-        default=False,
-        description="Read every prompt separately instead of sharing prefixes: slower.",
-    )
-    batch_size: Count = Field(default=16, description="Prompts in one batch.")
 
     _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
     # The most tokens of a question and of an answer.
@@ -177,12 +106,11 @@ class PasskeyRetrieval(Evaluation):
     @property
     def is_absolute(self) -> bool:
         """Whether the grid has insertion points."""
-        return self.insert_at is not None or self.insert_every is not None
+        return self.insert_at is not None
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        given = {"depths", "insert_at", "insert_every"} & self.model_fields_set
-        if len(given) > 1:
-            raise UserError("give one of --depths, --insert-every and --insert-at")
+        if {"depths", "insert_at"} <= self.model_fields_set:
+            raise UserError("give one of --depths and --insert-at")
         if self.is_absolute and self.n_keys > 1:
             raise UserError("a grid of insertion points has one key per prompt: leave out --n-keys")
         files = None if self.filler is None else [str(self.filler)]
@@ -210,13 +138,10 @@ class PasskeyRetrieval(Evaluation):
 
     def _grid(self, least: int) -> list[tuple[int, Any, int]]:
         """Return the cells; a length that is too short for an insertion point has none with it."""
-        if not self.is_absolute:
+        if self.insert_at is None:
             depths = dict.fromkeys(map(float, self.depths))
             return list(product(self.lengths, depths, range(self.n)))
-        places = self.insert_at or []
-        if self.insert_every is not None:
-            longest = max(self.lengths[-1] - least, 0)
-            places = list(range(0, longest + 1, self.insert_every))
+        places = self.insert_at
         if places[-1] + least > self.lengths[-1]:
             raise UserError(
                 f"a key after {format_length(places[-1])} tokens of filler needs a prompt of "

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.evaluation.forgetting import FACTOR, forgetting
+from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import (
     Document,
     are_alike,
@@ -42,7 +43,6 @@ from longrnn.inference.engine import out_of_reach, token_losses
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.intervals import FIGURE, MEAN, RATIO, Estimate, mean
 from longrnn.models import LanguageModel
-from longrnn.options import Count, Lengths, Tokens
 from longrnn.progress import Progress
 from longrnn.units import format_length
 
@@ -84,41 +84,10 @@ class Window(NamedTuple):
         return None if ends is None else ends[self.start + torch.tensor(edges)].tolist()
 
 
-class Perplexity(Evaluation):
-    """Loss by position on long texts.
-
-    A row of the table has the positions between the length above it and its own. Several models are
-    scored on the same bytes, whatever their tokenizers.
-    """
+class Perplexity(PerplexityOptions, Evaluation):
+    """Loss by position, see `PerplexityOptions`."""
 
     kind: ClassVar[str] = "perplexity"
-
-    texts: list[Path] = Field(default=[], description="A text file; may be given several times.")
-    newlines: bool = Field(
-        default=False, description="Also measure a text of newlines, the simplest one."
-    )
-    lengths: Lengths = Field(
-        default=[1024, 4096, 16384, 65536],
-        description="Lengths in tokens of the first model. Windows have the last one.",
-    )
-    windows: Count | None = Field(
-        default=None, description="At most this many windows of each text, spread evenly."
-    )
-    context: Tokens | None = Field(
-        default=None,
-        description="With --stride: score in overlapping windows of this many tokens, each read "
-        "from an empty state, instead of carrying the state.",
-    )
-    stride: Tokens | None = Field(
-        default=None,
-        description="With --context: tokens between the starts of two overlapping windows.",
-    )
-    train_length: Tokens | None = Field(
-        default=None,
-        description="Training length, beyond which a model forgets robustly or not "
-        "(default: that of the checkpoint's train.yaml).",
-    )
-    batch_size: Count = Field(default=8, description="Windows in one batch.")
 
     _windows: dict[str, list[Window]] = PrivateAttr(default_factory=dict)
     _cuts: dict[str, list[list[int]]] = PrivateAttr(default_factory=dict)

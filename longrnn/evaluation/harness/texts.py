@@ -20,7 +20,7 @@ from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, keys
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.needles import Haystack, needles, variable_tracking
-from longrnn.evaluation.passkey import evenly_spaced
+from longrnn.evaluation.options import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import parse_length
