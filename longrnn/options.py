@@ -18,7 +18,9 @@ class Options(BaseModel):
         UserError: an unknown or missing option, or a value that is not valid.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Output, pick_device
@@ -18,25 +17,19 @@ from longrnn.options import Options, Tokens
 class Calibration(Options):
     """What is calibrated, and on which texts."""
 
-    checkpoint: Annotated[str, Argument("CHECKPOINT")] = Field(
-        description="Name of an embedded checkpoint, or a folder."
-    )
-    texts: list[Path] = Field(
-        description="A text to calibrate on, not one to evaluate on; may be given several times."
-    )
-    method: str = Field(
-        description="What to calibrate: state_norm, token_filter, scale_delta, scale_decay or "
-        "power_decay; with settings as in 'state_norm(margin=0.7)' or 'scale_delta(share=0.2)'."
-    )
-    train_length: Tokens | None = Field(
-        default=None,
-        description="Length that the model was trained on (default: that of its train.yaml).",
-    )
-    target_length: Tokens | None = Field(
-        default=None,
-        description="Length at which the model should work; all methods but state_norm need it.",
-    )
-    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, or a folder."""
+    texts: list[Path]
+    """A text to calibrate on, not one to evaluate on; may be given several times."""
+    method: str
+    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay or power_decay; with
+    settings as in 'state_norm(margin=0.7)' or 'scale_delta(share=0.2)'."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
+    target_length: Tokens | None = None
+    """Length at which the model should work; all methods but state_norm need it."""
+    device: str = "auto"
+    """Where to run: cpu, cuda, cuda:1, auto."""
 
 
 def calibrate(calibration: Calibration, output: Output) -> None:

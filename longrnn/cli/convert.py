@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.options import Options
@@ -15,16 +14,13 @@ from longrnn.options import Options
 class Conversion(Options):
     """What is written in which layout."""
 
-    source: Annotated[str, Argument("SOURCE")] = Field(
-        description="A Mamba-2 checkpoint: a name, or a folder in any of the layouts."
-    )
-    destination: Annotated[Path, Argument("DESTINATION")] = Field(
-        description="A new folder; the tokenizer is copied too."
-    )
-    to: str = Field(
-        description="Layout to write: ours, native (mamba-ssm, state-spaces/mamba2-*) or hf "
-        "(Mamba2ForCausalLM of transformers)."
-    )
+    source: Annotated[str, Argument("SOURCE")]
+    """A Mamba-2 checkpoint: a name, or a folder in any of the layouts."""
+    destination: Annotated[Path, Argument("DESTINATION")]
+    """A new folder; the tokenizer is copied too."""
+    to: str
+    """Layout to write: ours, native (mamba-ssm, state-spaces/mamba2-*) or hf (Mamba2ForCausalLM of
+    transformers)."""
 
 
 def convert(conversion: Conversion) -> None:

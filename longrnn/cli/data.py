@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Quiet
@@ -17,37 +16,31 @@ from longrnn.options import Tokens
 class Corpora(Quiet):
     """Documents, and how they become a corpus."""
 
-    data: Annotated[list[str], Argument("DATA")] = Field(
-        description="UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, "
-        "folders of save_to_disk, or names of datasets on the Hugging Face Hub.",
-    )
-    out: Path = Field(description="Folder to write.")
-    tokenizer: str = Field(
-        default="bytes",
-        description="Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one.",
-    )
-    instruct: bool = Field(
-        default=False,
-        description="Read rows with prompt and completion, or messages, for the task instruct; "
-        "each completion ends with the end-of-sequence token.",
-    )
-    split_on: str | None = Field(
-        default=None,
-        description="Text that separates documents inside a file, such as '<|endoftext|>', or "
-        r"'\n\n\n' for two blank lines (default: one document per file, or per row of a table).",
-    )
-    text_column: str = Field(default="text", description="Column of a table that holds the text.")
-    split: str = Field(default="train", description="Split of a dataset.")
-    subset: str | None = Field(
-        default=None, description="Configuration of a dataset that has several."
-    )
-    append_eos: bool = Field(
-        default=False, description="End each document with the end-of-sequence token."
-    )
-    min_length: Tokens = Field(default=2, description="Drop documents with fewer tokens than this.")
-    max_tokens: Tokens | None = Field(
-        default=None, description="Stop after the document that reaches this many tokens."
-    )
+    data: Annotated[list[str], Argument("DATA")]
+    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, folders of
+    save_to_disk, or names of datasets on the Hugging Face Hub."""
+    out: Path
+    """Folder to write."""
+    tokenizer: str = "bytes"
+    """Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one."""
+    instruct: bool = False
+    """Read rows with prompt and completion, or messages, for the task instruct; each completion
+    ends with the end-of-sequence token."""
+    split_on: str | None = None
+    r"""Text that separates documents inside a file, such as '<|endoftext|>', or '\n\n\n' for two
+    blank lines (default: one document per file, or per row of a table)."""
+    text_column: str = "text"
+    """Column of a table that holds the text."""
+    split: str = "train"
+    """Split of a dataset."""
+    subset: str | None = None
+    """Configuration of a dataset that has several."""
+    append_eos: bool = False
+    """End each document with the end-of-sequence token."""
+    min_length: Tokens = 2
+    """Drop documents with fewer tokens than this."""
+    max_tokens: Tokens | None = None
+    """Stop after the document that reaches this many tokens."""
 
 
 def build(corpora: Corpora) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.options import Model, Output, lock_output, pick_device
 from longrnn.cli.results_folders import results_folder
@@ -24,7 +23,8 @@ MAX_ROWS = 30
 class States(Texts):
     """Which prompts are read, and where their states are measured."""
 
-    length: Tokens = Field(default=65536, description="Length of a prompt in tokens.")
+    length: Tokens = 65536
+    """Length of a prompt in tokens."""
 
 
 def states(model: Model, states: States, output: Output) -> None:

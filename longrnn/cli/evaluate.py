@@ -50,14 +50,10 @@ KINDS: dict[str, tuple[type[Options], str]] = {
 class Suites(Options):
     """What `longrnn compare` measures."""
 
-    suites: list[str] = Field(
-        default=["quick"],
-        description="Name of a bundled suite, or a YAML file; may be given several times.",
-    )
-    trust_task_code: bool = Field(
-        default=False,
-        description="Allow lm-eval task files of your own, which can run any Python code.",
-    )
+    suites: list[str] = Field(["quick"])
+    """Name of a bundled suite, or a YAML file; may be given several times."""
+    trust_task_code: bool = False
+    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
 def enter(app: typer.Typer, kind: str) -> None:

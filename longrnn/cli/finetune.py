@@ -24,36 +24,24 @@ EVALUATION = "evaluation"
 class Finetuning(Resumable):
     """What is fine-tuned on which documents."""
 
-    words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field(
-        default=[],
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub. "
-        "Then values that override the configuration, such as max_steps=500.",
-    )
-    data: list[str] = Field(
-        default=[],
-        description="Documents to train on: a folder, a file, a dataset or a corpus; may be given "
-        "several times.",
-    )
-    length: Tokens = Field(
-        default=4096, description="Tokens of a row, or of a segment of a carried state."
-    )
-    initial_state: str = Field(
-        default="carry",
-        description="What rows start from: carry, pass, fitted_noise, random_noise or zero.",
-    )
-    validation: list[str] = Field(
-        default=[],
-        description="Held-out documents, as for --data (default: documents with 5 % of the "
-        "tokens of --data).",
-    )
-    output: str | None = Field(
-        default=None, description="Folder of the run (default: runs/CHECKPOINT-finetuned)."
-    )
-    evaluate_to: Tokens | None = Field(
-        default=None,
-        description="Longest length of the evaluation before and after (default: 16 × --length).",
-    )
-    no_evaluate: bool = Field(default=False, description="Train, and leave the evaluation out.")
+    words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field([])
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then values that
+    override the configuration, such as max_steps=500."""
+    data: list[str] = Field([])
+    """Documents to train on: a folder, a file, a dataset or a corpus; may be given several times.
+    """
+    length: Tokens = 4096
+    """Tokens of a row, or of a segment of a carried state."""
+    initial_state: str = "carry"
+    """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
+    validation: list[str] = Field([])
+    """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
+    output: str | None = None
+    """Folder of the run (default: runs/CHECKPOINT-finetuned)."""
+    evaluate_to: Tokens | None = None
+    """Longest length of the evaluation before and after (default: 16 × --length)."""
+    no_evaluate: bool = False
+    """Train, and leave the evaluation out."""
 
 
 def finetune(options: Finetuning) -> None:

@@ -41,26 +41,20 @@ class ModelEntry(NamedTuple):
 class Gradients(Options):
     """Which gradients are measured."""
 
-    sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")] = Field(
-        description="Checkpoints, folders of training runs, or training configurations (a YAML "
-        "file, or a name such as reverse_small) of models that are not trained yet.",
-    )
-    task: str | None = Field(
-        default=None,
-        description="Name of a task, or '{kind: NAME, option: value}' (default: the training task "
-        "of the first model).",
-    )
-    texts: list[Path] = Field(default=[], description="A text file, for next-token prediction.")
-    lengths: Lengths | None = Field(
-        default=None,
-        description="Lengths of the task; gradients by distance and Jacobians use the last one "
-        "(default: 16,32,64, or longer if the task needs it).",
-    )
-    init: Annotated[list[str], BeforeValidator(listed)] = Field(
-        default=[],
-        description="Initialisations of the cells to compare, such as default,orthogonal; only "
-        "for configurations.",
-    )
+    sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
+    """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
+    such as reverse_small) of models that are not trained yet."""
+    task: str | None = None
+    """Name of a task, or '{kind: NAME, option: value}' (default: the training task of the first
+    model)."""
+    texts: list[Path] = Field([])
+    """A text file, for next-token prediction."""
+    lengths: Lengths | None = None
+    """Lengths of the task; gradients by distance and Jacobians use the last one (default: 16,32,64,
+    or longer if the task needs it)."""
+    init: Annotated[list[str], BeforeValidator(listed)] = Field([])
+    """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
+    """
 
 
 def gradients(gradients: Gradients, output: Output) -> None:

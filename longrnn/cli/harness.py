@@ -18,17 +18,12 @@ SETTINGS = {"ignore_unknown_options": True}
 class Tasks(Quiet):
     """What `longrnn eval harness` reads itself; lm-eval reads all other options."""
 
-    options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field(
-        default=[], description="Options of `lm-eval run`."
-    )
-    datasets: Path | None = Field(
-        default=None,
-        description="Folder with data sets: ORGANISATION/NAME in it is read, not the Hub.",
-    )
-    trust_task_code: bool = Field(
-        default=False,
-        description="Allow lm-eval task files of your own, which can run any Python code.",
-    )
+    options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
+    """Options of `lm-eval run`."""
+    datasets: Path | None = None
+    """Folder with data sets: ORGANISATION/NAME in it is read, not the Hub."""
+    trust_task_code: bool = False
+    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
 def harness(model: Model, tasks: Tasks) -> None:

@@ -7,7 +7,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.verify import print_verified
@@ -21,15 +20,12 @@ if TYPE_CHECKING:
 class Subject(Options):
     """What is described."""
 
-    checkpoint: Annotated[str, Argument("CHECKPOINT")] = Field(
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub; "
-        "or the folder of a corpus."
-    )
-    verify: bool = Field(
-        False,
-        description="Instead, compare files with their checksums: a checkpoint, run, corpus, state "
-        "or results file, or a download from the Hub.",
-    )
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub; or the folder of
+    a corpus."""
+    verify: bool = False
+    """Instead, compare files with their checksums: a checkpoint, run, corpus, state or results
+    file, or a download from the Hub."""
 
 
 def info(subject: Subject) -> None:

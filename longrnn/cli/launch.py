@@ -20,11 +20,8 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 class Launch(Options):
     """What is started, and how."""
 
-    words: Annotated[list[str], Argument("OPTION... COMMAND ARGUMENT")] = Field(
-        default=[],
-        description="Options of `accelerate launch`; then train, finetune, eval or compare, with "
-        "its arguments.",
-    )
+    words: Annotated[list[str], Argument("OPTION... COMMAND ARGUMENT")] = Field([])
+    """Options of `accelerate launch`; then train, finetune, eval or compare, with its arguments."""
 
 
 def launch(launch: Launch) -> None:

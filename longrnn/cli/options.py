@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-
 from longrnn.cli.command import Argument
 from longrnn.options import Options
 
@@ -15,34 +13,28 @@ from longrnn.options import Options
 class Where(Options):
     """What is done to models, and where."""
 
-    mitigation: str | None = Field(
-        default=None,
-        description="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a "
-        "file that `longrnn calibrate` wrote.",
-    )
-    device: str = Field(
-        default="auto",
-        description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In "
-        "evaluations, balanced divides Hugging Face models among all GPUs.",
-    )
+    mitigation: str | None = None
+    """Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that `longrnn
+    calibrate` wrote."""
+    device: str = "auto"
+    """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In evaluations, balanced
+    divides Hugging Face models among all GPUs."""
 
 
 class Models(Where):
     """Models to evaluate."""
 
-    checkpoints: Annotated[list[str], Argument("CHECKPOINT")] = Field(
-        description="Names of embedded checkpoints, folders, or organisation/model on the Hub. "
-        "CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in "
-        "another dtype. The others are compared with the first one.",
-    )
+    checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
+    """Names of embedded checkpoints, folders, or organisation/model on the Hub.
+    CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in another
+    dtype. The others are compared with the first one."""
 
 
 class Model(Where):
     """One model."""
 
-    checkpoint: Annotated[str, Argument("CHECKPOINT")] = Field(
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
-    )
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
 
 
 class Quiet(Options):
@@ -54,9 +46,8 @@ class Quiet(Options):
 class Output(Quiet):
     """Where results go."""
 
-    output: Path | None = Field(
-        default=None, description="Folder for the results (default: results/COMMAND/NAMES)."
-    )
+    output: Path | None = None
+    """Folder for the results (default: results/COMMAND/NAMES)."""
 
 
 def pick_device(device: str) -> str:

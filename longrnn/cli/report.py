@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Output, lock_output
@@ -27,14 +26,11 @@ LEAST_PAIRS = 3
 class Report(Options):
     """Which runs are compared."""
 
-    runs: Annotated[list[Path], Argument("RUN")] = Field(
-        description="output_dir of one or several training runs."
-    )
-    baseline: str | None = Field(
-        default=None,
-        description="Print differences from the runs with this KEY=VALUE, paired by seed, such as "
-        "model.position.kind=none.",
-    )
+    runs: Annotated[list[Path], Argument("RUN")]
+    """output_dir of one or several training runs."""
+    baseline: str | None = None
+    """Print differences from the runs with this KEY=VALUE, paired by seed, such as
+    model.position.kind=none."""
 
 
 def report(report: Report, output: Output) -> None:

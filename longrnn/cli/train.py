@@ -23,33 +23,24 @@ if TYPE_CHECKING:
 class Resumable(Quiet):
     """How a run begins."""
 
-    resume: Path | None = Field(
-        default=None,
-        description="Continue the run in this folder, which has its configuration, up to "
-        "max_steps. A checkpoint in it, such as RUN/checkpoint-00000500, is continued in another "
-        "output_dir.",
-    )
-    dry_run: bool = Field(
-        default=False, description="Check the run, do one step, and print its peak memory."
-    )
+    resume: Path | None = None
+    """Continue the run in this folder, which has its configuration, up to max_steps. A checkpoint
+    in it, such as RUN/checkpoint-00000500, is continued in another output_dir."""
+    dry_run: bool = False
+    """Check the run, do one step, and print its peak memory."""
 
 
 class Training(Resumable):
     """What is trained."""
 
-    words: Annotated[list[str], Argument("[CONFIG] [KEY=VALUE]")] = Field(
-        default=[],
-        description="A training configuration: a YAML file, or the name of a bundled one such as "
-        "reverse_small. Then values that override it, such as length.max=512.",
-    )
-    grid: bool = Field(
-        default=False,
-        description="Train with every combination of values, such as of learning_rate=1e-3,3e-4 "
-        "seed=0,1: one run after another in folders of output_dir. The same command continues.",
-    )
-    help_config: bool = Field(
-        default=False, description="Print the keys of a configuration with defaults."
-    )
+    words: Annotated[list[str], Argument("[CONFIG] [KEY=VALUE]")] = Field([])
+    """A training configuration: a YAML file, or the name of a bundled one such as reverse_small.
+    Then values that override it, such as length.max=512."""
+    grid: bool = False
+    """Train with every combination of values, such as of learning_rate=1e-3,3e-4 seed=0,1: one run
+    after another in folders of output_dir. The same command continues."""
+    help_config: bool = False
+    """Print the keys of a configuration with defaults."""
 
 
 def train(training: Training) -> None:

@@ -53,49 +53,38 @@ class PasskeyOptions(Options):
     that of its distance to the question.
     """
 
-    lengths: Lengths = Field(
-        default=[256, 1024, 4096, 16384], description="Prompt lengths in tokens."
-    )
-    depths: Depths = Field(
-        default=evenly_spaced(5),
-        description="Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1.",
-    )
-    insert_at: Places | None = Field(
-        default=None,
-        description="Instead of depths: tokens of filler before the key, such as 0,8k,16k.",
-    )
-    n: Annotated[int, Field(ge=1, le=HELD_OUT_KEYS)] = Field(
-        default=10, description="Prompts per cell."
-    )
-    seed: Seed = Field(default=0, description="Random seed of the keys.")
-    filler: Path | None = Field(
-        default=None,
-        description="A text file to hide the keys in (default: The grass is green. …).",
-    )
-    n_keys: Annotated[int, Field(ge=1, le=9)] = Field(
-        default=1, description="Numbered keys in one prompt; the question is about one of them."
-    )
-    chunk_select: Tokens | None = Field(
-        default=None,
-        description="Split the prompt into chunks of this many tokens, and take the answer with "
-        "the lowest entropy.",
-    )
+    lengths: Lengths = Field([256, 1024, 4096, 16384])
+    """Prompt lengths in tokens."""
+    depths: Depths = Field(evenly_spaced(5))
+    """Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1."""
+    insert_at: Places | None = None
+    """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""
+    n: Annotated[int, Field(ge=1, le=HELD_OUT_KEYS)] = 10
+    """Prompts per cell."""
+    seed: Seed = 0
+    """Random seed of the keys."""
+    filler: Path | None = None
+    """A text file to hide the keys in (default: The grass is green. …)."""
+    n_keys: Annotated[int, Field(ge=1, le=9)] = 1
+    """Numbered keys in one prompt; the question is about one of them."""
+    chunk_select: Tokens | None = None
+    """Split the prompt into chunks of this many tokens, and take the answer with the lowest
+    entropy."""
     # Read every prompt separately instead of sharing prefixes, with the same answers: slower.
     naive: bool = False
-    batch_size: Count = Field(default=16, description="Prompts in one batch.")
+    batch_size: Count = 16
+    """Prompts in one batch."""
 
 
 class Texts(Options):
     """Texts to read."""
 
-    texts: list[Path] = Field(default=[], description="A text file; may be given several times.")
-    newlines: bool = Field(
-        default=False, description="Also measure a text of newlines, the simplest one."
-    )
-    train_length: Tokens | None = Field(
-        default=None,
-        description="Length that the model was trained on (default: that of its train.yaml).",
-    )
+    texts: list[Path] = Field([])
+    """A text file; may be given several times."""
+    newlines: bool = False
+    """Also measure a text of newlines, the simplest one."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 class PerplexityOptions(Texts):
@@ -105,23 +94,17 @@ class PerplexityOptions(Texts):
     scored on the same bytes, whatever their tokenizers.
     """
 
-    lengths: Lengths = Field(
-        default=[1024, 4096, 16384, 65536],
-        description="Lengths in tokens of the first model. Windows have the last one.",
-    )
-    windows: Count | None = Field(
-        default=None, description="At most this many windows of each text, spread evenly."
-    )
-    context: Tokens | None = Field(
-        default=None,
-        description="With --stride: score in overlapping windows of this many tokens, each read "
-        "from an empty state, instead of carrying the state.",
-    )
-    stride: Tokens | None = Field(
-        default=None,
-        description="With --context: tokens between the starts of two overlapping windows.",
-    )
-    batch_size: Count = Field(default=8, description="Windows in one batch.")
+    lengths: Lengths = Field([1024, 4096, 16384, 65536])
+    """Lengths in tokens of the first model. Windows have the last one."""
+    windows: Count | None = None
+    """At most this many windows of each text, spread evenly."""
+    context: Tokens | None = None
+    """With --stride: score in overlapping windows of this many tokens, each read from an empty
+    state, instead of carrying the state."""
+    stride: Tokens | None = None
+    """With --context: tokens between the starts of two overlapping windows."""
+    batch_size: Count = 8
+    """Windows in one batch."""
 
 
 class SequenceOptions(Options):
@@ -131,17 +114,13 @@ class SequenceOptions(Options):
     among frequent tokens. What is not given is as in the training of the first model.
     """
 
-    task: str | dict[str, Any] | None = Field(
-        default=None,
-        description="Name of the task, such as sort, recall or reverse_dual_frequency (default: as "
-        "in training).",
-    )
-    vocab_size: Count | None = Field(
-        default=None, description="Vocabulary size of the task (default: as in training)."
-    )
-    lengths: Lengths | None = Field(
-        default=None, description="Lengths of the sequences in tokens (default: as in training)."
-    )
+    task: str | dict[str, Any] | None = None
+    """Name of the task, such as sort, recall or reverse_dual_frequency (default: as in training).
+    """
+    vocab_size: Count | None = None
+    """Vocabulary size of the task (default: as in training)."""
+    lengths: Lengths | None = None
+    """Lengths of the sequences in tokens (default: as in training)."""
     n: Count | None = Field(
         default=None,
         description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES}).",
@@ -156,11 +135,10 @@ class MemoryOptions(Options):
     prediction of a model that was not given the first t of them.
     """
 
-    texts: list[Path] = Field(description="A text file; may be given several times.")
-    positions: Lengths = Field(
-        default=[1024, 4096, 16384],
-        description="T: numbers of tokens after which the prediction is compared.",
-    )
+    texts: list[Path]
+    """A text file; may be given several times."""
+    positions: Lengths = Field([1024, 4096, 16384])
+    """T: numbers of tokens after which the prediction is compared."""
     # At most this many stretches of each text, each as long as the longest T.
     stretches: Count = 8
     batch_size: Count = 4

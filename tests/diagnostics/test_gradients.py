@@ -220,9 +220,9 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
     """Unsuitable models and small vocabularies raise a UserError, and nothing is written."""
-    with pytest.raises(UserError, match="Linear"):
+    with pytest.raises(UserError):
         measure({"m": nn.Linear(2, 2)}, tmp_path)
-    with pytest.raises(UserError, match="100"):
+    with pytest.raises(UserError):
         diagnose({"m": build_model("gru")}, reverse(100), output=tmp_path)
     assert not list(tmp_path.iterdir())
 
