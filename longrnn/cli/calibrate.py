@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, pick_device
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.options import Output, pick_device, results_folder
 from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
 

@@ -66,17 +66,18 @@ def build(corpora: Corpora) -> None:
             "--instruct reads prompt and completion, or messages: leave out --split-on and "
             "--text-column"
         )
+    read = load_tokenizer(corpora.tokenizer)
     reading = Reading(
         answers=is_instruct,
         split=corpora.split,
         subset=corpora.subset,
         text_column=corpora.text_column,
         split_on=separator,
-        append_eos=is_instruct or corpora.append_eos,
+        append_eos=corpora.append_eos or (is_instruct and read.eos_id is not None),
         min_length=corpora.min_length,
         max_tokens=corpora.max_tokens,
     )
-    read, is_built = load_tokenizer(corpora.tokenizer), (out / HEADER).is_file()
+    is_built = (out / HEADER).is_file()
     how = {"reading": reading, "name": corpora.tokenizer, "quiet": corpora.quiet}
     try:
         header = build_corpus(corpora.data, read, out, **how)

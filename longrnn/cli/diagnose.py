@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from longrnn.cli.options import Model, Output, lock_output, pick_device
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
 from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts

@@ -93,7 +93,7 @@ def _configured(checkpoint: str, overrides: list[str], options: Finetuning) -> T
 
 def _evaluate(config: TrainConfig, options: Finetuning) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
-    from longrnn.cli.evaluate import compare_and_report
+    from longrnn.cli.evaluate import measure
     from longrnn.data import TASKS
     from longrnn.evaluation.before_after import write_suite
     from longrnn.hf.opened import open_checkpoint
@@ -112,4 +112,4 @@ def _evaluate(config: TrainConfig, options: Finetuning) -> None:
         open_checkpoint(config.init_from, name="before", device=device),
         open_checkpoint(config.output_dir, name="after", device=device),
     ]
-    compare_and_report(models, [suite], folder, quiet=options.quiet)
+    measure(models, suite.evaluations, folder, quiet=options.quiet)

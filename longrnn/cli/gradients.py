@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, lock_output
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.options import Output, lock_output, results_folder
 from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError

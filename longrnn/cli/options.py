@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from longrnn.cli.command import Argument
 from longrnn.options import Options
+
+# Characters of the name of a default folder for results; longer ones are cut.
+LONGEST = 72
 
 
 class Where(Options):
@@ -85,6 +90,33 @@ def pick_device(device: str) -> str:
 def pick_placement(device: str) -> str:
     """`pick_device` for commands that only evaluate, which may also divide Hugging Face models."""
     return device if device == "balanced" else pick_device(device)
+
+
+def results_folder(
+    command: str,
+    checkpoints: Sequence[str],
+    mitigation: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Path:
+    """Return the default folder for the results of a command, which a person can type.
+
+    Results are found by the model, whatever the folder is called. So models whose names differ only
+    in other characters, or behind the longest name, may share a folder.
+
+    Args:
+        command: name of the folder above it.
+        checkpoints: names, or `CHECKPOINT+MITIGATION`.
+        mitigation: applied to all of them, after their own.
+        options: further options that distinguish these results from others, by name.
+    """
+    from longrnn.hf.names import split_spec
+
+    names = []
+    named = [f"{name}-{value}" for name, value in (options or {}).items()]
+    for path, own in map(split_spec, checkpoints):
+        parts = [Path(path).resolve().name, *filter(None, (own, mitigation)), *named]
+        names.append(re.sub(r"[^a-z0-9._]+", "-", "+".join(parts).lower()).strip("-._"))
+    return Path("results") / command / ("--".join(names)[:LONGEST].strip("-._") or "models")
 
 
 def lock_output(folder: Path) -> Path:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, lock_output
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.options import Output, lock_output, results_folder
 from longrnn.errors import UserError, nearest
 from longrnn.options import Options
 

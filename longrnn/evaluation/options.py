@@ -11,8 +11,6 @@ from longrnn.errors import UserError
 from longrnn.options import Count, Lengths, Options, Seed, Tokens
 from longrnn.units import parse_length
 
-# Default number of random sequences, if there are as many held-out ones.
-MAX_SEQUENCES = 1024
 # The keys that training never uses, see `longrnn.data.prompts.keys`.
 HELD_OUT_KEYS = 12494
 
@@ -51,6 +49,8 @@ class PasskeyOptions(Options):
     All models get the same keys at the same places, in prompts of exactly the same number of their
     own tokens. Insertion points instead of depths separate the effect of the key's position from
     that of its distance to the question.
+
+    Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k
     """
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
@@ -92,6 +92,8 @@ class PerplexityOptions(Texts):
 
     A row of the table has the positions between the length above it and its own. Several models are
     scored on the same bytes, whatever their tokenizers.
+
+    Example: longrnn eval perplexity passkey-tiny --text book.txt --lengths 1k,64k
     """
 
     lengths: Lengths = Field([1024, 4096, 16384, 65536])
@@ -112,6 +114,8 @@ class SequenceOptions(Options):
 
     For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
     among frequent tokens. What is not given is as in the training of the first model.
+
+    Example: longrnn eval task runs/sort --lengths 16
     """
 
     task: str | dict[str, Any] | None = None
@@ -121,10 +125,8 @@ class SequenceOptions(Options):
     """Vocabulary size of the task (default: as in training)."""
     lengths: Lengths | None = None
     """Lengths of the sequences in tokens (default: as in training)."""
-    n: Count | None = Field(
-        default=None,
-        description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES}).",
-    )
+    n: Count | None = None
+    """Number of held-out sequences (default: all, at most 1,024)."""
     batch_size: Count = 64
 
 
@@ -133,6 +135,8 @@ class MemoryOptions(Options):
 
     EffRem_T(t) is the total variation distance between the prediction after T tokens and the
     prediction of a model that was not given the first t of them.
+
+    Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
 
     texts: list[Path]

@@ -13,7 +13,7 @@ from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
-from longrnn.evaluation.options import MAX_SEQUENCES, SequenceOptions
+from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
@@ -21,6 +21,8 @@ from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 
+# Default number of sequences, if there are as many held-out ones.
+MAX_SEQUENCES = 1024
 SCORES = {"token_accuracy": SCORE, "exact_match": SCORE, "edit_distance": MEAN}
 
 

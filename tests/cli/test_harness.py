@@ -74,34 +74,6 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["passkey-tiny"], "--tasks longrnn_passkey"),
-        (["--tasks", "longrnn_passkey"], "give the checkpoint before"),
-        (["passkey-tiny", "--tasks", "longrnn_paskey"], "did you mean 'longrnn_passkey'?"),
-        (["passkey-tiny", "--limit", "2"], "--tasks longrnn_passkey"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--limit", "x"], "invalid float value"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--fewshot_num", "1"], "unrecognized"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--include_path", "no"], TRUST),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--log_samples"], "--output_path"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--model_args", "dtipe=x"], "dtipe"),
-        (["passkey-tinny", "--tasks", "longrnn_passkey"], "'passkey-tiny'?"),
-        (["passkey-tiny", "--tasks", "longrnn_perplexity"], "--metadata text=book.txt"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--metadata", "n=0"], "at least 1"),
-    ],
-)
-def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path) -> None:
-    """Bad input is refused in one sentence with exit code 2, and nothing is written."""
-    result = cli("eval", "harness", *arguments)
-    assert result.code == 2
-    last = result.err.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert message in last
-    assert "Traceback" not in result.err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("doc_to_text: '{{txt}}'", "'txt' is undefined"),

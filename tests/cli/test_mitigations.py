@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from longrnn import Mitigated, load, mitigation
 from longrnn.data.prompts import FILLER, KEY_LINE, QUESTION
-from longrnn.evaluation.calibrate import METHODS
-from longrnn.files import sha256
-from longrnn.mitigations.spec import FORMAT
 from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused
 
@@ -34,7 +30,7 @@ def texts(tmp_path: Path) -> None:
 @pytest.fixture
 def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
     """`norm.yaml`: a state norm for CHECKPOINT, low enough to change its results."""
-    options = ["--method", "state_norm", "--margin", "0.3", "--output", "norm.yaml", "--quiet"]
+    options = ["--method", "state_norm(margin=0.3)", "--output", "norm.yaml", "--quiet"]
     result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
     assert (result.code, result.err) == (0, "")
     return "norm.yaml"
@@ -42,37 +38,6 @@ def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
 
 def fingerprint(spec: str) -> str:
     return Mitigated(load(CHECKPOINT), mitigation(spec)).fingerprint()
-
-
-OPTIONS: dict[str, list[str]] = {
-    "state_norm": ["--margin", "2"],
-    "token_filter": ["--target-length", "1k"],
-    "scale_delta": ["--target-length", "512", "--steps", "1", "--windows", "1"],
-    "scale_decay": ["--target-length", "300", "--steps", "1", "--windows", "1", "--seed", "3"],
-    "power_decay": ["--target-length", "300", "--steps", "1", "--windows", "1"],
-}
-
-
-@pytest.mark.parametrize("method", list(METHODS))
-def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
-    """`calibrate` writes a file that records its origin and that other commands accept."""
-    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", "--text", "prose.txt"]
-    result = cli(*command, "--method", method, *OPTIONS[method], "--quiet")
-    assert (result.code, result.err) == (0, "")
-    path = f"results/calibrate/{CHECKPOINT}/{method}.yaml"
-    said, where = result.out.splitlines()
-    assert said == str(mitigation(path))
-    assert said.startswith(f"{method}(")
-    assert where == path
-    content = yaml.safe_load((tmp_path / path).read_text())
-    assert content["format"] == FORMAT
-    assert content["fingerprint"] == load(CHECKPOINT).fingerprint()
-    assert content["length"] == 256
-    assert content["text_sha256"] == [
-        sha256(tmp_path / name) for name in ("filler.txt", "prose.txt")
-    ]
-    use = ["generate", CHECKPOINT, "--prompt", "a", "--max-new-tokens", "1", "--mitigation", path]
-    assert cli(*use).code == 0
 
 
 def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
@@ -150,7 +115,7 @@ def test_generate(cli: CLI, calibrated: str) -> None:
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     """A mitigation changes the states, and accepts the diagnosis of the plain model."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
-    command += ["--no-newlines", "--quiet"]
+    command += ["--quiet"]
     ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
     assert (ours.code, ours.err) == (0, "")
     limits: Any = mitigation(calibrated).threshold  # type: ignore[attr-defined]
@@ -279,80 +244,3 @@ def test_bad_specs(spec: str, says: tuple[str, ...], cli: CLI, tmp_path: Path) -
     (tmp_path / "binary.yaml").write_bytes(b"\xff\x00\x01")
     refused(cli, *PASSKEY, "--mitigation", spec, says=says)
     refused(cli, "eval", "passkey", f"{CHECKPOINT}+{spec}", *SMALL, says=says)
-
-
-@pytest.mark.parametrize("command", ["eval perplexity", "generate", "diagnose states"])
-def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path) -> None:
-    """Every command refuses a bad mitigation in the same way."""
-    options: dict[str, list[Any]] = {
-        "eval perplexity": ["--text", "prose.txt", "--lengths", "100", "--quiet"],
-        "generate": ["--prompt", "a"],
-        "diagnose states": ["--text", "prose.txt", "--length", "600", "--quiet"],
-    }
-    spec = ["--mitigation", "sliding_window(window=0)"]
-    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec)
-    spec = ["--mitigation", ""]
-    refused(
-        cli,
-        *command.split(),
-        CHECKPOINT,
-        *options[command],
-        *spec,
-        says=("mitigation",),
-    )
-    spec = ["--mitigation", "token_filter(threshold=0.1)"]
-    trained = ["--train-length", "64"] if command == "diagnose states" else []
-    arguments = [*command.split(), models / "text", *options[command], *trained, *spec]
-    refused(cli, *arguments, says=("token_filter", "forget_more"))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--method", "statenorm"], ("statenorm", "'state_norm'")),
-        (["--method", "sliding_window"], ("power_decay",)),
-        (["--method", "token_filter"], ("--target-length",)),
-        (["--target-length", "soon"], ("soon",)),
-        (["--target-length", "256"], ("256",)),
-        (["--train-length", "0"], ("length",)),
-        (["--train-length", "1"], ("length",)),
-        (["--train-length", "2k"], ("1,080",)),
-        (["--method", "scale_decay", "--target-length", "2k"], ("2,049",)),
-        (["--windows", "0"], ("windows",)),
-        (["--margin", "0"], ("margin",)),
-        (["--quantile", "1.5"], ("quantile",)),
-        (["--share", "0"], ("share",)),
-        (["--output", "norm.json"], ("norm.json",)),
-        (["--text", "nowhere.txt"], ("nowhere.txt",)),
-        (["--text", "empty.txt"], ("empty.txt",)),
-        (["--text", "binary.txt"], ("binary.txt",)),
-        (["--text", "filler.txt"], ()),
-        (["--device", "abacus"], ()),
-    ],
-)
-def test_calibrate_refuses(
-    options: list[str], says: tuple[str, ...], cli: CLI, texts: None, tmp_path: Path
-) -> None:
-    """Bad options and texts are refused, and no file is written."""
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
-    method = [] if "--method" in options else ["--method", "state_norm"]
-    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", *method, "--quiet"]
-    refused(cli, *command, *options, says=says)
-
-
-def test_calibrate_refuses_models(cli: CLI, texts: None, models: Path) -> None:
-    """A model without a training length or without step sizes is refused."""
-    command = ["calibrate", models / "text", "--text", "filler.txt", "--quiet"]
-    refused(cli, *command, "--method", "state_norm", says=("--train-length",))
-    lengths = ["--train-length", "64", "--target-length", "128"]
-    says = ("scale_delta is not defined for lstm",)
-    refused(cli, *command, "--method", "scale_delta", *lengths, says=says)
-
-
-def test_misspelt_options(cli: CLI) -> None:
-    """A misspelt option is refused with the nearest one."""
-    result = cli("calibrate", CHECKPOINT, "--text", "a.txt", "--method", "x", "--margni", "1")
-    assert result.code == 2
-    assert "--margin" in result.err
-    assert "Traceback" not in result.err
