@@ -40,7 +40,7 @@ def cells(folder: Path) -> dict[tuple[str, str, int | None], Any]:
 COMMANDS: dict[str, list[str]] = {
     "passkey": ["eval", "passkey", "{m}/text", "--lengths", "160,256", "--n", "2"],
     "inserted": ["eval", "passkey", "{m}/text", "--lengths", "200,300", "--n", "1"]
-    + ["--insert-every", "100"],
+    + ["--insert-at", "0,100"],
     "perplexity": ["eval", "perplexity", "{m}/text", "--text", "book.txt", "--lengths", "64,256"],
     "overlapping": ["eval", "perplexity", "{m}/text", "--text", "book.txt", "--lengths", "256"]
     + ["--context", "64", "--stride", "32"],

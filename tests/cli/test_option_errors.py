@@ -47,10 +47,9 @@ def test_eval_passkey_options(
     [
         (["--insert-at", "x"], ("'x'",)),
         (["--insert-at", "-1"], ("'-1'",)),
-        (["--insert-every", "0"], ("length",)),
         (["--insert-at", "0,1M"], ("tokens", "length")),
         (["--insert-at", "0", "--depths", "5"], ("--depths",)),
-        (["--insert-at", "0", "--insert-every", "8k"], ("--depths",)),
+        (["--insert-at", "0", "--depths", "3"], ("--insert-at",)),
         (["--insert-at", "0", "--n-keys", "2"], ("prompt",)),
     ],
 )
