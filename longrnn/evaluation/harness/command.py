@@ -129,7 +129,7 @@ def find_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"no folder {include_path} for include_path: give one with task files")
-    folders = [str(bundled("eval/tasks")), *filter(None, [include_path])]
+    folders: list[str | Path] = [bundled("eval/tasks"), *filter(None, [include_path])]
     names = [name for task in requested for name in str(task).split(",") if name]
     if not names:
         raise UserError(NO_TASK)
@@ -159,8 +159,8 @@ class Tracker(loggers.EvaluationTracker):
         super().save_results_aggregated(results=results, samples=samples)  # type: ignore[arg-type]
         config = results["config"]
         print(
-            f"Sharing prefixes, {config['tokens_computed']:,} tokens were computed (with those that "
-            "were generated); request by request the prompts and choices have "
+            f"Sharing prefixes, {config['tokens_computed']:,} tokens were computed, with "
+            "those that were generated; request by request the prompts and choices have "
             f"{config['tokens_requested']:,}."
         )
 

@@ -24,7 +24,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models import huggingface
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -51,7 +51,9 @@ FINGERPRINT = "longrnn fingerprint"
 TRUNCATED = ("requests", "tokens", "split_documents")
 
 
-@register_model("longrnn")
+HFLM: Any = huggingface.HFLM  # its decorator hides its type
+
+
 class LongRNN(HFLM):
     """Any `LanguageModel` as an lm-eval model.
 
@@ -79,7 +81,7 @@ class LongRNN(HFLM):
         processes.start()
         self._rank, self._world_size = processes.rank(), processes.size()
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
-        self.model: LanguageModel = _model(pretrained, given)
+        self.model = _model(pretrained, given)
         source = pretrained if given.tokenizer is None else given.tokenizer
         if isinstance(source, LanguageModel):
             raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
@@ -133,8 +135,8 @@ class LongRNN(HFLM):
 
     # The three kinds of requests
 
-    def _loglikelihood_tokens(  # type: ignore[override]
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         pairs = []
         for _, context, continuation in requests:
@@ -284,6 +286,9 @@ class LongRNN(HFLM):
                     "another --use_cache"
                 )
         super().set_cache_hook(cache_hook)
+
+
+register_model("longrnn")(LongRNN)
 
 
 def _model(source: str | Path | LanguageModel, given: Arguments) -> LanguageModel:
