@@ -18,10 +18,6 @@ def reverse(**metadata: Any) -> dict[str, Dataset]:
     return _test(texts.reverse_documents(metadata))
 
 
-def perplexity(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.text_documents(metadata))
-
-
 def single(**metadata: Any) -> dict[str, Dataset]:
     return _test(texts.needle_documents("single", metadata))
 

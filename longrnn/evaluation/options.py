@@ -23,12 +23,9 @@ def evenly_spaced(count: int) -> list[float]:
 
 
 def _depths(value: Any) -> Any:
-    if isinstance(value, int):
-        return evenly_spaced(value)
     if isinstance(value, str):
-        parts = value.split(",")
-        return evenly_spaced(int(value)) if value.isdecimal() else [part.strip() for part in parts]
-    return value
+        value = int(value) if value.isdecimal() else [part.strip() for part in value.split(",")]
+    return evenly_spaced(value) if isinstance(value, int) else value
 
 
 def _places(value: Any) -> Any:

@@ -188,13 +188,12 @@ CASES = """
     eval harness --tasks longrnn_passkey | give the checkpoint before
     eval harness passkey-tiny | --tasks longrnn_passkey
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
-    eval harness passkey-tiny --tasks longrnn_perplexity | --metadata text=book.txt
     HARNESS --limit x | invalid float value
     HARNESS --fewshot_num 1 | unrecognized
     HARNESS --include_path no | --trust-task-code
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | at least 1
+    HARNESS --metadata n=0 | n is 0
     data build --out new book.txt nowhere.txt | no file nowhere.txt
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more

@@ -34,8 +34,7 @@ COMMANDS = {
         "eval", "task", "MODEL", "--task", "sort", "--vocab-size", "9", "--lengths", "4",
     ],
     "harness, likelihood": [
-        "eval", "harness", "MODEL", "--tasks", "longrnn_perplexity", "--metadata",
-        '{"text": "TEXT", "max_seq_lengths": [256]}',
+        "eval", "harness", "MODEL", "--tasks", "task.yaml", "--trust-task-code",
     ],
     "harness, generation": [
         "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--metadata",
@@ -60,6 +59,14 @@ COMMANDS = {
         "generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3", "--temperature", "1",
     ],
 }  # fmt: skip
+TASK = """task: likelihood
+dataset_path: text
+dataset_kwargs: {data_files: {test: TEXT}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+"""
 SUITES = {
     "cost": "{kind: cost, lengths: [64], decode: 1}",
     "bits": "{kind: perplexity, texts: [TEXT], lengths: [64], windows: 1}",
@@ -90,6 +97,7 @@ def test_every_evaluation_refuses_a_model_with_nan_weights(
     for suite, text in SUITES.items():
         text = text.replace("TEXT", str(tmp_path / "text.txt"))
         (tmp_path / f"{suite}.yaml").write_text(f"evaluations: [{text}]")
+    (tmp_path / "task.yaml").write_text(TASK.replace("TEXT", str(tmp_path / "text.txt")))
     places = {"MODEL": tmp_path / "sick", "GOOD": tmp_path / "good", "TEXT": tmp_path / "text.txt"}
     command = COMMANDS[name]
     for placeholder, path in places.items():

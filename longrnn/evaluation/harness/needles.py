@@ -2,8 +2,8 @@
 
 Four tasks hide sentences such as `One of the special magic numbers for amber-otter is: 4178332.`
 and ask for the numbers: one key (`single`), one of several keys (`multikey`), all numbers of one
-key (`multivalue`), those of several keys (`multiquery`). `variable_tracking` hides a chain of
-assignments and asks for all variables with the value at its start.
+key (`multivalue`), those of several keys (`multiquery`). `variables` hides a chain of assignments
+and asks for all variables with the value at its start, after a worked example.
 
 Where this differs from RULER: keys are drawn from the word lists below, and the haystack is the
 passkey's filler or a text file, word by word.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import string
-from collections.abc import Callable, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,35 +50,47 @@ SECOND = (
     "meadow mirror needle orchard otter palace parrot pebble pepper pillow planet river rocket "
     "saddle shadow temple thunder tiger tunnel turtle valley violin window"
 )
-# Numbers of seven digits, and values of five for the variables.
-LOW, HIGH = 1_000_000, 9_999_999
-HOPS = 4
-# Haystack of the worked example that comes before the question about variables.
+# Variables of a chain of assignments.
+CHAIN = 5
+# Units of the haystack in the worked example that comes before the question about variables.
 EXAMPLE_UNITS = 5
-
-
-class Counts(NamedTuple):
-    """How many keys are hidden, numbers each has, and keys that are asked."""
-
-    keys: int
-    values: int
-    asked: int
-
-
+# Hidden keys, numbers of each, and how many keys are asked for.
 KINDS = {
-    "single": Counts(1, 1, 1),
-    "multikey": Counts(4, 1, 1),
-    "multivalue": Counts(1, 4, 1),
-    "multiquery": Counts(4, 1, 4),
+    "single": (1, 1, 1),
+    "multikey": (4, 1, 1),
+    "multivalue": (1, 4, 1),
+    "multiquery": (4, 1, 4),
 }
 
 
-class Example(NamedTuple):
-    """A text with its question, how the answer begins, and all that it must name."""
+class Puzzle(NamedTuple):
+    """What is hidden in a haystack, and asked for.
 
-    text: str
+    Attributes:
+        before: the text in front of the haystack.
+        lines: hidden lines.
+        depths: where they are, from 0 to 1, ascending.
+        question: the text after the haystack.
+        prefix: how the answer begins.
+        outputs: what it must name.
+    """
+
+    before: str
+    lines: list[str]
+    depths: list[float]
+    question: str
     prefix: str
     outputs: list[str]
+
+    def text(self, haystack: Haystack, count: int) -> str:
+        """Return the text with `count` units of a haystack."""
+        parts, done = [], 0
+        for line, depth in zip(self.lines, self.depths, strict=True):
+            place = round(depth * count)
+            parts += [*haystack.units(done, place), line]
+            done = place
+        hidden = " ".join([*parts, *haystack.units(done, count)])
+        return f"{self.before}{hidden}{self.question}"
 
 
 class Haystack:
@@ -91,110 +103,75 @@ class Haystack:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.units = read_text(path)[0].split() if path else FILLER.strip().split(". ")
-        if path is None:
-            self.units = [f"{unit.rstrip('.')}." for unit in self.units]
+        sentences = [f"{one.rstrip('.')}." for one in FILLER.strip().split(". ")]
+        self.words = read_text(path)[0].split() if path else sentences
 
-    def hide(self, count: int, lines: Sequence[str], depths: Sequence[float]) -> str:
-        """`count` units with lines between them, at rising depths from 0 to 1."""
-        if self.path is not None and count > len(self.units):
+    def units(self, start: int, stop: int) -> list[str]:
+        """Return the units from one index up to another.
+
+        Raises:
+            UserError: the text is too short.
+        """
+        if self.path is not None and stop > len(self.words):
             raise UserError(
-                f"{self.path} has {len(self.units):,} words, too few for the length asked: give a "
+                f"{self.path} has {len(self.words):,} words, too few for the length asked: give a "
                 "longer text or a smaller length"
             )
-        parts, before = [], 0
-        for line, depth in zip(lines, depths, strict=True):
-            place = round(depth * count)
-            parts += [self._unit(i) for i in range(before, place)]
-            parts.append(line)
-            before = place
-        return " ".join([*parts, *(self._unit(i) for i in range(before, count))])
-
-    def _unit(self, index: int) -> str:
-        return self.units[index % len(self.units)]
+        return [self.words[index % len(self.words)] for index in range(start, stop)]
 
 
-def needles(kind: str, haystack: Haystack, tokenizer: Tokenizer, length: int, name: str) -> Example:
-    """One text of a kind of KINDS.
-
-    Args:
-        kind: which.
-        haystack: what to hide in.
-        tokenizer: that counts the tokens.
-        length: tokens of the text and the beginning of its answer, at most and nearly.
-        name: what the randomness is a function of.
-
-    Raises:
-        UserError: a length too short for the needles.
-    """
-    rng, counts = random.Random(f"{name}/{kind}/{length}"), KINDS[kind]
-    pairs = [(first, second) for first in FIRST.split() for second in SECOND.split()]
-    keys = ["-".join(pair) for pair in rng.sample(pairs, counts.keys)]
-    values = {key: [str(rng.randint(LOW, HIGH)) for _ in range(counts.values)] for key in keys}
+def puzzle(kind: str, rng: random.Random) -> Puzzle:
+    """Return a puzzle of one of KINDS, or of `variables`."""
+    if kind == "variables":
+        worked = _chain(rng)
+        answer = f" {worked.prefix} {', '.join(worked.outputs)}\n\n"
+        found = _chain(rng)
+        return found._replace(before=worked.text(Haystack(), EXAMPLE_UNITS) + answer + found.before)
+    count, values_each, n_asked = KINDS[kind]
+    pairs = [*product(FIRST.split(), SECOND.split())]
+    keys = ["-".join(pair) for pair in rng.sample(pairs, count)]
+    values = {
+        key: [str(rng.randint(1_000_000, 9_999_999)) for _ in range(values_each)] for key in keys
+    }
     lines = [LINE.format(key=key, value=value) for key in keys for value in values[key]]
     rng.shuffle(lines)
     depths = sorted(rng.random() for _ in lines)
-    asked = rng.sample(keys, counts.asked)
+    asked = rng.sample(keys, n_asked)
     outputs = [value for key in asked for value in values[key]]
-    several = len(outputs) > 1
-    words = {
-        "numbers": "numbers" if several else "number",
-        "are": "are" if several else "is",
-        "keys": ", ".join(asked),
-    }
-    prefix = ANSWER.format(**words)
-
-    def text(count: int) -> str:
-        return TASK + haystack.hide(count, lines, depths) + QUESTION.format(**words)
-
-    return Example(_fitted(text, prefix, tokenizer, length), prefix, outputs)
+    numbers, are = ("numbers", "are") if len(outputs) > 1 else ("number", "is")
+    words = {"numbers": numbers, "are": are, "keys": ", ".join(asked)}
+    return Puzzle(TASK, lines, depths, QUESTION.format(**words), ANSWER.format(**words), outputs)
 
 
-def variable_tracking(
-    haystack: Haystack, tokenizer: Tokenizer, length: int, name: str, *, hops: int = HOPS
-) -> Example:
-    """One text with a chain of `hops` assignments behind the first, see `needles`."""
-    rng = random.Random(f"{name}/variables/{length}")
-    worked = _chain(rng, Haystack(), hops)
-    example = f"{worked(EXAMPLE_UNITS)} {worked.prefix} {', '.join(worked.names)}\n\n"
-    chain = _chain(rng, haystack, hops)
-    text = _fitted(lambda count: example + chain(count), chain.prefix, tokenizer, length)
-    return Example(text, chain.prefix, chain.names)
-
-
-class _Chain(NamedTuple):
-    haystack: Haystack
-    names: list[str]
-    value: str
-    depths: list[float]
-
-    @property
-    def prefix(self) -> str:
-        return TRACK_ANSWER.format(count=len(self.names), value=self.value)
-
-    def __call__(self, count: int) -> str:
-        """The text with `count` units of haystack."""
-        lines = [f"VAR {self.names[0]} = {self.value}."]
-        lines += [f"VAR {b} = VAR {a}." for a, b in zip(self.names, self.names[1:], strict=False)]
-        hidden = self.haystack.hide(count, lines, self.depths)
-        return TRACK + hidden + TRACK_QUESTION.format(value=self.value)
-
-
-def _chain(rng: random.Random, haystack: Haystack, hops: int) -> _Chain:
+def _chain(rng: random.Random) -> Puzzle:
+    """Return a chain of assignments; all variables have the value of the first."""
     names: list[str] = []
-    while len(names) <= hops:
+    while len(names) < CHAIN:
         name = "".join(rng.choices(string.ascii_uppercase, k=5))
         if name not in names:
             names.append(name)
     depths = sorted(rng.random() for _ in names)
-    return _Chain(haystack, names, str(rng.randint(10_000, 99_999)), depths)
+    value = str(rng.randint(10_000, 99_999))
+    lines = [f"VAR {names[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in pairwise(names))]
+    prefix = TRACK_ANSWER.format(count=len(names), value=value)
+    return Puzzle(TRACK, lines, depths, TRACK_QUESTION.format(value=value), prefix, names)
 
 
-def _fitted(build: Callable[[int], str], prefix: str, tokenizer: Tokenizer, length: int) -> str:
-    """The text with as many units of haystack as leave it, and the prefix, `length` tokens."""
+def fitted(asked: Puzzle, haystack: Haystack, tokenizer: Tokenizer, length: int) -> str:
+    """Return the text of a puzzle with as many units of a haystack as fit.
+
+    Args:
+        asked: the puzzle.
+        haystack: what to hide it in.
+        tokenizer: counts the tokens.
+        length: tokens of the text and the beginning of its answer, at most and nearly.
+
+    Raises:
+        UserError: the length is too short, or too long for the haystack.
+    """
 
     def size(count: int) -> int:
-        return len(tokenizer.encode(f"{build(count)} {prefix}"))
+        return len(tokenizer.encode(f"{asked.text(haystack, count)} {asked.prefix}"))
 
     least = size(0)
     if length < least:
@@ -204,8 +181,8 @@ def _fitted(build: Callable[[int], str], prefix: str, tokenizer: Tokenizer, leng
         )
     each = (size(EXAMPLE_UNITS) - least) / EXAMPLE_UNITS
     count = int((length - least) / each)
-    # A second look at the true cost of a unit, then down to what fits.
+    # Correct the count by the true size of a unit, then down to what fits.
     count += int((length - size(count)) / each)
     while count > 0 and (excess := size(count) - length) > 0:
         count = max(0, count - math.ceil(excess / each))
-    return build(count)
+    return asked.text(haystack, count)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import texts
 from longrnn.text import ByteTokenizer
 from tests.texts import trained_bpe
 
 TINY = {"pretrained": "passkey-tiny", "version": 1.0, "config_source": "somewhere"}
+HIDDEN = re.compile(r"One of the special magic numbers for (\S+) is: (\d+)\.")
 
 
 def test_passkeys() -> None:
@@ -29,17 +32,66 @@ def test_passkeys() -> None:
     assert len({d["outputs"][0] for d in documents[:3]}) == 3
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
-    """Lengths count tokens of the given tokenizer and are never exceeded."""
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [("single", (1, 1)), ("multikey", (4, 1)), ("multivalue", (4, 4)), ("multiquery", (4, 4))],
+)
+def test_needles(kind: str, counts: tuple[int, int]) -> None:
+    """The numbers of the keys in the question are in the text, and all the rest is filler."""
+    documents = texts.needle_documents(kind, {**TINY, "max_seq_lengths": [1024, 3000], "n": 2})
+    for document in documents:
+        hidden = HIDDEN.findall(document["input"])
+        asked = re.search(r"for ([^?]+?) mentioned", document["input"].splitlines()[-1])
+        assert asked is not None
+        names = asked[1].split(", ")
+        assert (len(hidden), len(document["outputs"])) == counts
+        assert sorted(document["outputs"]) == sorted(v for key, v in hidden if key in names)
+        assert all(name in document["gen_prefix"] for name in names)
+        assert document["max_length"] - 40 < document["length"] <= document["max_length"]
+        left = " ".join(HIDDEN.sub("", document["input"].split("\n")[1]).split())
+        assert (FILLER * 40).startswith(left)
+        assert left.endswith(".")
+    assert len({d["input"] for d in documents}) == 4
+    again = texts.needle_documents(kind, {**TINY, "max_seq_lengths": [1024, 3000], "n": 2})
+    assert again == documents
+
+
+def test_variables() -> None:
+    """The assignments are a chain in order, and its names are the answer."""
+    metadata = {**TINY, "max_seq_lengths": [2500], "n": 1}
+    (document,) = texts.needle_documents("variables", metadata)
+    worked, text = document["input"].split("\n\n", 2)[1:]
+    assert worked.count("VAR") == 1 + 2 * 4
+    value = re.search(r"VAR (\w+) = (\d+)\.", text)
+    assert value is not None
+    chain = [value[1]]
+    for name, before in re.findall(r"VAR (\w+) = VAR (\w+)\.", text[value.end() :]):
+        assert before == chain[-1]
+        chain.append(name)
+    assert chain == document["outputs"]
+    assert f"assigned the value {value[2]} in" in text
+    assert value[2] in document["gen_prefix"]
+    assert 2460 < document["length"] <= 2500
+
+
+def test_own_text_and_tokenizer(tmp_path: Path) -> None:
+    """Words of a file keep their order; lengths count tokens of the given tokenizer."""
+    path = tmp_path / "book.txt"
+    path.write_text(" ".join(f"w{i}" for i in range(500)))
+    metadata = {**TINY, "text": str(path), "max_seq_lengths": [1000], "n": 1}
+    for function in (texts.passkey_documents, lambda m: texts.needle_documents("single", m)):
+        words = [int(word) for word in re.findall(r"w(\d+)", function(metadata)[0]["input"])]
+        assert words == [*range(words[0], words[0] + len(words))]
+    with pytest.raises(UserError, match="500"):
+        texts.needle_documents("single", {**metadata, "max_seq_lengths": [10_000]})
     trained_bpe().save(tmp_path)
-    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": 600, "n": 2}
+    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": 2000, "n": 2}
     for document in [
         *texts.passkey_documents(metadata),
         *texts.needle_documents("multikey", metadata),
-        *texts.needle_documents("variables", {**metadata, "max_seq_lengths": 2000}),
+        *texts.needle_documents("variables", metadata),
     ]:
-        size = document["max_length"]
-        assert size - 40 < document["length"] <= size
+        assert 1940 < document["length"] <= 2000
 
 
 def test_lists() -> None:
@@ -57,37 +109,23 @@ def test_lists() -> None:
         assert all(int(item) < 1000 for items in lists for item in items)
 
 
-def test_text(tmp_path: Path) -> None:
-    """Texts are cut to their length without dividing a character."""
-    path = tmp_path / "book.txt"
-    path.write_text("äb" * 400)
-    metadata = {**TINY, "text": str(path)}
-    assert texts.text_documents(metadata)[0]["text"] == "äb" * 400
-    cut = texts.text_documents({**metadata, "max_seq_lengths": [100, 1001]})
-    assert [len(d["text"].encode()) for d in cut] == [99, 1001]
-
-
 @pytest.mark.parametrize(
-    ("function", "metadata", "message"),
+    ("metadata", "message"),
     [
-        ("passkey", {"max_seq_length": [512]}, "max_seq_lengths"),
-        ("passkey", {"max_seq_lengths": [64]}, "64 is too short"),
-        ("passkey", {"max_seq_lengths": "long"}, "long"),
-        ("passkey", {"n": 0}, "'n'"),
-        ("passkey", {"pretrained": None}, "tokenizer=NAME"),
-        ("text", {}, "text=book.txt"),
-        ("text", {"text": "missing.txt"}, "missing.txt"),
-        ("text", {"text": "{file}", "max_seq_lengths": [4096]}, "4,096"),
+        ({"max_seq_length": [512]}, "max_seq_lengths"),
+        ({"max_seq_lengths": [64]}, "64 is too short"),
+        ({"max_seq_lengths": "long"}, "long"),
+        ({"n": 0}, "n"),
+        ({"pretrained": None}, "tokenizer=NAME"),
+        ({"text": "missing.txt"}, "missing.txt"),
     ],
 )
-def test_bad_metadata(
-    function: str, metadata: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "book.txt").write_text("Too short")
-    if metadata.get("text") == "{file}":
-        metadata = {**metadata, "text": str(tmp_path / "book.txt")}
-    with pytest.raises(UserError, match=message):
-        getattr(texts, f"{function}_documents")({**TINY, **metadata})
+def test_bad_metadata(metadata: dict[str, Any], message: str) -> None:
+    """A misspelt name or a value that is not valid is refused."""
+    for kind in ("passkey", "needle"):
+        arguments = () if kind == "passkey" else ("single",)
+        with pytest.raises(UserError, match=message):
+            getattr(texts, f"{kind}_documents")(*arguments, {**TINY, **metadata})
 
 
 def test_scores() -> None:
@@ -103,8 +141,3 @@ def test_scores() -> None:
     assert moved == {
         "exact_match": 0.0, "item_accuracy": pytest.approx(1 / 3), "edit_distance": 2.0, "3": 0.0
     }  # fmt: skip
-    text = {"text": "two wörds", "max_length": 10}
-    scores = texts.score_text(text, [-20.0])
-    assert scores["bits_per_byte"] == (-20.0, 10)
-    assert scores["word_perplexity"] == (-20.0, 2)
-    assert scores["10"] == pytest.approx(20 / 10 / 0.6931471805599453)
