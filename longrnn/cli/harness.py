@@ -33,7 +33,7 @@ def harness(model: Model, tasks: Tasks) -> None:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
     --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
     --model_args takes dtype, max_length, tokenizer, prefix_token_id, add_bos_token and backend.
-    This package adds the tasks longrnn_passkey and longrnn_reverse, and the group longrnn_needles.
+    This package adds the tasks longrnn_passkey and longrnn_reverse.
 
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey
     --metadata '{"max_seq_lengths": [1024, 4096]}' --limit 20

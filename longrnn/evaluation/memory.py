@@ -182,8 +182,8 @@ class Memory(MemoryOptions, Evaluation):
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
     ) -> list[Picture]:
-        from longrnn.evaluation.figures import Line, lines
-        from longrnn.evaluation.report import Picture
+        from longrnn.evaluation.figures import Line, lines, png
+        from longrnn.evaluation.report import Picture, picture_name
 
         by_start, by_length = [], []
         for (name, own), position in product(found.items(), self.positions):
@@ -196,13 +196,15 @@ class Memory(MemoryOptions, Evaluation):
                 by_length.append(Line(label, list(points), values))
         return [
             Picture(
-                name,
+                picture_name(self.title, name),
                 f"EffRem by the number of {across}, one line for each context length T.",
-                lines(drawn, across=across, up="EffRem (total variation)", limits=(-0.02, 1.02)),
+                png(
+                    lines(drawn, across=across, up="EffRem (total variation)", limits=(-0.02, 1.02))
+                ),
             )
             for name, across, drawn in (
-                ("effrem_by_start", "first tokens left out", by_start),
-                ("effrem_by_kept", self.across, by_length),
+                ("by start", "first tokens left out", by_start),
+                ("by kept", self.across, by_length),
             )
             if drawn
         ]

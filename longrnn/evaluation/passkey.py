@@ -157,13 +157,9 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
             samples = {f"{i.spec.place}/{i.spec.number}": float(row["correct"]) for i, row in own}
             column = Column(f"{self.title}, keys recalled", SCORE)
             if place is not None:
-                name = (
-                    self._place(place)
-                    if self.insert_at is not None
-                    else f"depth {self._place(place)}"
-                )
+                name = self._place(place) if isinstance(place, int) else f"depth {place:.0%}"
                 alone = SCORE._replace(difference=None)
-                column = Column(name, alone, drawn=False, brief=self.insert_at is not None)
+                column = Column(name, alone, drawn=False, brief=True)
             reason = self._reason(model, length)
             measurements.append(Measurement(column, length, samples, reason, independent(own)))
         return measurements
@@ -196,8 +192,8 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
     ) -> list[Picture]:
-        from longrnn.evaluation.figures import heat_maps
-        from longrnn.evaluation.report import Picture, by_length
+        from longrnn.evaluation.figures import heat_maps, png
+        from longrnn.evaluation.report import Picture, by_length, picture_name
 
         shares: dict[str, dict[tuple[float, float], float]] = {}
         for name, own in found.items():
@@ -213,10 +209,10 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         axes = "prompt length (tokens)", "depth of the key"
         if self.insert_at is not None:
             axes = "distance since the key (tokens)", "filler before the key (tokens)"
-        png = heat_maps(shares, axes, self._place, "keys recalled")
+        figure = heat_maps(shares, axes, self._place, "keys recalled")
         caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
         drawn = by_length(self, cells) if len(models) > 1 else []
-        return [*drawn, Picture(f"{self.title}_by_position", caption, png)]
+        return [*drawn, Picture(picture_name(self.title, "by position"), caption, png(figure))]
 
     def _places(self) -> list[Any]:
         """Return the insertion points, or the depths."""

@@ -167,8 +167,8 @@ class Perplexity(PerplexityOptions, Evaluation):
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
     ) -> list[Picture]:
-        from longrnn.evaluation.figures import Line, lines
-        from longrnn.evaluation.report import Picture, by_length
+        from longrnn.evaluation.figures import Line, lines, png
+        from longrnn.evaluation.report import Picture, by_length, picture_name
 
         windows = [item.spec for own in found.values() for item, _ in own]
         if any(window.edges == window.cuts for window in windows):
@@ -180,7 +180,7 @@ class Perplexity(PerplexityOptions, Evaluation):
                 middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
                 drawn.append(Line(name, middles, [estimate for *_, estimate in buckets]))
         marks = sorted({one for model in models if (one := self.trained(model)) is not None})
-        png = lines(
+        figure = lines(
             drawn,
             across="tokens read",
             up="nats per token",
@@ -189,7 +189,7 @@ class Perplexity(PerplexityOptions, Evaluation):
             limits=(0, None),
         )
         caption = "Loss by position, means over windows with 95 % intervals."
-        return [Picture(f"{self.title}_by_position", caption, png)]
+        return [Picture(picture_name(self.title, "by position"), caption, png(figure))]
 
 
 def by_bucket(found: Found) -> list[tuple[int, int, Estimate]]:

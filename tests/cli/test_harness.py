@@ -40,7 +40,7 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Once upon a time. " * 200)
     metadata = json.loads(SHORT) | {"text": str(tmp_path / "book.txt"), "n": 1}
     metadata["max_seq_lengths"] = [1500]
-    tasks = "longrnn_needles,longrnn_reverse,longrnn_passkey"
+    tasks = "longrnn_reverse,longrnn_passkey"
     checkpoint = f"{models / 'text'}+forget_more(decay_scale=0.9)"
     arguments = ["--metadata", json.dumps(metadata), "--output_path", tmp_path / "out"]
     limits = ["--gen_kwargs", "max_gen_toks=3"]
@@ -48,9 +48,8 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     (file,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]
-    assert len(found) == 8
-    for kind in ("single", "multikey", "multivalue", "multiquery", "variables"):
-        assert found[f"longrnn_needle_{kind}"]["1500,none"] >= 0
+    assert found["longrnn_passkey"]["1500,none"] >= 0
+    assert found["longrnn_reverse"]["edit_distance,none"] > 0
 
 
 def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def scores(
             which = [task] if sample["filter"] == "none" else [task, sample["filter"]]
             for metric in sample["metrics"]:
                 value = sample[metric]
-                if isinstance(value, (bool, int, float)):
+                # RULER gives −1 under the lengths that are not that of the document.
+                other_length = metric.isdecimal() and value == -1
+                if isinstance(value, (bool, int, float)) and not other_length:
                     column = found.setdefault(", ".join([*which, metric]), {})
                     column[str(sample["doc_id"])] = float(value)
     return found

@@ -19,7 +19,6 @@ from rapidfuzz.distance import DamerauLevenshtein
 from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, keys
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.needles import Haystack, fitted, puzzle
 from longrnn.evaluation.options import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.options import Count, Lengths, Options
@@ -36,7 +35,7 @@ class Metadata(Options):
     max_seq_lengths: Lengths = Field(default=[4096], description="Lengths of prompts in tokens.")
     n: Count = Field(default=20, description="Documents of each length.")
     seed: int = Field(default=0, description="Random seed.")
-    text: Path | None = Field(default=None, description="A text file, the haystack.")
+    text: Path | None = Field(default=None, description="A text file, the filler.")
     depths: Count = Field(default=5, description="Number of depths of the passkey.")
     n_items: Lengths = Field(default=[16, 64], description="Lengths of the lists to reverse.")
     vocab_size: Count = Field(default=16384, description="Their items are below this number.")
@@ -89,21 +88,6 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
     return documents
 
 
-def needle_documents(kind: str, metadata: Mapping[str, Any]) -> list[Document]:
-    """Return texts of one of `needles.KINDS`, or of `variables`."""
-    given, tokenizer = read_metadata(metadata), tokenizer_of(metadata)
-    haystack = Haystack(given.text)
-    documents = []
-    for length in given.max_seq_lengths:
-        for index in range(given.n):
-            asked = puzzle(kind, random.Random(f"{given.seed}/{index}/{kind}/{length}"))
-            text = fitted(asked, haystack, tokenizer, length)
-            tokens = len(tokenizer.encode(f"{text} {asked.prefix}"))
-            more = {"length": tokens, "gen_prefix": asked.prefix}
-            documents.append(_document(text, asked.outputs, length, **more))
-    return documents
-
-
 def reverse_documents(metadata: Mapping[str, Any]) -> list[Document]:
     """Return lists of numbers from a large vocabulary to reverse, after worked examples."""
     given = read_metadata(metadata)
@@ -135,14 +119,6 @@ def score_key(document: Document, results: Sequence[str]) -> dict[str, float]:
     """Return 1 if an answer begins with the key, else 0."""
     right = float(is_recalled(results[0], document["outputs"][0]))
     return {"accuracy": right, str(document["max_length"]): right}
-
-
-def score_all(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Return the share of the expected strings that an answer contains, as in RULER."""
-    answer = results[0].lower()
-    recalled = [output.lower() in answer for output in document["outputs"]]
-    share = sum(recalled) / len(recalled)
-    return {"accuracy": share, str(document["max_length"]): share}
 
 
 def score_list(document: Document, results: Sequence[str]) -> dict[str, float]:
