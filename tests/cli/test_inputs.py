@@ -93,7 +93,7 @@ def test_the_commands_are_found() -> None:
     assert {("train",), ("eval", "passkey"), ("data", "build"), ("diagnose", "states")} <= names
     assert len(READABLE) > 25
     assert len(WRITABLE) > 10
-    assert len(SEEDS) >= 4
+    assert len(SEEDS) >= 2
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.core
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
 COMMANDS = {
     "passkey": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1"],
-    "passkey naive": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1", "--naive"],
     "chunk select": ["eval", "passkey", "MODEL", "--lengths", "200", "--chunk-select", "128"],
     "perplexity": ["eval", "perplexity", "MODEL", "--text", "TEXT", "--lengths", "256"],
     "paired": ["eval", "perplexity", "GOOD", "MODEL", "--text", "TEXT", "--lengths", "256"],
@@ -48,8 +47,8 @@ COMMANDS = {
         "calibrate", "MODEL", "--text", "TEXT", "--method", "state_norm", "--train-length", "64",
     ],
     "calibrate by search": [
-        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay", "--train-length", "64",
-        "--target-length", "128", "--steps", "1",
+        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay(steps=1)", "--train-length",
+        "64", "--target-length", "128",
     ],
     "compare, cost": ["compare", "MODEL", "--suite", "cost.yaml"],
     "compare, perplexity": ["compare", "GOOD", "MODEL", "--suite", "bits.yaml"],
