@@ -13,6 +13,7 @@ A long stream is one window: `--length 1M --windows 1`. Passkeys under mitigatio
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from longrnn.units import format_length, parse_length
 INSIDE = 64
 
 
-def settings(trained: int) -> dict[str, dict[str, str | None]]:
+def settings(trained: int) -> Mapping[str, Mapping[str, str | None]]:
     """Returns what to try of each mitigation: a specification, or a method to calibrate with."""
     search = "calibrate {}(windows=1, steps=20)"
     slow = {f"{k}x": f"forget_more(decay_scale={1 - 1 / (k * trained)})" for k in (1, 4)}

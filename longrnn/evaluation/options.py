@@ -52,7 +52,7 @@ class PasskeyOptions(Options):
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
-    depths: Depths = Field(evenly_spaced(5))
+    depths: Depths = Field(default=evenly_spaced(5))
     """Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1."""
     insert_at: Places | None = None
     """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""

@@ -15,18 +15,12 @@ from longrnn.mitigations.spec import write_calibration
 from tests.cli.conftest import CLI
 
 SHORT = ["--length", "600", "--train-length", "64", "--quiet"]
-PICTURES = ["channels", "overview", "statistics"]
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> list[str]:
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
     return ["--text", "a.txt"]
-
-
-def prompts(folder: Path) -> list[str]:
-    content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
-    return [prompt["name"] for prompt in content["prompts"]]
 
 
 def test_a_mitigation(
