@@ -47,8 +47,8 @@ COMMANDS = {
         "calibrate", "MODEL", "--text", "TEXT", "--method", "state_norm", "--train-length", "64",
     ],
     "calibrate by search": [
-        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay(steps=1)", "--train-length",
-        "64", "--target-length", "128",
+        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay(steps=1)",
+        "--train-length", "64", "--target-length", "128",
     ],
     "compare, cost": ["compare", "MODEL", "--suite", "cost.yaml"],
     "compare, perplexity": ["compare", "GOOD", "MODEL", "--suite", "bits.yaml"],
