@@ -68,7 +68,7 @@ def main() -> None:
         for one in (ours, theirs)
     )
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    computed, naive = ours.tokens_computed, CHOICES * (longest - 1)
+    computed, naive = ours.counts["computed"], CHOICES * (longest - 1)
     print(
         f"{CHOICES} choices over {args.context:,} tokens: {computed:,} tokens computed, without a "
         f"shared context {naive:,}: {naive / computed:.2f} times fewer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,3 +17,21 @@ def print_table(table: Table, width: int) -> None:
     from rich.console import Console
 
     Console(width=max(Console().width, width)).print(table)
+
+
+def print_rows(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    width: int,
+    caption: str | None = None,
+) -> None:
+    """Prints rows of cells as a table."""
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left", caption=caption)
+    table.columns[0].overflow = "fold"  # names of checkpoints differ at their ends
+    for row in rows:
+        table.add_row(*row)
+    print_table(table, width)

@@ -18,7 +18,9 @@ class Options(BaseModel):
         UserError: an unknown or missing option, or a value that is not valid.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -34,14 +36,15 @@ def _tokens(value: Any) -> Any:
     return parse_length(str(value).removesuffix(".0")) if is_text else value
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Return a list without repeats of `a,b`, of a list, or of a single value."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else [value]
 
 
 def _lengths(value: Any) -> Any:
-    return sorted({_tokens(one) for one in _listed(value)})
+    return sorted({_tokens(one) for one in listed(value)})
 
 
 Count = Annotated[int, Field(ge=1)]

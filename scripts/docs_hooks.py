@@ -7,8 +7,7 @@ and from the docstrings of its packages.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -143,32 +142,20 @@ def public_names() -> str:
 
 def packages() -> str:
     """Returns a page with the first line of every module's docstring."""
-    import longrnn
-
     lines = ["# Packages", ""]
-    for info in pkgutil.iter_modules(longrnn.__path__):
-        module = importlib.import_module(f"longrnn.{info.name}")
-        lines += [f"## longrnn.{info.name}", "", first_line(module), ""]
-        if info.ispkg:
-            for inner in pkgutil.iter_modules(module.__path__, f"longrnn.{info.name}."):
-                if inner.name.endswith("__main__"):
-                    continue
-                lines.append(f"- `{inner.name}`: {docstring(inner)}")
+    root = ROOT / "longrnn"
+    for path in sorted(root.iterdir()):
+        init = path / "__init__.py" if path.is_dir() else path
+        if init.is_file() and init.suffix == ".py" and not path.name.startswith("__"):
+            lines += [f"## longrnn.{path.stem}", "", docstring(init), ""]
+            modules = [one for one in sorted(path.rglob("*.py")) if not one.name.startswith("__")]
+            for module in modules:
+                name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
+                lines.append(f"- `{name}`: {docstring(module)}")
             lines.append("")
     return "\n".join(lines)
 
 
-def docstring(info: pkgutil.ModuleInfo) -> str:
-    """Returns the first line of a module's docstring without importing the module."""
-    import ast
-
-    spec = info.module_finder.find_spec(info.name)  # type: ignore[call-arg]
-    assert spec is not None
-    assert spec.origin is not None
-    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
-    return text.split("\n")[0]
-
-
-def first_line(module: Any) -> str:
-    """Returns the first line of an imported module's docstring."""
-    return (module.__doc__ or "").strip().split("\n")[0]
+def docstring(path: Path) -> str:
+    """Returns the first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -154,20 +155,11 @@ def file_edges() -> dict[str, set[str]]:
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     """Returns the nodes along a cycle of the graph, or an empty list if there is no cycle."""
-    done: set[str] = set()
-
-    def visit(node: str, path: list[str]) -> list[str]:
-        if node in path:
-            return [*path[path.index(node) :], node]
-        if node in done:
-            return []
-        for other in sorted(graph.get(node, ())):
-            if found := visit(other, [*path, node]):
-                return found
-        done.add(node)
-        return []
-
-    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+    try:
+        TopologicalSorter({node: sorted(others) for node, others in graph.items()}).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
 
 
 def mermaid() -> str:

@@ -13,9 +13,9 @@ A long stream is one window: `--length 1M --windows 1`. Passkeys under mitigatio
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from studies import command, differences, estimate, losses, options, record, run, table, windows
 
@@ -27,23 +27,32 @@ from longrnn.units import format_length, parse_length
 INSIDE = 64
 
 
-def settings(trained: int) -> dict[str, dict[str, Any]]:
-    """Returns what to try of each mitigation: a specification, or options of `calibrate`."""
-    search = ["--windows", "1", "--steps", "20"]
+def settings(trained: int) -> Mapping[str, Mapping[str, str | None]]:
+    """Returns what to try of each mitigation: a specification, or a method to calibrate with."""
+    search = "calibrate {}(windows=1, steps=20)"
     slow = {f"{k}x": f"forget_more(decay_scale={1 - 1 / (k * trained)})" for k in (1, 4)}
     return {
         "none": {"": None},
-        "state_norm": {f"{m}x": ["--windows", "16", "--margin", m] for m in ("0.7", "1", "1.5")},
+        "state_norm": {
+            f"{m}x": f"calibrate state_norm(windows=16, margin={m})" for m in ("0.7", "1", "1.5")
+        },
         "forget_more": slow | {"published": "forget_more(decay_scale=0.9999,input_scale=0.75)"},
         "sliding_window": {
             f"{k}x": f"sliding_window(window={k * trained})" for k in (1, 4, 16)
         },
-        "token_filter": {"half": ["--quantile", "0.5"], "nine-tenths": ["--quantile", "0.9"]},
-        "scale_delta": {
-            "search": search, "selective": ["--share", "0.2"], "4": "scale_delta(scale=0.25)",
+        "token_filter": {
+            name: f"calibrate token_filter(quantile={share})"
+            for name, share in (("half", 0.5), ("nine-tenths", 0.9))
         },
-        "scale_decay": {"search": search} | {k: f"scale_decay(scale={k})" for k in ("4", "16")},
-        "power_decay": {"search": search, "half": "power_decay(scale=0.5)"},
+        "scale_delta": {
+            "search": search.format("scale_delta"), "selective": "calibrate scale_delta(share=0.2)",
+            "4": "scale_delta(scale=0.25)",
+        },
+        "scale_decay": {"search": search.format("scale_decay")}
+        | {k: f"scale_decay(scale={k})" for k in ("4", "16")},
+        "power_decay": {
+            "search": search.format("power_decay"), "half": "power_decay(scale=0.5)",
+        },
     }  # fmt: skip
 
 
@@ -81,15 +90,15 @@ def main() -> None:
         kept = args.output / part / f"{label}-{format_length(length)}.json"
         if kept.exists():
             return json.loads(kept.read_text())
-        if isinstance(spec, list):
+        if spec is not None and spec.startswith("calibrate "):
             file = args.output / f"{label}.yaml"
             if not file.exists():
                 target = [] if method == "state_norm" else ["--target-length", args.target]
                 given = [value for text in args.calibration for value in ("--text", str(text))]
                 lengths = ["--train-length", str(trained), *target]
-                calibrated = ["--method", method, "--output", str(file), "--quiet"]
-                command("calibrate", name, *given, *lengths, *calibrated, *spec)
-            spec = file
+                how = ["--method", spec.removeprefix("calibrate "), "--output", str(file)]
+                command("calibrate", name, *given, *lengths, *how, "--quiet")
+            spec = str(file)
         model = plain if spec is None else plain.under(mitigation(spec))
         found = losses(model, texts[part])
         parts = [(0, trained)] if part == "inside" else spans

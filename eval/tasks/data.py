@@ -18,29 +18,5 @@ def reverse(**metadata: Any) -> dict[str, Dataset]:
     return _test(texts.reverse_documents(metadata))
 
 
-def perplexity(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.text_documents(metadata))
-
-
-def single(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.needle_documents("single", metadata))
-
-
-def multikey(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.needle_documents("multikey", metadata))
-
-
-def multivalue(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.needle_documents("multivalue", metadata))
-
-
-def multiquery(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.needle_documents("multiquery", metadata))
-
-
-def variables(**metadata: Any) -> dict[str, Dataset]:
-    return _test(texts.needle_documents("variables", metadata))
-
-
 def _test(documents: list[texts.Document]) -> dict[str, Dataset]:
     return {"test": Dataset.from_list(documents)}

@@ -18,12 +18,14 @@ from longrnn.cli import (
     evaluate,
     finetune,
     generate,
+    gradients,
+    harness,
     info,
     launch,
     report,
     train,
 )
-from longrnn.cli.command import command
+from longrnn.cli.command import QUIET, Group, Program, command
 from longrnn.files import expand_home
 from longrnn.programs import run_to_continue, run_to_end
 
@@ -32,30 +34,55 @@ TEXTS = ("--prompt", "--stop", "--split-on", "--system_instruction")
 
 app = typer.Typer(
     name="longrnn",
+    cls=Program,
     help="Recurrent and state-space language models on contexts far beyond their training length.",
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data.app, name="data")
-app.command("train")(train.train)
-app.command("finetune")(finetune.finetune)
-app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.add_typer(evaluate.app, name="eval")
+
+
+def _group(name: str, about: str, example: str) -> typer.Typer:
+    group = typer.Typer(
+        cls=Group, help=about, epilog=f"Example: longrnn {example}", no_args_is_help=True
+    )
+    app.add_typer(group, name=name)
+    return group
+
+
+command(app, "train")(train.train)
+command(app, "finetune")(finetune.finetune)
+command(app, "launch", settings=launch.SETTINGS)(launch.launch)
+_eval = _group("eval", "Evaluate checkpoints.", "eval passkey passkey-tiny --lengths 1k,4k")
+for kind in ("passkey", "perplexity", "task", "reverse"):
+    evaluate.enter(_eval, kind)
+command(_eval, "harness", settings=harness.SETTINGS)(harness.harness)
 command(app, "compare")(evaluate.compare)
-app.add_typer(diagnose.app, name="diagnose")
+_diagnose = _group(
+    "diagnose",
+    "Look inside a model: states, memory, gradients.",
+    "diagnose states passkey-tiny-short --newlines",
+)
+command(_diagnose, "states")(diagnose.states)
+evaluate.enter(_diagnose, "memory")
+command(_diagnose, "gradients")(gradients.gradients)
 command(app, "calibrate")(calibrate.calibrate)
+command(app, "generate")(generate.generate)
 command(app, "convert")(convert.convert)
-command(app, "generate", context_settings=generate.SETTINGS)(generate.generate)
 command(app, "info")(info.info)
-app.command("doctor")(doctor.doctor)
-app.command("report")(report.report)
+command(app, "doctor")(doctor.doctor)
+command(app, "report")(report.report)
+_data = _group("data", "Build corpora to train on.", "data build --out data/books book1.txt")
+command(_data, "build")(data.build)
 
 
 @app.callback(invoke_without_command=True)
 def root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    quiet: bool = typer.Option(
+        False, QUIET, help="Show no progress; may stand anywhere in a command."
+    ),
 ) -> None:
     if version:
         from longrnn import __version__

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
-from pydantic import Field
 
-from longrnn.cli.options import Output, pick_device
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.command import Argument
+from longrnn.cli.options import Output, pick_device, results_folder
 from longrnn.errors import UserError
-from longrnn.evaluation.settings import Settings
-from longrnn.options import Options
+from longrnn.options import Options, Tokens
 
 
 class Calibration(Options):
     """What is calibrated, and on which texts."""
 
-    checkpoint: str = Field(description="Name of an embedded checkpoint, or a folder.")
-    texts: list[Path] = Field(
-        description="A text to calibrate on, not one to evaluate on; may be given several times."
-    )
-    method: str = Field(
-        description="What to calibrate: state_norm, token_filter, scale_delta, scale_decay or "
-        "power_decay."
-    )
-    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, or a folder."""
+    texts: list[Path]
+    """A text to calibrate on, not one to evaluate on; may be given several times."""
+    method: str
+    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay or power_decay; with
+    settings as in 'state_norm(margin=0.7)' or 'scale_delta(share=0.2)'."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
+    target_length: Tokens | None = None
+    """Length at which the model should work; all methods but state_norm need it."""
+    device: str = "auto"
+    """Where to run: cpu, cuda, cuda:1, auto."""
 
 
-def calibrate(calibration: Calibration, settings: Settings, output: Output) -> None:
+def calibrate(calibration: Calibration, output: Output) -> None:
     """Calibrate a mitigation on text and write a file that --mitigation accepts.
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
     from longrnn.evaluation.calibrate import calibrate as measure
+    from longrnn.evaluation.settings import Settings
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
@@ -41,17 +45,21 @@ def calibrate(calibration: Calibration, settings: Settings, output: Output) -> N
     from longrnn.locks import Lock
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration as Record
-    from longrnn.mitigations.spec import write_calibration
+    from longrnn.mitigations.spec import parse, write_calibration
 
-    checkpoint, method = calibration.checkpoint, calibration.method
+    checkpoint = calibration.checkpoint
+    method, given = parse(calibration.method)
+    given["train_length"], given["target_length"] = (
+        calibration.train_length or required_training_length(checkpoint),
+        calibration.target_length,
+    )
+    settings = Settings(**given)
     path = output.output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
             ".yaml"
         )
-    if settings.train_length is None:
-        settings.train_length = required_training_length(checkpoint)
     settings.check()
     Lock.of_file(path, instead="choose another --output").hold_until_exit()
     model = load_editable(checkpoint, device=pick_device(calibration.device))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BeforeValidator, ValidationError
@@ -18,49 +19,48 @@ from longrnn.errors import UserError
 from longrnn.options import Options, explain
 from longrnn.units import format_length
 
+# The error for an invalid command line, of the click that typer contains or depends on.
+UsageError: Any = typer.BadParameter.__bases__[0]
+QUIET = "--quiet"
+
+
+class Argument(NamedTuple):
+    """Annotates a field that is an argument of the command; `metavar` is its name in the usage."""
+
+    metavar: str
+
 
 def command(
     app: typer.Typer,
     name: str,
     *,
-    context_settings: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    hidden: bool = False,
     **groups: type[Options],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: enter a function as a command.
 
-    Every field with a description is an option, or an argument if its name is in `ARGUMENTS`; an
-    option without a value is left to the default of the model. A field of several texts or paths
-    is an option that may be repeated, in the singular.
+    Every field with a description is an option, or an argument if it is annotated with `Argument`;
+    an option without a value is left to the default of the model. A field of several texts or paths
+    is an option that may be repeated, in the singular. A field `quiet` has the value of `--quiet`.
 
     Args:
         app: where the command is entered.
         name: of the command.
-        context_settings: of typer, which is then the function's argument `context`.
+        settings: of the parser, as typer's `context_settings`.
+        hidden: whether lists of the commands leave it out.
         groups: by the name of the function's argument, the model of its options; by default the
             annotations of the function.
     """
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
-        models = groups or {
-            argument: kind
-            for argument, kind in get_type_hints(function).items()
-            if isinstance(kind, type) and issubclass(kind, Options)
-        }
+        hints = groups or get_type_hints(function)
+        models = {name: kind for name, kind in hints.items() if kind is not NoneType}
 
         @wraps(function)
-        def run(**values: Any) -> None:
-            built: dict[str, Any] = {"context": values["context"]} if context_settings else {}
-            for argument, kind in models.items():
-                given = {name: values.get(name) for name in kind.model_fields}
-                given = {n: v for n, v in given.items() if v is not None and v not in (False, [])}
-                try:
-                    built[argument] = kind(**given)
-                except UserError as error:
-                    if not isinstance(error.__cause__, ValidationError):
-                        raise
-                    flags = {name: flag(name, one) for name, one in kind.model_fields.items()}
-                    raise UserError(explain(error.__cause__, flags)) from error
-            function(**built)
+        def run(parser: typer.Context, **values: Any) -> None:
+            values["quiet"] = parser.find_root().params.get("quiet")
+            function(**{name: _built(kind, values) for name, kind in models.items()})
 
         parameters = [
             _parameter(name, field)
@@ -68,20 +68,27 @@ def command(
             for name, field in kind.model_fields.items()
             if field.description
         ]
-        if context_settings:
-            kind = Parameter.POSITIONAL_OR_KEYWORD
-            parameters.insert(0, Parameter("context", kind, annotation=typer.Context))
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        parameters.insert(0, Parameter("parser", kind, annotation=typer.Context))
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__doc__ = cleandoc(function.__doc__ or "")
-        app.command(name, context_settings=context_settings)(run)
+        app.command(name, context_settings=settings, hidden=hidden)(run)
         return function
 
     return enter
 
 
-# Fields that are arguments instead of options.
-ARGUMENTS = ("checkpoints", "checkpoint", "source", "destination")
+def _built(kind: type[Options], values: dict[str, Any]) -> Options:
+    """Return the options of a group, with errors that name them as the user writes them."""
+    given = {name: values.get(name) for name in kind.model_fields}
+    try:
+        return kind(**{n: v for n, v in given.items() if v is not None and v not in (False, [])})
+    except UserError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        flags = {name: flag(name, field) for name, field in kind.model_fields.items()}
+        raise UserError(explain(error.__cause__, flags)) from error
 
 
 def flag(name: str, field: FieldInfo) -> str:
@@ -97,14 +104,16 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     given: Any = list[kind] if is_list else kind
     if kind is not bool and not field.is_required():
         given = given | None
-    shown = _default(field.default)
-    if name in ARGUMENTS:
-        about: Any = typer.Argument(help=field.description, show_default=False)
+    argument = next((one for one in field.metadata if isinstance(one, Argument)), None)
+    if argument is not None:
+        about: Any = typer.Argument(
+            help=field.description, metavar=argument.metavar, show_default=False
+        )
     else:
         about = typer.Option(
             flag(name, field),
             help=field.description,
-            show_default=shown if shown is not None else False,
+            show_default=_default(field.default) or False,
             metavar=_metavar(field) if kind is str and not is_list else None,
         )
     default: Any = Parameter.empty if field.is_required() else False if kind is bool else None
@@ -156,24 +165,35 @@ def _metavar(field: FieldInfo) -> str:
     return {int: "NUMBER", float: "NUMBER"}.get(kind, "TEXT")
 
 
-def on_use(commands: Mapping[str, Callable[[typer.Typer], object]]) -> type[TyperGroup]:
-    """Return a group with commands that are built when they are used.
+class Group(TyperGroup):
+    """A group whose lists leave hidden commands out."""
 
-    Their options are those of evaluations, whose modules import torch.
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in super().list_commands(ctx) if not self.commands[name].hidden]
 
-    Args:
-        commands: by name, a function that enters the command into an app.
-    """
 
-    class Group(TyperGroup):
-        def list_commands(self, ctx: Any) -> list[str]:
-            return [*commands, *super().list_commands(ctx)]
+class Program(Group):
+    """The whole program: `--quiet` may stand anywhere, and a wrong option is one sentence."""
 
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            if cmd_name not in commands:
-                return super().get_command(ctx, cmd_name)
-            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            commands[cmd_name](app)
-            return typer.main.get_command(app)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # `launch` hands its words on to the processes that it starts.
+        if args[:1] != ["launch"] and QUIET in args:
+            args = [QUIET, *(word for word in args if word != QUIET)]
+        with _one_sentence():
+            return super().parse_args(ctx, args)
 
-    return Group
+    def invoke(self, ctx: Any) -> Any:
+        with _one_sentence():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn an error of the parser into one of the user, which is reported as all others are."""
+    try:
+        yield
+    except UsageError as error:
+        if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":  # which prints help
+            raise
+        message = error.format_message().rstrip(".")
+        raise UserError(f"{message}: see `{error.ctx.command_path} --help`") from error

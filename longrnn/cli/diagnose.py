@@ -1,72 +1,32 @@
-"""`longrnn diagnose …`."""
+"""`longrnn diagnose states`."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from longrnn.cli import evaluate
-from longrnn.cli.command import on_use
-from longrnn.cli.gradients import gradients
-from longrnn.cli.options import (
-    Checkpoint,
-    Device,
-    Mitigation,
-    Quiet,
-    TrainLength,
-    lock_output,
-    pick_device,
-)
-from longrnn.cli.results_folders import results_folder
-from longrnn.console import print_table
+from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
+from longrnn.console import print_rows
 from longrnn.errors import UserError
-from longrnn.units import parse_length
+from longrnn.evaluation.options import Texts
+from longrnn.options import Tokens
 
 if TYPE_CHECKING:
     from longrnn.diagnostics.states import Diagnosis
 
-app = typer.Typer(
-    cls=on_use({"memory": partial(evaluate.enter, "memory")}),
-    help="Look inside a model: states, memory, gradients.",
-    epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
-    no_args_is_help=True,
-)
-app.command("gradients")(gradients)
 # At most this many rows are printed; the report has all of them.
 MAX_ROWS = 30
 
 
-@app.command()
-def states(
-    checkpoint: Checkpoint,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="A text file; may be given several times.")
-    ] = None,
-    newlines: Annotated[
-        bool | None,
-        typer.Option(
-            "--newlines/--no-newlines",
-            help="Also measure a prompt of newlines only.",
-            show_default="yes, if a text is given",
-        ),
-    ] = None,
-    length: Annotated[str, typer.Option(help="Length of a prompt in tokens.")] = "64k",
-    train_length: TrainLength = None,
-    every: Annotated[str, typer.Option(help="Tokens between two measurements.")] = "128",
-    first: Annotated[
-        str, typer.Option(help="First tokens of the prompt whose share of the state is measured.")
-    ] = "128",
-    mitigation: Mitigation = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the results.", show_default="results/states/CHECKPOINT"),
-    ] = None,
-    device: Device = "auto",
-    quiet: Quiet = False,
-) -> None:
+class States(Texts):
+    """Which prompts are read, and where their states are measured."""
+
+    length: Tokens = 65536
+    """Length of a prompt in tokens."""
+
+
+def states(model: Model, states: States, output: Output) -> None:
     """Find the heads that collapse beyond the training length or keep the first tokens.
 
     Writes states.jsonl (by position), diagnosis.yaml (which lists the collapsing heads, so that a
@@ -82,52 +42,43 @@ def states(
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
 
-    if not text and not newlines:
+    if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
-    tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
-    plain, own = load_plain(checkpoint, device=pick_device(device))
+    checkpoint = model.checkpoint
+    trained = states.train_length or required_training_length(checkpoint)
+    plain, own = load_plain(checkpoint, device=pick_device(model.device))
     check_observable(plain)  # before a mitigation is refused
-    model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
+    diagnosed = mitigated(plain, [spec for spec in (own, model.mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(text or [], tokenizer, model)
-    warn_if_calibrated_on(model, {document.sha256: document.name for document in documents})
-    prompts = [measure.text_prompt(document, tokens) for document in documents]
-    if newlines is not False:
-        prompts.append(measure.newlines(tokenizer, tokens))
-    folder = lock_output(output or results_folder("states", [checkpoint], mitigation))
+    documents = read_documents(states.texts, tokenizer, diagnosed)
+    warn_if_calibrated_on(diagnosed, {document.sha256: document.name for document in documents})
+    prompts = [measure.text_prompt(document, states.length) for document in documents]
+    if states.newlines:
+        prompts.append(measure.newlines(tokenizer, states.length))
+    folder = output.output or results_folder("states", [checkpoint], model.mitigation)
     diagnosis = measure.diagnose(
-        model,
+        diagnosed,
         prompts,
         train_length=trained,
-        output=folder,
+        output=lock_output(folder),
         checkpoint=checkpoint,
-        every=parse_length(every),
-        first=parse_length(first),
-        quiet=quiet,
+        quiet=output.quiet,
     )
     report, *pictures = write_report(diagnosis, folder)
     print_states(diagnosis)
     typer.echo(f"{summary(diagnosis)}\n{diagnosis.about['criterion']}")
     files = [folder / name for name in ("states.jsonl", "diagnosis.yaml")]
-    written = [*files, *pictures, report]
-    typer.echo("\n".join(map(str, written)))
+    typer.echo("\n".join(map(str, [*files, *pictures, report])))
 
 
 def print_states(diagnosis: Diagnosis) -> None:
     """Prints one row for each prompt and head that collapses or is global."""
-    from rich.table import Table
-
     heads = [*diagnosis.collapsing(), *diagnosis.global_heads()]
     chosen = [finding for finding in diagnosis.findings if (finding.layer, finding.head) in heads]
     if not chosen:
         return
-    table = Table(title="heads that collapse or are global", title_justify="left")
-    for name in ("layer", "head"):
-        table.add_column(name, justify="right")
-    for name in ("prompt", "left its range", "from position", "norm, end / inside", "retention"):
-        table.add_column(name)
-    for finding in chosen[:MAX_ROWS]:
-        table.add_row(
+    rows = [
+        (
             str(finding.layer),
             str(finding.head),
             diagnosis.prompts[finding.prompt].name,
@@ -136,6 +87,14 @@ def print_states(diagnosis: Diagnosis) -> None:
             f"{finding.growth:.3g}",
             f"{finding.retention:.3g}" if diagnosis.retention_is_defined() else "–",
         )
-    if len(chosen) > MAX_ROWS:
-        table.caption = f"and {len(chosen) - MAX_ROWS} more rows in the report"
-    print_table(table, 110)
+        for finding in chosen[:MAX_ROWS]
+    ]
+    more = len(chosen) - len(rows)
+    print_rows(
+        "heads that collapse or are global",
+        ("layer", "head", "prompt", "left its range", "from position", "norm, end / inside",
+         "retention"),
+        rows,
+        width=110,
+        caption=f"and {more} more rows in the report" if more else None,
+    )  # fmt: skip

@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from longrnn.bundled import bundled
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from longrnn.cells.self_test import Finding
+from longrnn.console import print_rows
 
 # Packages in the order of the table, and what needs those that are optional.
 PACKAGES = {
@@ -33,7 +28,6 @@ PACKAGES = {
     "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs",
 }
 
-
 # Where the kernel driver of NVIDIA GPUs reports its version.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPU_BUILD = (
@@ -43,6 +37,10 @@ CPU_BUILD = (
 HIDDEN_GPU = (
     "This machine has an NVIDIA GPU that torch cannot use: compare the CUDA version that "
     "nvidia-smi prints with that of torch, and see whether CUDA_VISIBLE_DEVICES hides the GPU."
+)
+SHARED_MACHINE = (
+    "On a machine that other programs use too, OMP_NUM_THREADS=1 is often faster: the threads of a "
+    "call wait for one another."
 )
 
 
@@ -54,21 +52,14 @@ def doctor() -> None:
 
     Example: longrnn doctor
     """
-    from longrnn.console import print_table
+    import torch
 
-    for name, needed in PACKAGES.items():
-        typer.echo(f"{name:<14}{_version(name, needed)}")
-    typer.echo("")
-    for name, value in _machine().items():
+    found = {name: _version(name, needed) for name, needed in PACKAGES.items()}
+    for name, value in {**found, **_machine()}.items():
         typer.echo(f"{name:<14}{value}")
-    typer.echo("")
-    typer.echo("Largest errors in float32, relative to the largest entry of each result:")
-    failed = []
-    for device in _devices():
-        table, wrong = _backends(device)
-        print_table(table, 100)
-        typer.echo("")
-        failed += wrong
+    typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    failed = [line for device in devices for line in _backends(device)]
     for line in _advice():
         typer.echo(line)
     for line in failed:
@@ -89,62 +80,43 @@ def _machine() -> dict[str, str]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = torch.get_num_threads()
-    devices = []
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        memory, capability = found.total_memory / 2**30, f"{found.major}.{found.minor}"
-        devices.append(
-            f"cuda:{number} {found.name}, {memory:.0f} GiB, compute capability {capability}"
-        )
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, sm_{g.major}{g.minor}" for g in found]
     return {
         "processor": f"{torch.backends.cpu.get_cpu_capability()}, "
         f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}",
         "CUDA of torch": torch.version.cuda or "none: this build of torch runs on CPUs only",
-        "GPUs": f"\n{'':<14}".join(devices) or "none that torch can use",
+        "GPUs": "; ".join(gpus) or "none that torch can use",
         "examples": f"{bundled('configs')}\n{'':<14}{bundled('eval')}",
     }
 
 
-def _devices() -> list[str]:
-    """The types of device to test the recurrence on."""
-    import torch
-
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-def _backends(device: str) -> tuple[Table, list[str]]:
-    """The table of backends on one type of device, and one line per backend that failed."""
-    from rich.table import Table
-
+def _backends(device: str) -> list[str]:
+    """Prints the table of backends on one type of device; one line per backend that failed."""
     from longrnn.cells.self_test import self_test
     from longrnn.errors import UserError
     from longrnn.files import one_line
     from longrnn.ops.backend import BACKENDS
 
-    table = Table(title=f"A Mamba-2 layer on {device}")
-    for column in ("backend", "error", "time without gradients"):
-        table.add_column(column)
-    failed, plain = [], None
+    rows, failed, plain = [], [], None
     for backend in BACKENDS:
         try:
             found = self_test(backend, device)
         except UserError as error:
-            table.add_row(backend, f"not available: {error}", "–")
+            rows.append((backend, f"not available: {error}", "–"))
             continue
         except Exception as error:  # kernels that do not compile or start raise many types
-            table.add_row(backend, "FAILED", "–")
+            rows.append((backend, "FAILED", "–"))
             failed.append(f"{backend} on {device}: {type(error).__name__}, {one_line(error)}")
             continue
         plain = found.seconds if backend == "torch" else plain
-        times = "–" if plain is None else f"{found.seconds / plain:.2f} × torch"
-        table.add_row(backend, _verdict(found), times)
+        time = "–" if plain is None else f"{found.seconds / plain:.2f} × torch"
+        rows.append((backend, f"{found.error:.1e} {'passed' if found.passed else 'FAILED'}", time))
         if not found.passed:
             failed.append(f"{backend} on {device}: wrong results")
-    return table, failed
-
-
-def _verdict(found: Finding) -> str:
-    return f"{found.error:.1e} {'passed' if found.passed else 'FAILED'}"
+    columns = ("backend", "error", "time without gradients")
+    print_rows(f"A Mamba-2 layer on {device}", columns, rows, width=100)
+    return failed
 
 
 def _advice() -> list[str]:
@@ -157,8 +129,5 @@ def _advice() -> list[str]:
     if NVIDIA_DRIVER.exists():
         advice.append(HIDDEN_GPU if torch.version.cuda else CPU_BUILD)
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
-        advice.append(
-            "On a machine that other programs use too, OMP_NUM_THREADS=1 is often faster: the "
-            "threads of a call wait for one another."
-        )
+        advice.append(SHARED_MACHINE)
     return advice

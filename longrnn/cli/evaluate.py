@@ -3,82 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
 
-from longrnn.cli.command import command, on_use
-from longrnn.cli.harness import SETTINGS, harness
-from longrnn.cli.options import Models, Output, pick_placement
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.command import command
+from longrnn.cli.options import Models, Output, pick_placement, results_folder
 from longrnn.errors import UserError
+from longrnn.evaluation import options
 from longrnn.options import Options
 from longrnn.processes import is_main, start
 
 if TYPE_CHECKING:
     from longrnn.evaluation.base import Evaluation
-    from longrnn.evaluation.suites import Suite
     from longrnn.hf.opened import OpenCheckpoint
 
-EXAMPLES = {
-    "passkey": "eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20",
-    "perplexity": "eval perplexity passkey-tiny --text book.txt --lengths 1k,64k",
-    "task": "eval task runs/sort --lengths 16",
-    "reverse": "eval reverse runs/reverse-small --lengths 16",
-    "memory": "diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k",
+KINDS: dict[str, type[Options]] = {
+    "passkey": options.PasskeyOptions,
+    "perplexity": options.PerplexityOptions,
+    "task": options.SequenceOptions,
+    "reverse": options.SequenceOptions,
+    "memory": options.MemoryOptions,
 }
-
-
-KINDS = ("passkey", "perplexity", "task", "reverse")
+RESULTS = """
+    Prints a table, and writes it as report.html with pictures and cells.json. The same command
+    resumes an interrupted run; more models, lengths, texts or prompts add to the results.
+"""
 
 
 class Suites(Options):
     """What `longrnn compare` measures."""
 
-    suites: list[str] = Field(
-        default=["quick"],
-        description="Name of a bundled suite, or a YAML file; may be given several times.",
-    )
-    trust_task_code: bool = Field(
-        default=False,
-        description="Allow lm-eval task files of your own, which can run any Python code.",
-    )
+    suites: list[str] = Field(["quick"])
+    """Name of a bundled suite, or a YAML file; may be given several times."""
+    trust_task_code: bool = False
+    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
-def enter(kind: str, app: typer.Typer) -> None:
-    """Enter the command of one kind of evaluation, whose options are its fields."""
-    from longrnn.evaluation.suites import kind_of
+def enter(app: typer.Typer, kind: str) -> None:
+    """Enter the command of one kind of evaluation; `reverse` is `task --task reverse`."""
 
-    evaluation_class = kind_of(kind)
+    def run(models: Models, evaluation: Any, output: Output) -> None:
+        from longrnn.evaluation.suites import build_evaluation
 
-    def run(models: Models, evaluation: Evaluation, output: Output) -> None:
-        _measure(kind, models, [evaluation], output)
+        start()
+        given = evaluation.model_dump(exclude_unset=True)
+        _measure(kind, models, [build_evaluation({"kind": kind, **given})], output)
 
-    run.__doc__ = (
-        f"{cleandoc(evaluation_class.__doc__ or '')}\n\nPrints a table, and writes it as "
-        "report.html with pictures and cells.json. The same command resumes an interrupted run; "
-        "more models, lengths, texts or prompts add to the results.\n\n"
-        f"Example: longrnn {EXAMPLES[kind]}\n"
-    )
-    command(app, kind, models=Models, evaluation=evaluation_class, output=Output)(run)
-
-
-app = typer.Typer(
-    cls=on_use({kind: partial(enter, kind) for kind in KINDS}),
-    help="Evaluate checkpoints.",
-    epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
-    no_args_is_help=True,
-)
-command(app, "harness", context_settings=SETTINGS)(harness)
-
-
-@app.callback()
-def processes_of_the_launch() -> None:
-    start()
+    about, example, line = str(KINDS[kind].__doc__).rpartition("\n    Example:")
+    run.__doc__ = f"{about}{RESULTS}{example}{line}"
+    groups = {"models": Models, "evaluation": KINDS[kind], "output": Output}
+    command(app, kind, hidden=kind == "reverse", **groups)(run)
 
 
 def compare(models: Models, suites: Suites, output: Output) -> None:
@@ -93,33 +70,22 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
 
     start()
     # A shell expands `--suite eval/suites/*.yaml`; the files after the first become arguments.
-    files = [name for name in models.checkpoints if _is_suite(name)]
-    models.checkpoints = [name for name in models.checkpoints if name not in files]
+    names = models.checkpoints
+    files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
+    models.checkpoints = [name for name in names if name not in files]
     if not models.checkpoints:
         raise UserError("give the checkpoints to compare: longrnn compare A B --suite quick")
     named = suites.suites if "suites" in suites.model_fields_set or not files else []
     read = [read_suite(name) for name in dict.fromkeys([*named, *files])]
-    _measure("compare", models, _evaluations(read), output, suites.trust_task_code)
-
-
-def compare_and_report(
-    models: Sequence[OpenCheckpoint],
-    suites: Sequence[Suite],
-    folder: Path,
-    *,
-    trust_task_code: bool = False,
-    quiet: bool = False,
-) -> None:
-    """Compare models, print the tables, and write the report; resume what is in the folder."""
-    _report(models, _evaluations(suites), folder, trust_task_code, quiet)
+    for suite in read if len(read) > 1 else ():
+        for evaluation in suite.evaluations:
+            evaluation.name = f"{suite.name} {evaluation.title}"
+    evaluations = [evaluation for suite in read for evaluation in suite.evaluations]
+    _measure("compare", models, evaluations, output, trust_task_code=suites.trust_task_code)
 
 
 def _measure(
-    name: str,
-    models: Models,
-    evaluations: Sequence[Evaluation],
-    output: Output,
-    trust_task_code: bool = False,
+    name: str, models: Models, evaluations: Sequence[Evaluation], output: Output, **how: bool
 ) -> None:
     from longrnn.hf.opened import open_checkpoint
 
@@ -129,53 +95,32 @@ def _measure(
         for variant, label in _labels(variants, models.mitigation).items()
     ]
     folder = output.output or results_folder(name, variants, models.mitigation)
-    _report(opened, evaluations, folder, trust_task_code, output.quiet)
+    measure(opened, evaluations, folder, quiet=output.quiet, **how)
 
 
-def _report(
-    models: Sequence[OpenCheckpoint],
-    evaluations: Sequence[Evaluation],
-    folder: Path,
-    trust_task_code: bool,
-    quiet: bool,
+def measure(
+    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation], folder: Path, **how: bool
 ) -> None:
+    """Measure what is missing in a folder, print the tables, and write the report."""
     from longrnn.evaluation.report import show, write_report
     from longrnn.evaluation.run import run
 
-    outcomes = run(models, evaluations, folder, trust_task_code=trust_task_code, quiet=quiet)
-    if not is_main():
-        return
-    written = write_report(outcomes, folder)
-    for outcome in outcomes:
-        show(outcome)
-    typer.echo("\n".join(map(str, written)))
-
-
-def _evaluations(suites: Sequence[Suite]) -> list[Evaluation]:
-    """Return the evaluations of suites, with the suite in their titles if there are several."""
-    found = []
-    for suite in suites:
-        for evaluation in suite.evaluations:
-            if len(suites) > 1:
-                evaluation.name = f"{suite.name} {evaluation.title}"
-            found.append(evaluation)
-    return found
-
-
-def _is_suite(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) and Path(name).is_file()
+    outcomes = run(models, evaluations, folder, **how)
+    if is_main():
+        written = write_report(outcomes, folder)
+        for outcome in outcomes:
+            show(outcome)
+        typer.echo("\n".join(map(str, written)))
 
 
 def _labels(variants: Sequence[str], mitigation: str | None) -> dict[str, str]:
     """Return a short name for each variant: without parent folders if the names then differ."""
     from longrnn.hf.names import split_spec
 
-    short = {}
-    for variant in variants:
-        path, own = split_spec(variant)
-        short[variant] = "+".join(filter(None, (Path(path).name, own, mitigation)))
-    taken = list(short.values())
+    parts = [(Path(path).name, own, mitigation) for path, own in map(split_spec, variants)]
+    short = ["+".join(filter(None, part)) for part in parts]
+    full = ["+".join(filter(None, (variant, mitigation))) for variant in variants]
     return {
-        variant: name if taken.count(name) == 1 else "+".join(filter(None, (variant, mitigation)))
-        for variant, name in short.items()
+        variant: name if short.count(name) == 1 else whole
+        for variant, name, whole in zip(variants, short, full, strict=True)
     }

@@ -11,28 +11,27 @@ from longrnn.cli.options import Model, pick_device
 from longrnn.errors import UserError
 from longrnn.options import Options, Seed, Tokens
 
-# Words behind the checkpoint are refused with the option that they need.
-SETTINGS = {"allow_extra_args": True}
-
 
 class Sampling(Options):
     """What is continued, and how."""
 
-    prompt: str | None = Field(None, description="The text to continue.")
-    prompt_file: Path | None = Field(None, description="A file with the text to continue.")
-    max_new_tokens: Tokens = Field(100, description="Maximum number of tokens to generate.")
-    temperature: float = Field(
-        0.0, description="Sampling temperature; 0 takes the most likely token."
-    )
-    top_p: float = Field(
-        1.0,
-        description="Sample only from the most likely tokens whose probabilities sum to p.",
-    )
-    stops: list[str] = Field([], description="Stop after this text; may be given several times.")
-    seed: Seed = Field(0, description="Random seed of the sampling.")
+    prompt: str | None = None
+    """The text to continue."""
+    prompt_file: Path | None = None
+    """A file with the text to continue."""
+    max_new_tokens: Tokens = 100
+    """Maximum number of tokens to generate."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Sample only from the most likely tokens whose probabilities sum to p."""
+    stops: list[str] = Field([])
+    """Stop after this text; may be given several times."""
+    seed: Seed = 0
+    """Random seed of the sampling."""
 
 
-def generate(context: typer.Context, model: Model, sampling: Sampling) -> None:
+def generate(model: Model, sampling: Sampling) -> None:
     """Continue a text.
 
     Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
@@ -45,8 +44,6 @@ def generate(context: typer.Context, model: Model, sampling: Sampling) -> None:
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text
 
-    if context.args:
-        raise UserError(f"{context.args[0]!r} has no option before it: give a text with --prompt")
     prompt = sampling.prompt
     if (prompt is None) == (sampling.prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")

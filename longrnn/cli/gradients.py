@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from pydantic import BeforeValidator, Field
 
 from longrnn.bundled import names
-from longrnn.cli.options import Quiet, lock_output
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.command import Argument
+from longrnn.cli.options import Output, lock_output, results_folder
 from longrnn.config import read_recorded
-from longrnn.console import print_table
+from longrnn.console import print_rows
 from longrnn.errors import UserError
-from longrnn.units import parse_lengths
+from longrnn.options import Lengths, Options, listed
 
 if TYPE_CHECKING:
     from longrnn.diagnostics.gradients import GradientRecord
@@ -37,51 +37,26 @@ class ModelEntry(NamedTuple):
     training: dict[str, Any]
 
 
-def gradients(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            help="Checkpoints, folders of training runs, or training configurations (a YAML file, "
-            "or a name such as reverse_small) of models that are not trained yet.",
-            metavar="CHECKPOINT|CONFIG...",
-            show_default=False,
-        ),
-    ],
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a task, or '{kind: NAME, option: value}'.",
-            show_default="the training task of the first model",
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="A text file, for next-token prediction.")
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Lengths of the task; gradients by distance and Jacobians use the last one.",
-            show_default="16,32,64, or longer if the task needs it",
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option(help="Sequences for each length.")] = 8,
-    exponents: Annotated[
-        int, typer.Option(help="Lyapunov exponents to compute for each layer.")
-    ] = 8,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            help="Initialisations of the cells to compare, such as default,orthogonal; only for "
-            "configurations."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the sequences.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the results.", show_default="results/gradients/NAMES"),
-    ] = None,
-    quiet: Quiet = False,
-) -> None:
+class Gradients(Options):
+    """Which gradients are measured."""
+
+    sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
+    """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
+    such as reverse_small) of models that are not trained yet."""
+    task: str | None = None
+    """Name of a task, or '{kind: NAME, option: value}' (default: the training task of the first
+    model)."""
+    texts: list[Path] = Field([])
+    """A text file, for next-token prediction."""
+    lengths: Lengths | None = None
+    """Lengths of the task; gradients by distance and Jacobians use the last one (default: 16,32,64,
+    or longer if the task needs it)."""
+    init: Annotated[list[str], BeforeValidator(listed)] = Field([])
+    """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
+    """
+
+
+def gradients(gradients: Gradients, output: Output) -> None:
     """Diagnose vanishing and exploding gradients, and the effect of initialisation.
 
     Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is
@@ -90,31 +65,31 @@ def gradients(
     Example: longrnn diagnose gradients reverse_small --init default,orthogonal
     """
     from longrnn.data import TASKS
-    from longrnn.diagnostics.gradients import Settings, Subject, default_lengths, diagnose
+    from longrnn.diagnostics.gradients import default_lengths, diagnose
     from longrnn.diagnostics.gradients_report import summary, write_report
     from longrnn.hf.tokenizer import load_tokenizer
 
-    inits = [] if init is None else [name.strip() for name in init.split(",")]
-    opened = [one for source in dict.fromkeys(sources) for one in _open(source, inits)]
-    spec = _task(task, text, opened[0])
-    built = TASKS.build(spec, load_tokenizer(opened[0].tokenizer))
-    settings = Settings(
-        lengths=default_lengths(built) if lengths is None else parse_lengths(lengths),
-        rows=rows,
-        exponents=exponents,
-        seed=seed,
+    inits, sources = gradients.init, list(dict.fromkeys(gradients.sources))
+    opened = [one for source in sources for one in _open(source, inits)]
+    spec = _task(gradients, opened[0])
+    task = TASKS.build(spec, load_tokenizer(opened[0].tokenizer))
+    options = {"init": ",".join(inits)} if inits else {}
+    folder = output.output or results_folder("gradients", sources, options=options)
+    record = diagnose(
+        {one.name: one.model for one in opened},
+        task,
+        lengths=gradients.lengths or default_lengths(task),
+        output=lock_output(folder),
+        described=str(spec),
+        quiet=output.quiet,
     )
-    subjects = [Subject(one.name, one.model) for one in opened]
-    options = {} if init is None else {"init": init}
-    folder = lock_output(output or results_folder("gradients", list(sources), options=options))
-    record = diagnose(subjects, built, settings, output=folder, described=str(spec), quiet=quiet)
     report, *pictures = write_report(record, folder)
     print_gradients(record)
     typer.echo(summary(record))
     typer.echo("\n".join(map(str, [folder / "gradients.jsonl", *pictures, report])))
 
 
-def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
+def _open(source: str, inits: list[str]) -> list[ModelEntry]:
     """The model of a checkpoint, or the untrained models of a configuration, one per `init`."""
     from longrnn.hf.load import load_recurrent
     from longrnn.hf.names import resolve
@@ -133,7 +108,7 @@ def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     return [ModelEntry(source, model, source, recorded)]
 
 
-def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
+def _untrained(source: str, inits: list[str]) -> list[ModelEntry]:
     """The models of a configuration as training builds them, one per `init`."""
     import torch
 
@@ -158,14 +133,15 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     return entries
 
 
-def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[str, Any]:
+def _task(given: Gradients, first: ModelEntry) -> dict[str, Any]:
     """The task as a mapping: the one that the user gave, else the one of the first model."""
     import yaml
 
-    if text:
+    task = given.task
+    if given.texts:
         if task not in (None, "text"):
             raise UserError("--text is for the task text: leave out --task or --text")
-        return {"kind": "text", "data": [str(path) for path in text]}
+        return {"kind": "text", "data": [str(path) for path in given.texts]}
     if task is None:
         known = first.training.get("task")
         if not isinstance(known, dict):
@@ -188,16 +164,8 @@ def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[
 
 def print_gradients(record: GradientRecord) -> None:
     """Prints one row per model and layer."""
-    from rich.table import Table
-
     from longrnn.diagnostics.gradients_report import layers
 
-    rows = layers(record)
-    if not rows:
-        return
-    table = Table(title="gradients through time", title_justify="left")
-    table.add_column("model", overflow="fold")  # names of checkpoints differ at their ends
-    table.add_column("layer", justify="right")
     columns = {
         "factor": "factor per token",
         "half_life": "halved every",
@@ -205,9 +173,11 @@ def print_gradients(record: GradientRecord) -> None:
         "singular": "singular value",
         "exponent": "Lyapunov",
     }
-    for title in columns.values():
-        table.add_column(title, justify="right")
-    for row in rows:
-        cells = ["–" if row[name] is None else f"{row[name]:.4g}" for name in columns]
-        table.add_row(row["subject"], str(row["layer"]), *cells)
-    print_table(table, 110)
+    rows = [
+        [row["subject"], str(row["layer"])]
+        + ["–" if row[name] is None else f"{row[name]:.4g}" for name in columns]
+        for row in layers(record)
+    ]
+    if rows:
+        titles = ["model", "layer", *columns.values()]
+        print_rows("gradients through time", titles, rows, width=110)

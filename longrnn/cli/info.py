@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
+from longrnn.cli.command import Argument
 from longrnn.cli.verify import print_verified
 from longrnn.options import Options
 
@@ -18,18 +20,16 @@ if TYPE_CHECKING:
 class Subject(Options):
     """What is described."""
 
-    checkpoint: str = Field(
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
-    )
-    verify: bool = Field(
-        False,
-        description="Instead, compare files with their checksums: a checkpoint, run, corpus, state "
-        "or results file, or a download from the Hub.",
-    )
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub; or the folder of
+    a corpus."""
+    verify: bool = False
+    """Instead, compare files with their checksums: a checkpoint, run, corpus, state or results
+    file, or a download from the Hub."""
 
 
 def info(subject: Subject) -> None:
-    """Describe a checkpoint: its sizes, the bytes of its state, and its backend.
+    """Describe a checkpoint or a corpus: its sizes, the bytes of a state, the lengths of documents.
 
     Example: longrnn info passkey-tiny
     """
@@ -37,19 +37,46 @@ def info(subject: Subject) -> None:
     if subject.verify:
         print_verified(checkpoint)
         return
+    from longrnn.data.stream import HEADER
+
+    is_corpus = (Path(checkpoint) / HEADER).is_file()
+    for name, value in (_corpus(checkpoint) if is_corpus else _model(checkpoint)).items():
+        typer.echo(f"{name:<12}{value}")
+
+
+def _corpus(folder: str) -> dict[str, str]:
+    import numpy as np
+
+    from longrnn.data.stream import Corpus
+
+    found = Corpus(Path(folder))
+    header, lengths = found.header, sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
+    rows = {
+        "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
+        "documents": f"{header.documents:,}",
+        "tokens": f"{header.tokens:,} ({np.dtype(header.dtype).name})",
+        "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
+        "dropped": f"{header.dropped_documents:,} documents",
+        "checksums": "right",
+    }
+    if header.scored_tokens is not None:
+        share = header.scored_tokens / header.tokens
+        rows["answers"] = f"{header.scored_tokens:,} tokens ({share:.1%})"
+    return rows
+
+
+def _model(checkpoint: str) -> dict[str, str]:
     from longrnn.hf.load import load
     from longrnn.hf.names import resolve, split_spec
 
     model = load(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = {
+    return {
         "checkpoint": str(resolve(split_spec(checkpoint)[0])),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
         **_description(model),
         "fingerprint": model.fingerprint(),
     }
-    for name, value in rows.items():
-        typer.echo(f"{name:<12}{value}")
 
 
 def _description(model: Any) -> dict[str, str]:

@@ -1,91 +1,58 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what they mean."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from pydantic import Field
-
+from longrnn.cli.command import Argument
 from longrnn.options import Options
 
+# Characters of the name of a default folder for results; longer ones are cut.
+LONGEST = 72
 
-class Models(Options):
+
+class Where(Options):
+    """What is done to models, and where."""
+
+    mitigation: str | None = None
+    """Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that `longrnn
+    calibrate` wrote."""
+    device: str = "auto"
+    """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In evaluations, balanced
+    divides Hugging Face models among all GPUs."""
+
+
+class Models(Where):
     """Models to evaluate."""
 
-    checkpoints: list[str] = Field(
-        description="Names of embedded checkpoints, folders, or organisation/model on the Hub. "
-        "CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in "
-        "another dtype. The others are compared with the first one.",
-    )
-    mitigation: str | None = Field(
-        default=None,
-        description="Mitigation of state collapse for all of them, such as "
-        "'sliding_window(window=8192)', or a file that `longrnn calibrate` wrote.",
-    )
-    device: str = Field(
-        default="auto",
-        description="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. balanced "
-        "divides Hugging Face models among all GPUs.",
-    )
+    checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
+    """Names of embedded checkpoints, folders, or organisation/model on the Hub.
+    CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in another
+    dtype. The others are compared with the first one."""
 
 
-class Model(Options):
+class Model(Where):
     """One model."""
 
-    checkpoint: str = Field(
-        description="Name of an embedded checkpoint, a folder, or organisation/model on the Hub."
-    )
-    mitigation: str | None = Field(
-        default=None,
-        description="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a "
-        "file that `longrnn calibrate` wrote.",
-    )
-    device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
 
 
-class Output(Options):
+class Quiet(Options):
+    """Whether to show progress: the option `--quiet` of the whole program."""
+
+    quiet: bool = False
+
+
+class Output(Quiet):
     """Where results go."""
 
-    output: Path | None = Field(
-        default=None, description="Folder for the results (default: results/COMMAND/NAMES)."
-    )
-    quiet: bool = Field(default=False, description="Show no progress.")
-
-
-Checkpoint = Annotated[
-    str,
-    typer.Argument(
-        help="Name of an embedded checkpoint, a folder, or organisation/model on the Hub.",
-        show_default=False,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In "
-        "evaluations, balanced divides Hugging Face models among all GPUs."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-Mitigation = Annotated[
-    str | None,
-    typer.Option(
-        "--mitigation",
-        metavar="SPEC",
-        help="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that "
-        "`longrnn calibrate` wrote.",
-    ),
-]
-TrainLength = Annotated[
-    str | None,
-    typer.Option(
-        help="Length that the model was trained on.",
-        show_default="length.max of the checkpoint's train.yaml",
-    ),
-]
+    output: Path | None = None
+    """Folder for the results (default: results/COMMAND/NAMES)."""
 
 
 def pick_device(device: str) -> str:
@@ -123,6 +90,33 @@ def pick_device(device: str) -> str:
 def pick_placement(device: str) -> str:
     """`pick_device` for commands that only evaluate, which may also divide Hugging Face models."""
     return device if device == "balanced" else pick_device(device)
+
+
+def results_folder(
+    command: str,
+    checkpoints: Sequence[str],
+    mitigation: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Path:
+    """Return the default folder for the results of a command, which a person can type.
+
+    Results are found by the model, whatever the folder is called. So models whose names differ only
+    in other characters, or behind the longest name, may share a folder.
+
+    Args:
+        command: name of the folder above it.
+        checkpoints: names, or `CHECKPOINT+MITIGATION`.
+        mitigation: applied to all of them, after their own.
+        options: further options that distinguish these results from others, by name.
+    """
+    from longrnn.hf.names import split_spec
+
+    names = []
+    named = [f"{name}-{value}" for name, value in (options or {}).items()]
+    for path, own in map(split_spec, checkpoints):
+        parts = [Path(path).resolve().name, *filter(None, (own, mitigation)), *named]
+        names.append(re.sub(r"[^a-z0-9._]+", "-", "+".join(parts).lower()).strip("-._"))
+    return Path("results") / command / ("--".join(names)[:LONGEST].strip("-._") or "models")
 
 
 def lock_output(folder: Path) -> Path:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longrnn.cli.options import lock_output
-from longrnn.cli.results_folders import results_folder
+from longrnn.cli.command import Argument
+from longrnn.cli.options import Output, lock_output, results_folder
 from longrnn.errors import UserError, nearest
+from longrnn.options import Options
 
 if TYPE_CHECKING:
     from longrnn.training.run import Run
@@ -21,21 +22,17 @@ COSTS = ("step", "tokens", "grad_norm", "learning_rate", "tokens_per_second", "p
 LEAST_PAIRS = 3
 
 
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="output_dir of one or several training runs.")],
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Print differences from the runs with this value, paired by seed, such as "
-            "model.position.kind=none.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the report.", show_default="results/training/RUNS"),
-    ] = None,
-) -> None:
+class Report(Options):
+    """Which runs are compared."""
+
+    runs: Annotated[list[Path], Argument("RUN")]
+    """output_dir of one or several training runs."""
+    baseline: str | None = None
+    """Print differences from the runs with this KEY=VALUE, paired by seed, such as
+    model.position.kind=none."""
+
+
+def report(report: Report, output: Output) -> None:
     """Plot loss, gradient norm, learning rate and tokens/s of training runs, finished or running.
 
     Example: longrnn report runs/grid/* --baseline model.position.kind=none
@@ -44,13 +41,14 @@ def report(
     from longrnn.training.grid import DIVERGED
     from longrnn.training.run import read_runs
 
+    runs = report.runs
     diverged = [run for run in runs if (run / DIVERGED).is_file()]
     for run in diverged:
         typer.echo(f"{run}: diverged; {(run / DIVERGED).read_text().strip()}")
     found = read_runs([run for run in runs if run not in diverged])
-    lines = [] if baseline is None else differences(found, baseline)
-    folder = lock_output(output or results_folder("training", [str(run) for run in runs]))
-    written = write_report(found, folder)
+    lines = [] if report.baseline is None else differences(found, report.baseline)
+    folder = output.output or results_folder("training", [str(run) for run in runs])
+    written = write_report(found, lock_output(folder))
     typer.echo("\n".join([summary(found), *lines, *map(str, written)]))
 
 

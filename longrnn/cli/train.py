@@ -7,51 +7,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from pydantic import Field
 
+from longrnn.cli.command import Argument
 from longrnn.cli.options import Quiet
 from longrnn.errors import Terminated, UserError
 
+if TYPE_CHECKING:
+    from longrnn.training.config import TrainConfig
 
-def train(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A training configuration: a YAML file, or the name of a bundled one such as "
-            "reverse_small. Then values that override it, such as length.max=512.",
-            metavar="[CONFIG] [KEY=VALUE]...",
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Continue the run in this folder, which has its configuration, up to max_steps. A "
-            "checkpoint, such as RUN/checkpoint-00000500, is continued in another output_dir.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check the run, do one step, and print its peak memory."),
-    ] = False,
-    grid: Annotated[
-        bool,
-        typer.Option(
-            "--grid",
-            help="Train with every combination of values, such as of learning_rate=1e-3,3e-4 "
-            "seed=0,1: one run after another in folders of output_dir. The same command continues.",
-        ),
-    ] = False,
-    help_config: Annotated[
-        bool,
-        typer.Option("--help-config", help="Print the keys of a configuration with defaults."),
-    ] = False,
-    quiet: Quiet = False,
-) -> None:
+
+class Resumable(Quiet):
+    """How a run begins."""
+
+    resume: Path | None = None
+    """Continue the run in this folder, which has its configuration, up to max_steps. A checkpoint
+    in it, such as RUN/checkpoint-00000500, is continued in another output_dir."""
+    dry_run: bool = False
+    """Check the run, do one step, and print its peak memory."""
+
+
+class Training(Resumable):
+    """What is trained."""
+
+    words: Annotated[list[str], Argument("[CONFIG] [KEY=VALUE]")] = Field([])
+    """A training configuration: a YAML file, or the name of a bundled one such as reverse_small.
+    Then values that override it, such as length.max=512."""
+    grid: bool = False
+    """Train with every combination of values, such as of learning_rate=1e-3,3e-4 seed=0,1: one run
+    after another in folders of output_dir. The same command continues."""
+    help_config: bool = False
+    """Print the keys of a configuration with defaults."""
+
+
+def train(training: Training) -> None:
     """Train a model from a configuration file.
 
     `longrnn doctor` prints the folder of the bundled configurations. Ctrl-C and SIGTERM finish and
@@ -59,39 +51,46 @@ def train(
 
     Example: longrnn train passkey_tiny_short max_steps=500 output_dir=runs/try
     """
-    if help_config:
-        from longrnn.training.config import help_config as keys
+    from longrnn.training.config import help_config, read_config
 
-        typer.echo(keys())
+    if training.help_config:
+        typer.echo(help_config())
         return
-    config, overrides = divided(words or [], resume, "train CONFIG")
+    config, overrides = divided(training.words, training.resume, "train CONFIG")
     with terminable():
-        if grid:
+        if training.grid:
             from longrnn.training.grid import run_grid
 
-            for line in run_grid(config, overrides, quiet=quiet):
+            for line in run_grid(config, overrides, quiet=training.quiet):
                 typer.echo(line)
-            return
-        if dry_run:
-            from longrnn.training.config import read_config
-            from longrnn.training.train import dry_run as check
+        elif training.resume is None:
+            run(read_config(config, overrides), training)
+        else:
+            run(resumed(training, overrides), training)
 
-            memory = check(read_config(config, overrides), quiet=quiet)
-            echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
-            return
-        from longrnn.programs import continuing
-        from longrnn.training.config import read_config
-        from longrnn.training.train import resumed
-        from longrnn.training.train import train as run
 
-        settings = (
-            read_config(config, overrides)
-            if resume is None
-            else resumed(resume, overrides, quiet=quiet)
-        )
-        continuing(Path(settings.output_dir))
-        done = run(settings, resume=resume, quiet=quiet)
-        echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
+def run(config: TrainConfig, options: Resumable) -> bool:
+    """Trains, or only tries one step; returns whether the run ended."""
+    from longrnn.programs import continuing
+    from longrnn.training.train import dry_run
+    from longrnn.training.train import train as start
+
+    if options.dry_run:
+        memory = dry_run(config, quiet=options.quiet)
+        echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
+        return False
+    continuing(Path(config.output_dir))
+    done = start(config, resume=options.resume, quiet=options.quiet)
+    echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
+    return True
+
+
+def resumed(options: Resumable, overrides: list[str]) -> TrainConfig:
+    """Returns the configuration of the run to continue."""
+    from longrnn.training.train import resumed as read
+
+    assert options.resume is not None
+    return read(options.resume, overrides, quiet=options.quiet)
 
 
 def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, list[str]]:

@@ -42,24 +42,22 @@ def print_verified(name: str) -> None:
 
 def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
     """Every file of a folder, or a single file, with its verdict."""
-    from longrnn.checksums import CHECKSUMS
-
     if not root.is_dir():
         yield root, _verdict(root)
         return
-    for path in sorted(root.rglob("*")):
-        inside = path.relative_to(root).parts
-        # Hidden files are locks, partly written files, and records of downloads from the Hub.
-        if path.is_dir() or any(part.startswith(".") for part in inside):
-            continue
-        if not path.is_file():
-            yield path, MISSING  # a link in the Hub's cache whose file was deleted
-            continue
-        yield path, _verdict(path)
-        if path.name == CHECKSUMS:
-            for name in _listed(path.parent):
-                if not (path.parent / name).exists():
-                    yield path.parent / name, MISSING
+    # Hidden files are locks, partly written files, and records of downloads from the Hub.
+    visible = [
+        path
+        for path in sorted(root.rglob("*"))
+        if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    for path in visible:
+        if path.is_dir():
+            missing = [path / name for name in _listed(path) if not (path / name).exists()]
+            yield from ((one, MISSING) for one in missing)
+        else:  # a link in the Hub's cache may name a file that was deleted
+            yield path, _verdict(path) if path.is_file() else MISSING
+    yield from ((root / n, MISSING) for n in _listed(root) if not (root / n).exists())
 
 
 def _verdict(path: Path) -> str:
@@ -95,11 +93,9 @@ def _listed(folder: Path) -> dict[str, str]:
     try:
         if (folder / CHECKSUMS).is_file():
             return read_checksums(folder)
-        if (folder / HEADER).is_file():
-            return Corpus(folder).header.sha256
+        return Corpus(folder).header.sha256 if (folder / HEADER).is_file() else {}
     except (ValueError, UserError):
         return {}  # the file that lists them is reported as damaged
-    return {}
 
 
 def _is_intact_state(path: Path) -> bool:

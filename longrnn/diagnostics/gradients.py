@@ -13,31 +13,27 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import ScanningCell
 from longrnn.data import Batch, Task
-from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
+from longrnn.diagnostics.jacobian import jacobians
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.intervals import Estimate, mean
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves, tree_map
-from longrnn.units import check_count
 
 FORMAT = "longrnn-gradients-1"
-LENGTHS = (16, 32, 64)
-# Tokens of a sequence at which spectra are taken, evenly spaced.
-READINGS = 16
+# Defaults: lengths of the task, sequences of each length, Lyapunov exponents per layer.
+LENGTHS, ROWS, EXPONENTS = (16, 32, 64), 8, 8
 # Edges of the histograms as powers of ten; values outside count in the first or last bin.
 BINS = [exponent / 2 for exponent in range(-32, 5)]
 DEFINITION = (
@@ -47,29 +43,6 @@ DEFINITION = (
     "state before it, at the input that the layer reads there."
 )
 Row = dict[str, Any]
-
-
-class Subject(NamedTuple):
-    """A model to diagnose, with its name."""
-
-    name: str
-    model: RecurrentLM
-
-
-class Settings(NamedTuple):
-    """Settings of a diagnosis.
-
-    Attributes:
-        lengths: lengths of the task; norms and Jacobians are measured at the last one.
-        rows: sequences of each length.
-        exponents: Lyapunov exponents per layer.
-        seed: seed of the sequences.
-    """
-
-    lengths: Sequence[int] = LENGTHS
-    rows: int = 8
-    exponents: int = 8
-    seed: int = 0
 
 
 class GradientRecord(NamedTuple):
@@ -85,55 +58,55 @@ class GradientRecord(NamedTuple):
 
 
 def diagnose(
-    subjects: Sequence[Subject],
+    models: Mapping[str, RecurrentLM],
     task: Task,
-    settings: Settings,
     *,
     output: Path,
+    lengths: Sequence[int] = LENGTHS,
+    rows: int = ROWS,
+    exponents: int = EXPONENTS,
     described: str = "",
     quiet: bool = False,
 ) -> GradientRecord:
     """Measures gradients of models on one task, and writes `gradients.jsonl`.
 
     Args:
-        subjects: models with different names.
+        models: by name.
         task: the source of sequences.
-        settings: see `Settings`.
         output: a folder; the file appears when it is complete.
+        lengths: lengths of the task; norms and Jacobians are measured at the last one.
+        rows: sequences of each length.
+        exponents: Lyapunov exponents per layer.
         described: description of the task, for the record.
         quiet: show no progress.
 
     Raises:
-        UserError: a model without recurrent weights or with too few ids, lengths that the task
-            cannot make, settings out of range.
+        UserError: a model without recurrent weights or with too few ids, or lengths that the task
+            cannot make.
     """
-    check_count("rows", settings.rows, at_most=2**20)
-    check_count("exponents", settings.exponents)
-    check_count("the number of lengths", len(settings.lengths))
-    for subject in subjects:
-        _check(subject.model, task)
-    batches = {
-        length: task.sample(settings.rows, length=length, seed=settings.seed)
-        for length in settings.lengths
-    }
-    rows: list[Row] = []
-    steps = len(subjects) * len(batches)
+    for model in models.values():
+        _check(model, task)
+    batches = {length: task.sample(rows, length=length) for length in lengths}
+    found: list[Row] = []
+    steps = len(models) * len(batches)
     with Progress("gradients", steps, unit="lengths", quiet=quiet) as progress:
-        for subject in subjects:
+        for name, model in models.items():
             for length, batch in batches.items():
-                found = list(_measure(subject, batch, length, settings))
-                rows += [{"subject": subject.name, **row} for row in found]
-                progress.advance(1, 1, subject.name)
+                last = exponents if length == lengths[-1] else None
+                measured = _measure(model, batch, length, last)
+                found += [{"subject": name, **row} for row in measured]
+                progress.advance(1, 1, name)
     head = {
         "format": FORMAT,
         "task": described,
-        "subjects": {subject.name: subject.model.fingerprint() for subject in subjects},
-        **settings._asdict(),
+        "subjects": {name: model.fingerprint() for name, model in models.items()},
+        "lengths": list(lengths),
+        "rows": rows,
         "definition": DEFINITION,
     }
-    lines = [json.dumps(_plain(row), ensure_ascii=False) for row in (head, *rows)]
+    lines = [json.dumps(_plain(row), ensure_ascii=False) for row in (head, *found)]
     write_atomic(output / "gradients.jsonl", "".join(f"{line}\n" for line in lines))
-    return GradientRecord(head, rows)
+    return GradientRecord(head, found)
 
 
 def default_lengths(task: Task) -> list[int]:
@@ -159,14 +132,14 @@ def _check(model: object, task: Task) -> None:
         )
 
 
-def _measure(subject: Subject, batch: Batch, length: int, settings: Settings) -> Iterator[Row]:
-    """Yields the rows of one model and length."""
-    batch = batch.to(next(subject.model.parameters()).device)
-    where = nonfinite(subject.model, batch)
+def _measure(model: RecurrentLM, batch: Batch, length: int, exponents: int | None) -> Iterator[Row]:
+    """Yields the rows of one model and length; norms and Jacobians only with `exponents`."""
+    batch = batch.to(next(model.parameters()).device)
+    where = nonfinite(model, batch)
     if where is not None:
         yield {"kind": "nonfinite", "length": length, "where": where}
         return
-    wide = copy.deepcopy(subject.model).double().eval()
+    wide = copy.deepcopy(model).double().eval()
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
@@ -178,10 +151,10 @@ def _measure(subject: Subject, batch: Batch, length: int, settings: Settings) ->
     run = Run(wide, tokens)
     for layer, gradient in enumerate(run.weight_gradients(targets)):
         yield {"kind": "weights", "length": length, "layer": layer, **histogram(gradient)}
-    if length == settings.lengths[-1]:
+    if exponents is not None:
         for row in norms(run, targets):
             yield {"kind": "norms", **row}
-        yield from jacobians(wide, tokens[:1], settings)
+        yield from jacobians(wide, tokens[:1], exponents)
 
 
 def loss_of(model: RecurrentLM, batch: Batch) -> Tensor:
@@ -324,36 +297,6 @@ def histogram(gradient: Tensor) -> Row:
         "median": float(size.median()),
         "largest": float(size.max()),
     }
-
-
-def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterator[Row]:
-    """Yields spectra of the step Jacobian along one sequence, and Lyapunov exponents, by layer."""
-    inputs: list[list[Tensor]] = [[] for _ in model.cells]
-
-    def keep(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
-        kept.append(args[0])
-
-    handles = [
-        cell.register_forward_pre_hook(partial(keep, kept))
-        for cell, kept in zip(model.cells, inputs, strict=True)
-    ]
-    states = [model.init_state(1)]
-    with torch.no_grad():
-        for token in tokens.split(1, dim=1):
-            states.append(model(token, states[-1], keep=0).state)
-    for handle in handles:
-        handle.remove()
-    time = tokens.shape[1]
-    readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
-    for layer, cell in enumerate(model.cells):
-        generator = seeded(settings.seed)
-        steps = [Step(cell, inputs[layer][t], states[t].layers[layer]) for t in range(time)]
-        for position in readings:
-            found = spectrum(steps[position], generator)._asdict()
-            size = steps[position].size
-            yield {"kind": "jacobian", "layer": layer, "position": position, "size": size, **found}
-        exponents = lyapunov(steps, settings.exponents, generator)
-        yield {"kind": "lyapunov", "layer": layer, "exponents": exponents}
 
 
 def _real(leaf: Tensor) -> Tensor:

@@ -5,29 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from longrnn.diagnostics.curves import curves
 from longrnn.diagnostics.gradients import BINS, GradientRecord, Row
 from longrnn.evaluation.figures import new_figure, png
 from longrnn.evaluation.report import Picture, write_page
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Maximum number of lines in a legend.
-NAMED = 12
 # A factor per token this near to 1 is called neither vanishing nor exploding.
 STEADY = 0.01
-# A ratio of the largest to the smallest Lyapunov exponent above this gets a logarithmic axis.
-WIDE = 10
 
 CAPTIONS = {
     "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
     "sequences. A straight line is a constant factor per token; a falling one vanishes.",
     "weights": "Entries of the gradient of the recurrent weights, of the loss at the last token, "
     "by their size, for each sequence length.",
-    "jacobian": "Spectral radius of the step Jacobian along one sequence, and its largest singular "
-    "value: above 1 a step can stretch.",
+    "jacobian": "Spectral radius of the step Jacobian along one sequence.",
     "lyapunov": "Lyapunov exponents of the product of the steps, in nats per token: at 0 a "
     "direction is kept, below it is forgotten.",
 }
@@ -105,17 +97,12 @@ def _manner(row: Row) -> str:
 
 
 def _norms(record: GradientRecord) -> bytes:
-    figure = new_figure(8.0, 4.2)
-    panel = figure.subplots()
     rows = record.of("norms", part="state")
-    for row in rows:
-        points = [(k, norm) for k, norm in enumerate(row["norm"], start=1) if norm > 0]
-        if points:
-            panel.plot(*zip(*points, strict=True), lw=1.3, label=_label(row, rows))
-    panel.set_yscale("log")
-    panel.set(xlabel="distance T − k (tokens)", ylabel="norm of ∂loss_T/∂h_k")
-    _legend(panel)
-    return png(figure)
+    drawn = {
+        _label(row, rows): [(k, norm) for k, norm in enumerate(row["norm"], start=1) if norm > 0]
+        for row in rows
+    }
+    return curves(drawn, across="distance T − k (tokens)", up="norm of ∂loss_T/∂h_k", log=True)
 
 
 def _weights(record: GradientRecord) -> bytes:
@@ -144,50 +131,23 @@ def _weights(record: GradientRecord) -> bytes:
 
 
 def _jacobian(record: GradientRecord) -> bytes:
-    figure = new_figure(9.0, 4.2)
-    panels = figure.subplots(1, 2)
     keys = record.of("norms", part="state")
+    drawn = {}
     for key in keys:
         rows = record.of("jacobian", subject=key["subject"], layer=key["layer"])
-        positions = [row["position"] for row in rows]
-        label = _label(key, keys)
-        panels[0].plot(positions, [row["radius"] for row in rows], lw=1.2, label=label)
-        panels[1].plot(positions, [row["singular"] for row in rows], lw=1.2, label=label)
-    for panel, name in zip(panels, ("spectral radius", "largest singular value"), strict=True):
-        panel.axhline(1, color="gray", linestyle=":", linewidth=1.2)
-        panel.set(xlabel="token", ylabel=name)
-        panel.ticklabel_format(useOffset=False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if len(handles) <= NAMED:
-        figure.legend(
-            handles, labels, fontsize=8, loc="outside lower center", ncols=3, frameon=False
-        )
-    return png(figure)
+        drawn[_label(key, keys)] = [(row["position"], row["radius"]) for row in rows]
+    return curves(drawn, across="token", up="spectral radius", level=1)
 
 
 def _lyapunov(record: GradientRecord) -> bytes:
-    figure = new_figure(6.4, 3.4)
-    panel = figure.subplots()
     rows = record.of("lyapunov")
-    for row in rows:
-        finite = [e for e in row["exponents"] if math.isfinite(e)]
-        panel.plot(range(1, len(finite) + 1), finite, marker="o", ms=4, label=_label(row, rows))
-    sizes = [abs(e) for row in rows for e in row["exponents"] if math.isfinite(e) and e]
-    if sizes and max(sizes) > WIDE * min(sizes):
-        # A linear axis would draw the exponents near 0 on the line of 0.
-        panel.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(min(sizes))))
-    panel.axhline(0, color="gray", linestyle=":", linewidth=1.2)
-    panel.set(xlabel="exponent, the largest first", ylabel="nats per token")
-    _legend(panel)
-    return png(figure)
+    drawn = {
+        _label(row, rows): [(k, e) for k, e in enumerate(row["exponents"], 1) if math.isfinite(e)]
+        for row in rows
+    }
+    return curves(drawn, across="exponent, the largest first", up="nats per token", level=0)
 
 
 def _label(row: Row, rows: Sequence[Row]) -> str:
     deep = any(other["layer"] for other in rows)
     return f"{row['subject']}, layer {row['layer']}" if deep else row["subject"]
-
-
-def _legend(panel: Axes) -> None:
-    handles, _ = panel.get_legend_handles_labels()
-    if 0 < len(handles) <= NAMED:
-        panel.legend(fontsize=7)

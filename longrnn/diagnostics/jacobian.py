@@ -7,20 +7,27 @@ largest eigenvalue and singular value from products with vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.cells import Cell, Edit
+from longrnn.models import LanguageModel
+from longrnn.seeds import seeded
 from longrnn.state import PyTree, leaves, tree_map
 
 DENSE = 1024
 TOLERANCE = 1e-8  # of ARPACK, relative
+
+
+# Tokens of a sequence at which spectra are taken, evenly spaced.
+READINGS = 16
 
 
 class Spectrum(NamedTuple):
@@ -87,6 +94,40 @@ class Step:
         build: Any = LinearOperator  # whose types do not know the functions
         products = partial(call, self.product), partial(call, self.transposed)
         return build((self.size,) * 2, *products, dtype=np.float64)
+
+
+def jacobians(model: LanguageModel, tokens: Tensor, exponents: int) -> Iterator[dict[str, Any]]:
+    """Yields spectra of the step Jacobian along one sequence, and Lyapunov exponents, by layer.
+
+    Args:
+        model: in float64, see `Step`.
+        tokens: `(1, T)`.
+        exponents: how many Lyapunov exponents.
+    """
+    inputs: list[list[Tensor]] = [[] for _ in model.cells]
+    with ExitStack() as hooks:
+        for cell, kept in zip(model.cells, inputs, strict=True):
+            keep = partial(_keep_input, kept)
+            hooks.callback(cell.register_forward_pre_hook(keep).remove)
+        states = [model.init_state(1)]
+        with torch.no_grad():
+            for token in tokens.split(1, dim=1):
+                states.append(model(token, states[-1], keep=0).state)
+    time = tokens.shape[1]
+    readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
+    for layer, cell in enumerate(model.cells):
+        generator = seeded(0)
+        steps = [Step(cell, inputs[layer][t], states[t].layers[layer]) for t in range(time)]
+        for position in readings:
+            found = spectrum(steps[position], generator)._asdict()
+            size = steps[position].size
+            yield {"kind": "jacobian", "layer": layer, "position": position, "size": size, **found}
+        largest = lyapunov(steps, exponents, generator)
+        yield {"kind": "lyapunov", "layer": layer, "exponents": largest}
+
+
+def _keep_input(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
+    kept.append(args[0])
 
 
 def spectrum(step: Step, generator: torch.Generator, *, dense: int = DENSE) -> Spectrum:

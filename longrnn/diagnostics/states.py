@@ -26,6 +26,9 @@ from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
 FORMAT = "longrnn-diagnosis-1"
+# Tokens between observations, of which there are about MOST in a long prompt; and first tokens of a
+# prompt whose share of the state is measured.
+EVERY, MOST, FIRST = 128, 512, 128
 # Minimum number of observations inside the training length, which determine the ranges.
 INSIDE = 16
 PER_HEAD = tuple(name for name in LayerObservation._fields if name != "channels")
@@ -85,8 +88,6 @@ def diagnose(
     train_length: int,
     output: Path,
     checkpoint: str = "",
-    every: int = 128,
-    first: int = 128,
     quiet: bool = False,
 ) -> Diagnosis:
     """Reads prompts and diagnoses every head.
@@ -98,16 +99,19 @@ def diagnose(
         output: a folder; `states.jsonl` (one row per layer, head, prompt and position) and
             `diagnosis.yaml` are written there at the end.
         checkpoint: name of the checkpoint, for the record.
-        every: tokens between observations; there are at least INSIDE inside the training length.
-        first: number of first tokens for `LayerObservation.first_share`.
         quiet: show no progress.
 
     Raises:
-        UserError: the length does not exceed the training length, settings are out of range, the
-            model has no readable states, or logits are not finite inside the training length.
+        UserError: the length does not exceed the training length, the model has no readable
+            states, or logits are not finite inside the training length.
     """
     length = len(prompts[0].tokens)
-    _check_settings(length, train_length, every=every, first=first)
+    if length <= train_length:
+        raise UserError(
+            f"collapse shows beyond the training length of {format_length(train_length)}: "
+            f"give a --length above it, not {format_length(length)}"
+        )
+    every, first = max(EVERY, length // MOST), min(FIRST, train_length)
     names = [one.name for one in prompts]
     prompts = [
         one._replace(name=f"{one.name} ({one.sha256[:8]})") if names.count(one.name) > 1 else one
@@ -146,23 +150,6 @@ def diagnose(
     write_atomic(output / "states.jsonl", "".join(json.dumps(row) + "\n" for row in _rows(found)))
     write_atomic(output / "diagnosis.yaml", _yaml(found))
     return found
-
-
-def _check_settings(length: int, train_length: int, *, every: int, first: int) -> None:
-    if every < 1 or first < 1 or train_length < 1:
-        raise UserError(
-            "every, first and the training length must be at least 1: give positive numbers"
-        )
-    if length <= train_length:
-        raise UserError(
-            f"collapse shows beyond the training length of {format_length(train_length)}: "
-            f"give a --length above it, not {format_length(length)}"
-        )
-    if first >= length:
-        raise UserError(
-            f"first must be below the length of {format_length(length)}, not {first}: give a "
-            "smaller one"
-        )
 
 
 def text_prompt(document: Document, length: int) -> Prompt:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longrnn.evaluation.figures import new_figure, png
+from longrnn.diagnostics.curves import curves
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.training.run import COUNTS, Run
 
@@ -61,50 +61,28 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
 
 
 def _picture(runs: Sequence[Run], name: str) -> Picture:
-    figure = new_figure(8.6, 3.4)
-    panel = figure.subplots()
-    for run in runs:
-        points = [(row["step"], row[name]) for row in run.rows if name in row]
-        # One row alone would be an invisible line.
-        marker = "o" if len(points) < 3 else None
-        panel.plot(*zip(*points, strict=True), lw=1.2, marker=marker, label=run.name)
-    if name == "grad_norm":
-        panel.set_yscale("log")
-    if name not in ("loss", "eval_loss", "grad_norm"):
-        panel.set_ylim(bottom=0)
-    panel.set(xlabel="step", ylabel=name.replace("_", " "))
-    if len(runs) > 1:
-        panel.legend(fontsize=8)
+    drawn = {
+        run.name: [(row["step"], row[name]) for row in run.rows if name in row] for run in runs
+    }
     rows = "validation rows" if name.startswith("eval_") else "training batches"
     caption = CAPTIONS.get(name, f"A score of the task, on its {rows}.")
-    return Picture(name, caption, png(figure))
+    title = name.replace("_", " ")
+    return Picture(name, caption, curves(drawn, across="step", up=title, log=name == "grad_norm"))
 
 
 def _by_position(runs: Sequence[Run]) -> Picture:
     """The validation loss by position, at the first and the last evaluation of each run."""
-    figure = new_figure(8.6, 3.4)
-    panel = figure.subplots()
+    drawn = {}
     for run in runs:
-        curves = [(row["step"], _curve(row)) for row in run.rows if _curve(row)]
-        if not curves:
-            continue
-        color = None
-        for (step, curve), style in zip((curves[-1], curves[0]), ("-", ":"), strict=True):
-            label = f"{run.name}, step {step:,}"
-            drawn = panel.plot(*zip(*curve, strict=True), style, marker="o", color=color, ms=3)
-            drawn[0].set_label(label)
-            color = drawn[0].get_color()
-        trained = run.settings.get("length.max")
-        if isinstance(trained, int):
-            panel.axvline(trained, color="gray", linestyle=":", linewidth=1.0)
-    panel.set_xscale("log", base=2)
-    panel.set(xlabel="tokens read", ylabel="nats per token")
-    panel.legend(fontsize=8)
+        found = [(row["step"], _curve(row)) for row in run.rows if _curve(row)]
+        for step, curve in (found[0], found[-1]) if found else ():
+            drawn[f"{run.name}, step {step:,}"] = curve
     caption = (
-        "Validation loss by position at the last (solid) and first (dotted) evaluation; each point "
-        "is the mean since the one before. The vertical line is the training length."
+        "Validation loss by position at the first and the last evaluation; each point is the mean "
+        "since the one before."
     )
-    return Picture("eval_loss_by_position", caption, png(figure))
+    data = curves(drawn, across="tokens read", up="nats per token", powers=True)
+    return Picture("eval_loss_by_position", caption, data)
 
 
 def _curve(row: dict[str, Any]) -> list[tuple[int, float]]:

@@ -3,19 +3,19 @@
 Both read the same held-out data and prompts. After training on text, the loss is measured by
 position up to a multiple of the training length, in windows of several documents; after training on
 prompts and answers, the loss of the answers and whether they are exactly right. Both are asked for
-passkeys too. The suite and its texts are written into a folder, so that `longrnn compare` can
+passkeys too. The suite and its text are written into a folder, so that `longrnn compare` can
 repeat the evaluation with further models.
 """
 
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Documents
@@ -32,22 +32,14 @@ BEYOND, STEP = 16, 2
 MOST, LEAST = 16, 5
 # Passkeys of each length.
 DEPTHS, PROMPTS = [0.0, 0.25, 0.5, 0.75, 1.0], 10
-# The name of the suite, and the folder of the texts.
-SUITE, TEXTS = "before_after.yaml", "texts"
-
-
-class Span(NamedTuple):
-    """`size` tokens of a document from `start` on."""
-
-    document: int
-    start: int
-    size: int
+# The names of the suite and of the text.
+SUITE, TEXT = "before_after.yaml", "held_out.txt"
 
 
 def write_suite(
     task: Task, tokenizer: Tokenizer, folder: Path, *, length: int, longest: int | None = None
 ) -> Suite:
-    """Writes the suite of an evaluation with its texts, and returns it.
+    """Write the suite of an evaluation with its text, and return it.
 
     Args:
         task: the validation of the run, whose documents are held out.
@@ -68,22 +60,19 @@ def write_suite(
         of = task.documents
         data = {"data": str(of.corpus.folder), "part": of.part}
         evaluations.append({"kind": "answers", **data})
-    elif isinstance(task, Text) and (fitting := _fitting(task.documents.lengths, lengths)):
+    elif isinstance(task, Text) and (fitting := _fitting(task.documents, lengths)):
         if fitting[-1] < lengths[-1]:
             logger.warning(
                 f"the held-out documents have {int(task.documents.lengths.sum()):,} tokens: the "
                 f"loss is measured up to {format_length(fitting[-1])}; give more with --validation"
             )
-        texts = held_out_texts(task.documents, tokenizer, fitting[-1])
-        paths = [folder / TEXTS / f"{number}.txt" for number in range(len(texts))]
-        for path, text in zip(paths, texts, strict=True):
-            write_atomic(path, text)
+        write_atomic(folder / TEXT, held_out_text(task.documents, tokenizer, fitting[-1]))
         evaluations.append(
             {
                 "kind": "perplexity",
-                "texts": [*map(str, paths)],
+                "texts": [str(folder / TEXT)],
                 "lengths": [*map(str, fitting)],
-                "windows": 1,  # per file
+                "windows": MOST,
             }
         )
     least = Passkey(tokenizer).least_length()
@@ -94,57 +83,39 @@ def write_suite(
     return read_suite(str(folder / SUITE))
 
 
-def held_out_texts(documents: Documents, tokenizer: Tokenizer, length: int) -> list[str]:
-    """Returns at most `MOST` different texts of `length` tokens or slightly more.
+def held_out_text(documents: Documents, tokenizer: Tokenizer, length: int) -> str:
+    """Return a text of at most `MOST` windows, from as many documents as possible.
+
+    It has the beginnings of all documents, each as long as a window at most, the longest first; if
+    that is not enough, what follows them.
 
     Args:
         documents: see `longrnn.data.stream.Documents`.
         tokenizer: of the documents.
-        length: tokens that each text has at least, when it is tokenized again.
+        length: tokens of a window.
     """
-    texts = [
-        "\n\n".join(
-            # A character may be cut at either end.
-            tokenizer.decode(documents.read(one, start, start + size).tolist()).strip("\ufffd")
-            for one, start, size in spans
-        )
-        for spans in _windows(documents.lengths, length)
-    ]
-    return list(dict.fromkeys(texts))
-
-
-def _fitting(sizes: NDArray[np.int64], lengths: list[int]) -> list[int]:
-    """The lengths of which documents of these sizes have `LEAST` windows, or any of the first."""
-    counts = {length: len(_windows(sizes, length)) for length in lengths}
-    return [one for one in lengths if counts[one] >= LEAST] or lengths[: min(1, counts[lengths[0]])]
-
-
-def _windows(sizes: NDArray[np.int64], length: int) -> list[list[Span]]:
-    """At most `MOST` windows of documents, of as many documents as possible.
-
-    Documents that are shorter than a window are joined, the longest first.
-    """
-    wanted = _with_margin(length)
-    found: list[tuple[int, list[Span]]] = []
-    joined: list[Span] = []
-    firsts = 0
-    for document in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[document])
-        if size >= wanted:
-            starts = range(0, size - wanted + 1, wanted)
-            found += [(start, [Span(document, start, wanted)]) for start in starts[:MOST]]
-            firsts += 1
-        else:
-            joined.append(Span(document, 0, size))
-            if sum(span.size for span in joined) >= wanted:
-                found.append((0, joined))
-                joined, firsts = [], firsts + 1
-        if firsts == MOST:
+    size, left = _with_margin(length), MOST * _with_margin(length)
+    order = np.argsort(-documents.lengths, kind="stable").tolist()
+    parts: dict[str, None] = {}  # equal documents count once
+    for start, document in product(range(0, int(documents.lengths.max()), size), order):
+        stop = min(start + size, int(documents.lengths[document]))
+        if start < stop:
+            text = tokenizer.decode(documents.read(document, start, stop).tolist())
+            left -= 0 if text in parts else stop - start
+            parts[text] = None
+        if left <= 0:
             break
-    found.sort(key=lambda pair: pair[0])  # the first windows of all documents come first
-    return [spans for _, spans in found[:MOST]]
+    # A character may be cut at either end.
+    return "\n\n".join(part.strip("\ufffd") for part in parts)
+
+
+def _fitting(documents: Documents, lengths: list[int]) -> list[int]:
+    """Return the lengths of which documents have `LEAST` windows, or the first if they have one."""
+    total = int(documents.lengths.sum())
+    several = [length for length in lengths if total >= LEAST * _with_margin(length)]
+    return several or [length for length in lengths[:1] if total >= _with_margin(length)]
 
 
 def _with_margin(length: int) -> int:
-    """Tokens of a text that has at least `length` + 1 when it is tokenized again."""
+    """Return tokens of a text that has at least `length` + 1 when it is tokenized again."""
     return length + length // 64 + 16

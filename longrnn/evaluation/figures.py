@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 CELL, ROW = 0.5, 9.0
 # Maximum number of cells with their values written into them.
 WRITTEN = 200
-# Ten colours, then the same with other dashes, so that twenty and more lines differ.
+# Ten colours, then the same with other dashes, so that forty lines differ.
 COLOURS = [f"C{k}" for k in range(10)]
 DASHES = ("-", "--", ":", "-.")
 # Characters of one line of the legend.
 LEGEND_WIDTH = 80
 # A ratio of largest to smallest value above this gets a logarithmic axis.
 WIDE = 30
-# Lines of more points have a band as their interval, and others bars.
-BARS = 8
 # Smallest distance of two ticks whose labels do not overlap, as a share of the axis.
 NEAR = 0.05
 
@@ -48,10 +46,9 @@ def lines(
     up: str,
     ticks: Collection[int] = (),
     marks: Mapping[int, str] | None = None,
-    level: tuple[float, str] | None = None,
     limits: tuple[float | None, float | None] | None = None,
-) -> bytes:
-    """Draw lines over a logarithmic axis of tokens, with their 95 % intervals, as a PNG.
+) -> Figure:
+    """Draw lines over a logarithmic axis of tokens, with their 95 % intervals.
 
     The legend stands below the picture, because names of models under mitigations are long.
 
@@ -61,17 +58,14 @@ def lines(
         up: title of the other axis.
         ticks: positions with a label; by default powers of 4.
         marks: labels of vertical lines, by position.
-        level: a horizontal line and its label.
         limits: of the other axis; by default from 0, or logarithmic if values differ much.
     """
     labels = [fill(line.label, LEGEND_WIDTH, subsequent_indent="  ") for line in drawn]
-    rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ()) + (level is not None)
+    rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ())
     figure = new_figure(7.5, 4.2 + 0.17 * rows)
     panel = figure.subplots()
     for place, label in (marks or {}).items():
         panel.axvline(place, color="gray", linestyle=":", linewidth=1.2, label=label)
-    if level is not None:
-        panel.axhline(level[0], color="tab:red", linestyle="--", linewidth=1, label=level[1])
     styles = cycle(product(DASHES, COLOURS))
     for number, (line, label, (dash, colour)) in enumerate(
         zip(drawn, labels, styles, strict=False)
@@ -79,16 +73,9 @@ def lines(
         # The first lines are the widest, so that one under another is still seen.
         wide = 1.2 + 2.4 * (len(drawn) - 1 - number) / max(1, len(drawn) - 1)
         style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 2 + wide}
+        bars = {"yerr": [*zip(*map(_bar, line.values), strict=True)], "elinewidth": 1, "capsize": 3}
         means = [value.mean for value in line.values]
-        below, above = zip(*map(_bar, line.values), strict=True)
-        if len(means) > BARS:
-            low = [value - bar for value, bar in zip(means, below, strict=True)]
-            high = [value + bar for value, bar in zip(means, above, strict=True)]
-            panel.fill_between(line.at, low, high, color=colour, alpha=0.15, linewidth=0)
-            panel.plot(line.at, means, **style, linewidth=wide, label=label)
-        else:
-            bars = {"yerr": (below, above), "elinewidth": 1, "capsize": 3, "alpha": 0.85}
-            panel.errorbar(line.at, means, **style, **bars, linewidth=wide, label=label)
+        panel.errorbar(line.at, means, **style, **bars, alpha=0.85, linewidth=wide, label=label)
     places = [place for line in drawn for place in line.at]
     values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
     least = max(1, math.floor(min(places) / 1.2))
@@ -101,7 +88,7 @@ def lines(
         panel.set_ylim(bottom=-0.02 * max(values), top=None if max(values) else 1)
     panel.set(xlabel=across, ylabel=fill(up, 50))
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
-    return png(figure)
+    return figure
 
 
 def _bar(estimate: Estimate) -> tuple[float, float]:
@@ -116,8 +103,8 @@ def heat_maps(
     axes: tuple[str, str],
     down_label: Callable[[Any], str],
     meaning: str,
-) -> bytes:
-    """Draw one panel per model with its cells by (across, down) as a PNG; missing ones are grey.
+) -> Figure:
+    """Draw one panel per model with its cells by (across, down); missing ones are grey.
 
     Args:
         models: values from 0 to 1 by tokens (across) and any number (down).
@@ -152,7 +139,7 @@ def heat_maps(
     figure.colorbar(used[0].images[0], ax=used, label=meaning)
     figure.supxlabel(axes[0], fontsize=10)
     figure.supylabel(axes[1], fontsize=10)
-    return png(figure)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Figure:

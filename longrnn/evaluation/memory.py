@@ -17,22 +17,23 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
 from longrnn.intervals import Estimate, Quantity, mean
 from longrnn.models import LanguageModel
-from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
 from longrnn.state import join, take
 from longrnn.units import format_length
@@ -57,35 +58,28 @@ DISTANCE = Quantity(_distance, lambda a, b, _: mean([x - y for x, y in zip(a, b,
 
 
 class Stretch(NamedTuple):
-    """`position` tokens of a text, and which texts of other models it is compared with."""
+    """Tokens of a text after which the prediction is compared, the same for all models.
 
-    name: str
+    Attributes:
+        text: SHA-256 of the text.
+        start: index of its first token.
+        tokens: as many as the longest of the positions.
+        position: T.
+    """
+
+    text: str
+    start: int
     tokens: Tensor
     position: int
 
 
-class Memory(Evaluation):
-    """Measure how much predictions depend on the start of the context (effective remembrance).
-
-    EffRem_T(t) is the total variation distance between the prediction after T tokens and the
-    prediction of a model that was not given the first t of them.
-    """
+class Memory(MemoryOptions, Evaluation):
+    """Effective remembrance, see `MemoryOptions`."""
 
     kind: ClassVar[str] = "memory"
     across: ClassVar[str] = "last tokens kept"
 
-    texts: list[Path] = Field(description="A text file; may be given several times.")
-    positions: Lengths = Field(
-        default=[1024, 4096, 16384],
-        description="T: numbers of tokens after which the prediction is compared.",
-    )
-    stretches: Count = Field(
-        default=8,
-        description="At most this many stretches of each text, each as long as the longest T.",
-    )
-    batch_size: Count = Field(default=4, description="Stretches in one batch.")
-
-    _cut: dict[str, list[tuple[dict[str, Any], Stretch]]] = PrivateAttr(default_factory=dict)
+    _cut: dict[str, list[Stretch]] = PrivateAttr(default_factory=dict)
 
     def files(self) -> list[Path]:
         return list(self.texts)
@@ -97,18 +91,17 @@ class Memory(Evaluation):
         for model in models:
             cut = self._cut[model.name] = []
             for document in read_documents(self.texts, model.tokenizer, model.model):
-                count = (len(document.tokens) - 1) // longest
-                if count < 1:
+                parts = document.tokens[:-1].split(longest)
+                if len(parts[0]) < longest:
                     raise UserError(
                         f"{document.name} has {len(document.tokens):,} tokens and a stretch of "
                         f"{format_length(longest)} needs {longest + 1:,}: give a longer text or "
                         "smaller --positions"
                     )
-                for number in range(min(count, self.stretches)):
-                    key = {"text": document.sha256[:16], "start": number * longest}
-                    name = f"{document.sha256[:16]}/{number}"
-                    tokens = document.tokens[number * longest :][:longest]
-                    cut += [(key, Stretch(name, tokens, position)) for position in self.positions]
+                whole = [part for part in parts if len(part) == longest][: self.stretches]
+                for number, tokens in enumerate(whole):
+                    start, digest = number * longest, document.sha256[:16]
+                    cut += [Stretch(digest, start, tokens, at) for at in self.positions]
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {}
@@ -116,13 +109,13 @@ class Memory(Evaluation):
     def items(self, model: OpenCheckpoint) -> list[Item]:
         return [
             Item(
-                {**key, "position": stretch.position},
-                stretch,
-                (stretch.name,),
-                self._work(stretch.position),
+                {"text": one.text, "start": one.start, "position": one.position},
+                one,
+                (one.text, one.start),
+                self._work(one.position),
             )
-            for key, stretch in self._cut[model.name]
-            if out_of_reach(model.model, stretch.position) is None
+            for one in self._cut[model.name]
+            if out_of_reach(model.model, one.position) is None
         ]
 
     def _work(self, position: int) -> int:
@@ -133,9 +126,9 @@ class Memory(Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        by_stretch: dict[str, list[Item]] = {}
+        by_stretch: dict[tuple[Any, ...], list[Item]] = {}
         for item in items:
-            by_stretch.setdefault(item.spec.name, []).append(item)
+            by_stretch.setdefault(item.group, []).append(item)
         # Stretches with the same positions left are measured together, all positions in one pass.
         together: dict[tuple[int, ...], list[list[Item]]] = {}
         for own in by_stretch.values():
@@ -157,78 +150,74 @@ class Memory(Evaluation):
         for position in self.positions:
             column = Column(f"EffRem, T = {format_length(position)}", DISTANCE, ".3f")
             reason = out_of_reach(model.model, position)
-            for kept, samples in self._by_kept(found, position).items():
-                if kept & (kept - 1) == 0:
-                    measurements.append(Measurement(column, kept, samples))
             if reason is not None:
                 measurements.append(Measurement(column, position, {}, reason))
+            for kept, samples in by_kept(found, position).items():
+                if kept & (kept - 1) == 0:
+                    measurements.append(Measurement(column, kept, samples))
         return measurements
-
-    def _by_kept(self, found: Found, position: int) -> dict[int, dict[str, float]]:
-        """Return the samples by the number of last tokens kept, the shortest context first."""
-        rows = {i.spec.name: row["effrem"] for i, row in found if i.spec.position == position}
-        return {
-            position - start: {name: values[k] for name, values in rows.items()}
-            for k, start in reversed([*enumerate(starts(position))])
-            if rows
-        }
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Say in two sentences what the prediction after the longest context depends on."""
-        reached = [item.spec.position for item, _ in found]
-        if not reached:
+        if not found:
             return []
-        position = max(reached)
-        means = {
-            kept: mean(list(samples.values())).mean
-            for kept, samples in self._by_kept(found, position).items()
-        }
+        position = max(item.spec.position for item, _ in found)
+        samples = by_kept(found, position)
+        means = {kept: mean(list(values.values())).mean for kept, values in samples.items()}
         # The most tokens that are left out, of at most a 64th.
         kept = next(kept for kept in means if position - kept <= max(1, position // 64))
-        whole = format_length(position)
-        effect = (
-            f"After {whole} tokens the prediction changes by {means[kept]:.3f} (of at most 1) if "
-            f"the first {format_length(position - kept)} are left out."
-        )
         shortest = enough(means)
-        if shortest is None:
-            return [f"{effect} No shorter context predicts within {ENOUGH:g} of the whole one."]
+        dependence = f"No shorter context predicts within {ENOUGH:g} of the whole one."
+        if shortest is not None:
+            dependence = (
+                f"The last {shortest:,} tokens predict within {ENOUGH:g} of the whole context, and "
+                "so does every longer context that was measured."
+            )
         return [
-            f"{effect} The last {shortest:,} tokens predict within {ENOUGH:g} of the whole "
-            "context, and so does every longer context that was measured."
+            f"After {format_length(position)} tokens the prediction changes by {means[kept]:.3f} "
+            f"(of at most 1) if the first {format_length(position - kept)} are left out. "
+            f"{dependence}"
         ]
 
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
     ) -> list[Picture]:
-        from longrnn.evaluation.figures import Line, lines
-        from longrnn.evaluation.report import Picture
+        from longrnn.evaluation.figures import Line, lines, png
+        from longrnn.evaluation.report import Picture, picture_name
 
-        pictures = []
-        for by_start in (True, False):
-            drawn = []
-            for name, own in found.items():
-                for position in self.positions:
-                    points = self._by_kept(own, position)
-                    at = [position - kept if by_start else kept for kept in points]
-                    estimates = [_distance(list(one.values()), None) for one in points.values()]
-                    model = f"{name}, " if len(found) > 1 else ""
-                    if points:
-                        label = f"{model}T = {format_length(position)}"
-                        drawn.append(Line(label, at, estimates))
-            if drawn:
-                across = "first tokens left out" if by_start else self.across
-                png = lines(
-                    drawn,
-                    across=across,
-                    up="EffRem (total variation)",
-                    level=None if by_start else (ENOUGH, "enough"),
-                    limits=(-0.02, 1.02),
-                )
-                caption = f"EffRem by the number of {across}, one line for each context length T."
-                name = f"effrem_by_{'start' if by_start else 'kept'}"
-                pictures.append(Picture(name, caption, png))
-        return pictures
+        by_start, by_length = [], []
+        for (name, own), position in product(found.items(), self.positions):
+            points = by_kept(own, position)
+            label = f"T = {format_length(position)}"
+            label = f"{name}, {label}" if len(found) > 1 else label
+            values = [_distance(list(one.values()), None) for one in points.values()]
+            if points:
+                by_start.append(Line(label, [position - kept for kept in points], values))
+                by_length.append(Line(label, list(points), values))
+        return [
+            Picture(
+                picture_name(self.title, name),
+                f"EffRem by the number of {across}, one line for each context length T.",
+                png(
+                    lines(drawn, across=across, up="EffRem (total variation)", limits=(-0.02, 1.02))
+                ),
+            )
+            for name, across, drawn in (
+                ("by start", "first tokens left out", by_start),
+                ("by kept", self.across, by_length),
+            )
+            if drawn
+        ]
+
+
+def by_kept(found: Found, position: int) -> dict[int, dict[str, float]]:
+    """Return samples of EffRem by the number of last tokens kept, the shortest context first."""
+    rows = {str(item.group): row["effrem"] for item, row in found if item.spec.position == position}
+    return {
+        position - start: {name: values[k] for name, values in rows.items()}
+        for k, start in reversed([*enumerate(starts(position))])
+        if rows
+    }
 
 
 def starts(position: int) -> list[int]:

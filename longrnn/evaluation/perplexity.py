@@ -19,30 +19,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr
-from torch import Tensor
+from pydantic import PrivateAttr
 
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
-from longrnn.evaluation.forgetting import FACTOR, forgetting
-from longrnn.evaluation.texts import (
-    Document,
-    are_alike,
-    newlines,
-    read_documents,
-    shared_places,
-)
+from longrnn.evaluation.forgetting import forgetting
+from longrnn.evaluation.options import PerplexityOptions
+from longrnn.evaluation.texts import newlines, read_documents
+from longrnn.evaluation.windows import Window, cut_windows, grid, losses, powers
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training_length import training_length
-from longrnn.inference.engine import out_of_reach, token_losses
-from longrnn.inference.overlapping import Overlap, overlapping_losses
+from longrnn.inference.engine import out_of_reach
+from longrnn.inference.overlapping import Overlap
 from longrnn.intervals import FIGURE, MEAN, RATIO, Estimate, mean
-from longrnn.models import LanguageModel
-from longrnn.options import Count, Lengths, Tokens
 from longrnn.progress import Progress
 from longrnn.units import format_length
 
@@ -50,78 +43,13 @@ if TYPE_CHECKING:
     from longrnn.evaluation.base import Cell
     from longrnn.evaluation.report import Picture
 
-# Tokens of the stretches whose losses a row records, after the first one.
-STRETCH = 64
 
-
-class Window(NamedTuple):
-    """Tokens of a text that are read from an empty state.
-
-    Attributes:
-        document: the text.
-        number: which window of it, the same for all models.
-        start: index of its first token.
-        edges: positions between which losses are summed, from 0 to its length.
-    """
-
-    document: Document
-    number: int
-    start: int
-    edges: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that are read."""
-        return self.edges[-1]
-
-    def tokens(self) -> Tensor:
-        """Return the tokens, `(length + 1,)`; the last one is only predicted."""
-        return self.document.tokens[self.start : self.start + self.length + 1]
-
-    def bytes_before(self, edges: Sequence[int]) -> list[int] | None:
-        """Return the byte of the text at each edge; None if byte offsets are not known."""
-        ends = self.document.byte_ends
-        return None if ends is None else ends[self.start + torch.tensor(edges)].tolist()
-
-
-class Perplexity(Evaluation):
-    """Loss by position on long texts.
-
-    A row of the table has the positions between the length above it and its own. Several models are
-    scored on the same bytes, whatever their tokenizers.
-    """
+class Perplexity(PerplexityOptions, Evaluation):
+    """Loss by position, see `PerplexityOptions`."""
 
     kind: ClassVar[str] = "perplexity"
 
-    texts: list[Path] = Field(default=[], description="A text file; may be given several times.")
-    newlines: bool = Field(
-        default=False, description="Also measure a text of newlines, the simplest one."
-    )
-    lengths: Lengths = Field(
-        default=[1024, 4096, 16384, 65536],
-        description="Lengths in tokens of the first model. Windows have the last one.",
-    )
-    windows: Count | None = Field(
-        default=None, description="At most this many windows of each text, spread evenly."
-    )
-    context: Tokens | None = Field(
-        default=None,
-        description="With --stride: score in overlapping windows of this many tokens, each read "
-        "from an empty state, instead of carrying the state.",
-    )
-    stride: Tokens | None = Field(
-        default=None,
-        description="With --context: tokens between the starts of two overlapping windows.",
-    )
-    train_length: Tokens | None = Field(
-        default=None,
-        description="Training length, beyond which a model forgets robustly or not "
-        "(default: that of the checkpoint's train.yaml).",
-    )
-    batch_size: Count = Field(default=8, description="Windows in one batch.")
-
     _windows: dict[str, list[Window]] = PrivateAttr(default_factory=dict)
-    _cuts: dict[str, list[list[int]]] = PrivateAttr(default_factory=dict)
 
     def files(self) -> list[Path]:
         return list(self.texts)
@@ -140,43 +68,22 @@ class Perplexity(Evaluation):
             self.overlap.check()
         if not self.texts and not self.newlines:
             raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
-        longest = self.lengths[-1]
         of_model = [read_documents(self.texts, model.tokenizer, model.model) for model in models]
         if self.newlines:
             for documents, model in zip(of_model, models, strict=True):
-                documents.append(newlines(model.tokenizer, longest + 1))
+                documents.append(newlines(model.tokenizer, self.lengths[-1] + 1))
         self._windows = {model.name: [] for model in models}
-        self._cuts = {model.name: [] for model in models}
         for texts in zip(*of_model, strict=True):
-            count = (len(texts[0].tokens) - 1) // longest
-            if count < 1:
-                raise UserError(
-                    f"{texts[0].name} has {len(texts[0].tokens):,} tokens and a window of "
-                    f"{format_length(longest)} needs {longest + 1:,} (the last one is only "
-                    "predicted): give a longer text or smaller --lengths"
-                )
-            alike, most = are_alike(texts), self.windows or count
-            chosen = range(count) if count <= most else [i * count // most for i in range(most)]
-            places = [
-                number * longest + edge for number in range(count) for edge in (0, *self.lengths)
-            ]
-            for model, text, at in zip(
-                models, texts, shared_places(texts, sorted(set(places))), strict=True
-            ):
-                index = dict(zip(sorted(set(places)), at, strict=True))
-                for number in chosen:
-                    first = number * longest
-                    start = index[first]
-                    cuts = [index[first + edge] - start for edge in (0, *self.lengths)]
-                    cuts = cuts[: 1 + sum(self._reason(model, cut) is None for cut in cuts[1:])]
-                    self._cuts[model.name].append(cuts)
-                    if len(cuts) > 1:
-                        edges = sorted({*_grid(cuts[-1]), *cuts}) if alike else cuts
-                        window = Window(text, number, start, tuple(edges))
-                        self._windows[model.name].append(window)
+            cut = cut_windows(texts, self.lengths, self.windows, self._reach(models))
+            for model, windows in zip(models, cut, strict=True):
+                self._windows[model.name] += windows
+
+    def _reach(self, models: Sequence[OpenCheckpoint]) -> list[float]:
+        """Return how many tokens of a window each model can score."""
+        most = [model.model.max_length or math.inf for model in models]
+        return [math.inf if self.context is not None and self.context <= n else n for n in most]
 
     def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        """Return why a model cannot score so many tokens."""
         return out_of_reach(model.model, min(length, self.context or length))
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
@@ -185,22 +92,21 @@ class Perplexity(Evaluation):
     def items(self, model: OpenCheckpoint) -> list[Item]:
         found = []
         for window in self._windows[model.name]:
-            key = {
-                "text": window.document.sha256[:16],
-                "start": window.start,
-                "length": window.length,
-            }
-            if further := sorted(set(window.edges) - set(_grid(window.length))):
+            digest = window.document.sha256
+            key = {"text": digest[:16], "start": window.start, "length": window.length}
+            if further := sorted(set(window.edges) - set(grid(window.length))):
                 key["edges"] = further
-            found.append(Item(key, window, (window.document.sha256, window.number), window.length))
+            found.append(Item(key, window, (digest, window.number), window.length))
         return found
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        for shape in dict.fromkeys((item.spec.length, len(item.spec.edges)) for item in items):
-            same = [i for i in items if (i.spec.length, len(i.spec.edges)) == shape]
+        shapes: dict[tuple[int, int], list[Item]] = {}
+        for item in items:
+            shapes.setdefault((item.spec.length, len(item.spec.edges)), []).append(item)
+        for same in shapes.values():
             for first in range(0, len(same), most):
                 batch = same[first : first + most]
                 tokens = torch.stack([item.spec.tokens() for item in batch])
@@ -215,27 +121,22 @@ class Perplexity(Evaluation):
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []
-        windows = [(item.spec, row["nats"]) for item, row in found]
-        known = all(window.document.byte_ends is not None for window, _ in windows)
-        unit = "bits per byte" if known else "nats per token"
-        here = Column(f"{self.title}, {unit}", RATIO if known else MEAN, ".3f")
-        whole = Column(f"{self.title}, {unit} from the start", here.quantity, ".3f", drawn=False)
+        known = all(item.spec.document.byte_ends is not None for item, _ in found)
+        unit, quantity = ("bits per byte", RATIO) if known else ("nats per token", MEAN)
+        here = Column(f"{self.title}, {unit}", quantity, ".3f")
+        whole = Column(f"{self.title}, {unit} from the start", quantity, ".3f", drawn=False)
         read = Column(f"{self.title}, tokens read per token", FIGURE, ".2f", drawn=False)
         for number, length in enumerate(self.lengths, 1):
-            cut = [own[number] for own in self._cuts[model.name] if len(own) > number]
-            reason = self._reason(model, max([length, *cut]))
-            samples: dict[Column, dict[str, Any]] = {here: {}, whole: {}}
-            for (window, nats), cuts in zip(windows, self._cuts[model.name], strict=False):
-                if len(cuts) > number:
-                    name = f"{window.document.sha256[:16]}/{window.number}"
-                    for column, start in ((here, cuts[number - 1]), (whole, 0)):
-                        samples[column][name] = _sample(window, nats, start, cuts[number], known)
-            for column in (here, whole) if len(self.lengths) > 1 else (here,):
-                own = samples[column]
-                measurements.append(
-                    Measurement(column, length, own, None if own else reason or "not measured")
-                )
-            if self.overlap is not None and samples[here]:
+            reached = [(i.spec, row["nats"]) for i, row in found if len(i.spec.cuts) > number]
+            reason = None if reached else self._reason(model, length) or "not measured"
+            for column, first in ((here, number - 1), (whole, 0)):
+                samples = {
+                    window.name: window.sample(nats, window.cuts[first], window.cuts[number])
+                    for window, nats in reached
+                }
+                if column is here or len(self.lengths) > 1:
+                    measurements.append(Measurement(column, length, samples, reason))
+            if self.overlap is not None and reached:
                 share = self.overlap.tokens_read(length) / length
                 measurements.append(Measurement(read, length, {"": share}))
         return measurements
@@ -266,11 +167,11 @@ class Perplexity(Evaluation):
     def pictures(
         self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
     ) -> list[Picture]:
-        from longrnn.evaluation.figures import Line, lines
-        from longrnn.evaluation.report import Picture, by_length
+        from longrnn.evaluation.figures import Line, lines, png
+        from longrnn.evaluation.report import Picture, by_length, picture_name
 
-        alike = all(len(i.spec.edges) > len(self.lengths) + 1 for f in found.values() for i, _ in f)
-        if not alike:
+        windows = [item.spec for own in found.values() for item, _ in own]
+        if any(window.edges == window.cuts for window in windows):
             return by_length(self, cells)
         drawn = []
         for name, own in found.items():
@@ -279,23 +180,16 @@ class Perplexity(Evaluation):
                 middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
                 drawn.append(Line(name, middles, [estimate for *_, estimate in buckets]))
         marks = sorted({one for model in models if (one := self.trained(model)) is not None})
-        level = None
-        if len(drawn) == 1 and self.overlap is None and marks:
-            rows = [(i.spec.edges, row["nats"]) for i, row in found[drawn[0].label]]
-            if judged := forgetting(rows, marks[0]):
-                bound = f"{FACTOR:g} × the largest loss inside the training length"
-                level = FACTOR * judged.inside, bound
-        png = lines(
+        figure = lines(
             drawn,
             across="tokens read",
             up="nats per token",
             ticks=[*(4**k for k in range(12) if 4**k < self.lengths[0]), *self.lengths],
             marks={mark: f"training length of {mark:,}" for mark in marks},
-            level=level,
             limits=(0, None),
         )
         caption = "Loss by position, means over windows with 95 % intervals."
-        return [Picture(f"{self.title}_by_position", caption, png)]
+        return [Picture(picture_name(self.title, "by position"), caption, png(figure))]
 
 
 def by_bucket(found: Found) -> list[tuple[int, int, Estimate]]:
@@ -304,73 +198,7 @@ def by_bucket(found: Found) -> list[tuple[int, int, Estimate]]:
     Args:
         found: results of windows of one length.
     """
-    edges = _powers(found[0][0].spec.length)
-    values = [
-        [_sum(item.spec.edges, row["nats"], a, b) / (b - a) for item, row in found]
-        for a, b in pairwise(edges)
+    return [
+        (a, b, mean([item.spec.sum(row["nats"], a, b) / (b - a) for item, row in found]))
+        for a, b in pairwise(powers(found[0][0].spec.length))
     ]
-    return [(a, b, mean(own)) for (a, b), own in zip(pairwise(edges), values, strict=True)]
-
-
-def losses(
-    model: LanguageModel,
-    windows: Tensor,
-    edges: Tensor,
-    progress: Progress | None = None,
-    overlap: Overlap | None = None,
-    *,
-    rows: int = 1,
-) -> Tensor:
-    """Return sums of the loss in nats over parts of windows, in one pass.
-
-    Args:
-        model: any language model; it starts from an empty state and reads the windows in pieces.
-        windows: `(b, length + 1)` tokens; the last one is only predicted.
-        edges: `(b, k + 1)` edges of the parts of each row, from 0 to `length`.
-        progress: counts the tokens.
-        overlap: if set, tokens are scored in overlapping windows of this context.
-        rows: overlapping windows in one batch, of all windows together.
-
-    Returns:
-        `(b, k)` float64 on the CPU.
-
-    Raises:
-        UserError: the logits are not finite.
-    """
-    sums = torch.zeros(len(windows), edges.shape[1] - 1, dtype=torch.float64)
-    if overlap is None:
-        parts = token_losses(model, windows)
-    else:
-        parts = overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
-    for start, nats in parts:
-        positions = torch.arange(start, start + nats.shape[1]).repeat(len(windows), 1)
-        sums.scatter_add_(1, torch.searchsorted(edges, positions, right=True) - 1, nats)
-        if overlap is None and progress is not None:
-            progress.advance(nats.numel(), nats.numel())
-    return sums
-
-
-def _powers(length: int) -> list[int]:
-    """Return 0, 1, 2, 4, 8, …, length."""
-    return [0, *(2**k for k in range((length - 1).bit_length())), length]
-
-
-def _grid(length: int) -> list[int]:
-    """Return the edges that every window has: powers of 2 up to STRETCH, then its multiples."""
-    return [*_powers(min(STRETCH, length)), *range(2 * STRETCH, length, STRETCH), length][
-        : None if length > STRETCH else -1
-    ]
-
-
-def _sum(edges: Sequence[int], nats: Sequence[float], start: int, stop: int) -> float:
-    """Return the sum of losses between two edges."""
-    return math.fsum(nats[edges.index(start) : edges.index(stop)])
-
-
-def _sample(window: Window, nats: Sequence[float], start: int, stop: int, known: bool) -> Any:
-    """Return bits and bytes between two edges, or nats per token if bytes are not known."""
-    total = _sum(window.edges, nats, start, stop)
-    if not known:
-        return total / (stop - start)
-    first, last = window.bytes_before([start, stop]) or (0, 1)
-    return total / math.log(2), last - first

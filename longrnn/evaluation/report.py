@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import Console
+from rich.table import Table as Grid
+
 from longrnn.console import print_table
 from longrnn.evaluation.base import Cell, Evaluation
-from longrnn.evaluation.figures import Line, lines
+from longrnn.evaluation.figures import Line, lines, png
 from longrnn.files import file_name, write_atomic
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
 
 # A longer text in a cell is broken into lines of this many characters.
 MAX_CELL_WIDTH = 26
+# A wider table is printed in several parts.
+WIDTH = 100
 CELLS, REPORT = "cells.json", "report.html"
 
 
@@ -51,28 +58,31 @@ class Table(NamedTuple):
     metrics: list[str]
     rows: list[tuple[int | None, str, int, list[Cell | None]]]
 
-    def texts(self, below: str = "\n") -> Iterator[list[str]]:
-        """Yield the titles and the rows as texts; differences are below their values."""
+    def texts(self, metrics: slice = slice(None)) -> Iterator[list[str]]:
+        """Yield the titles and the rows as texts; differences are below their values.
+
+        Args:
+            metrics: which of the metrics; by default all.
+        """
         several = len({model for _, model, _, _ in self.rows}) > 1
         counted = any(n > 1 for _, _, n, _ in self.rows)
         measured = any(at is not None for at, *_ in self.rows)
-        shown = [measured, several, counted, *(True for _ in self.metrics)]
-        rows: list[list[str]] = [[self.across, "model", "n", *self.metrics]]
+        shown = [measured, several, counted]
+        rows = [[self.across, "model", "n", *self.metrics[metrics]]]
         for at, model, n, cells in self.rows:
-            before = None
+            reasons: list[str | None] = [None]
             texts = ["–" if at is None else format_length(at), model, str(n or "–")]
-            for cell in cells:
-                reason = None if cell is None else cell.reason
-                is_again = reason is not None and reason == before
-                texts.append("likewise" if is_again else below.join(filter(None, _lines(cell))))
-                before = reason
+            for cell in cells[metrics]:
+                reasons.append(None if cell is None else cell.reason)
+                is_again = reasons[-1] is not None and reasons[-1] == reasons[-2]
+                texts.append("likewise" if is_again else _text(cell))
             rows.append(texts)
-        for row in rows:
-            yield [text for text, is_shown in zip(row, shown, strict=True) if is_shown]
+        for texts in rows:
+            yield [*compress(texts, shown), *texts[len(shown) :]]
 
 
-def _lines(cell: Cell | None) -> list[str]:
-    return ["–"] if cell is None else [str(cell), cell.below()]
+def _text(cell: Cell | None) -> str:
+    return "–" if cell is None else "\n".join(filter(None, (str(cell), cell.below())))
 
 
 def table(outcome: Outcome) -> Table:
@@ -89,37 +99,32 @@ def table(outcome: Outcome) -> Table:
     return Table(evaluation.title, evaluation.across, metrics, rows)
 
 
-def markdown(found: Table) -> str:
-    """Return a table in Markdown."""
-    head, *rows = found.texts("<br>")
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def show(outcome: Outcome) -> None:
-    """Print the table of an evaluation and what belongs under it."""
-    from rich.table import Table as Grid
-
-    found = table(outcome)
-    head, *rows = found.texts()
-    grid = Grid(title=found.title, title_justify="left")
-    width = 1
-    for number, name in enumerate(head):
-        lines = [line for row in rows for line in row[number].split("\n")]
-        widest = max(map(len, lines), default=0)
-        is_model = name == "model" and number < 2
-        most = widest if is_model else MAX_CELL_WIDTH
-        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
-        width += 3 + min(max(widest, len(name)), most)
-    for row, (at, *_), after in zip(rows, found.rows, [*found.rows[1:], None], strict=True):
-        is_last = after is not None and after[0] != at
-        grid.add_row(*row, end_section=is_last and len(outcome.models) > 1)
-    print_table(grid, width)
+    """Print the table of an evaluation, in several parts if it is wide, and what belongs to it."""
+    found, first = table(outcome), 0
+    for stop in range(1, len(found.metrics) + 1):
+        if stop == len(found.metrics) or _grid(found, slice(first, stop + 1))[1] > WIDTH:
+            print_table(*_grid(found, slice(first, stop)))
+            first = stop
     for note in outcome.notes():
         print(note)
     if len(outcome.models) > 1:
         name = outcome.models[0].name
         print(f"[95 % intervals]; below a value, its difference from {name}, paired")
+
+
+def _grid(found: Table, metrics: slice) -> tuple[Grid, int]:
+    """Return some columns of a table for the terminal, and their width in characters."""
+    head, *rows = found.texts(metrics)
+    grid = Grid(title=found.title, title_justify="left")
+    for number, name in enumerate(head):
+        is_model = name == "model" and number < 2
+        most = None if is_model else MAX_CELL_WIDTH
+        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
+    for row, (at, *_), after in zip(rows, found.rows, [*found.rows[1:], None], strict=True):
+        is_last = after is not None and after[0] != at
+        grid.add_row(*row, end_section=is_last and found.rows[0][1] != found.rows[-1][1])
+    return grid, Console(width=10_000).measure(grid).maximum
 
 
 def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> list[Picture]:
@@ -142,11 +147,15 @@ def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> list[Picture]:
         if missing:
             caption += f" Not at every length: {', '.join(missing)}."
         axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
-        png = lines(drawn, across=axis, up=column.name, ticks=ticks)
-        plain = "".join(sign if sign.isalnum() else "_" for sign in column.name)
-        name = plain if plain.startswith(evaluation.title) else f"{evaluation.title}_{plain}"
-        pictures.append(Picture(file_name(name), caption, png))
+        figure = lines(drawn, across=axis, up=column.name, ticks=ticks)
+        words = column.name.removeprefix(evaluation.title)
+        pictures.append(Picture(picture_name(evaluation.title, words), caption, png(figure)))
     return pictures
+
+
+def picture_name(*words: str) -> str:
+    """Return the name of the file of a picture, with underscores between the words."""
+    return file_name("_".join(re.findall(r"[^\W_]+", " ".join(words))))
 
 
 def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
 
 # Default number of sequences, if there are as many held-out ones.
@@ -26,32 +26,11 @@ MAX_SEQUENCES = 1024
 SCORES = {"token_accuracy": SCORE, "exact_match": SCORE, "edit_distance": MEAN}
 
 
-class Sequences(Evaluation):
-    """Evaluate a sequence task on held-out sequences: token accuracy, exact match, edit distance.
-
-    For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
-    among frequent tokens. What is not given is as in the training of the first model.
-    """
+class Sequences(SequenceOptions, Evaluation):
+    """A task of random sequences, see `SequenceOptions`."""
 
     kind: ClassVar[str] = "task"
     reads_text: ClassVar[bool] = False
-
-    task: str | dict[str, Any] | None = Field(
-        default=None,
-        description="Name of the task, such as sort, recall or reverse_dual_frequency (default: as "
-        "in training).",
-    )
-    vocab_size: Count | None = Field(
-        default=None, description="Vocabulary size of the task (default: as in training)."
-    )
-    lengths: Lengths | None = Field(
-        default=None, description="Lengths of the sequences in tokens (default: as in training)."
-    )
-    n: Count | None = Field(
-        default=None,
-        description=f"Number of held-out sequences (default: all, at most {MAX_SEQUENCES}).",
-    )
-    batch_size: Count = Field(default=64, description="Sequences in one batch.")
 
     _task: SequenceTask = PrivateAttr()
     _kind: str = PrivateAttr()

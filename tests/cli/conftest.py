@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +18,8 @@ from longrnn.cli.app import run
 from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.training.runs import LSTM, tiny, train
+from tests.hf.foreign import causal, with_bytes
+from tests.training.runs import LSTM, tiny, train, write_config
 
 
 class Outcome(NamedTuple):
@@ -97,3 +100,76 @@ def commands(
             yield name, command
         if is_group:
             yield from commands(command, name, groups=groups)
+
+
+@pytest.fixture(scope="session")
+def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the inputs that commands name."""
+    root = tmp_path_factory.mktemp("inputs")
+    files = {
+        "book.txt": "It was a dark and stormy night. " * 64,
+        "filler.txt": "The grass is green. The sky is blue. The sun is yellow. " * 39,
+        "empty.txt": "",
+        "bytes.txt": b"a\xff",
+        "binary": b"text\0",
+        "file": "x",
+        "nothing/page.pdf": b"pdf",
+        "words.yaml": "just words",
+        "open.yaml": "a: [",
+        "dollar.yaml": 'seed: "${a"',
+        "bad.yaml": "evaluations: [{kind: harness, tasks: [longrnn_passky]}]",
+        "mine.yaml": "evaluations: [{kind: passkey, lengths: [180], depths: [0, 1], n: 2}]",
+        "c.yaml": "seed: 0",
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    write_config(tiny("passkey", Path("run")), root / "mamba.yaml")
+    write_config(tiny("reverse", Path("run"), init_from="x"), root / "on.yaml")
+    with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), root / "llama")
+    with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
+    shutil.copytree(models / "text", root / "half")
+    with open(root / "half/model.safetensors", "rb+") as file:
+        file.truncate(2000)
+    return root
+
+
+class Shelf(NamedTuple):
+    """Splits a command in which capitals stand for checkpoints, in a folder with inputs.
+
+    TEXT is a byte-level LSTM, RUN a short run on the task reverse, MODELS the folder of both, LLAMA
+    and MAMBA2 are checkpoints of transformers, and SHORT is a name of an embedded checkpoint.
+    """
+
+    models: Path
+
+    def __call__(self, command: str) -> list[str]:
+        places = {
+            "TEXT": self.models / "text",
+            "RUN": self.models / "backwards",
+            "MODELS": self.models,
+            "LLAMA": "llama",
+            "MAMBA2": "mamba2",
+            "SHORT": "passkey-tiny-short",
+        }
+        for name, place in places.items():
+            command = command.replace(name, str(place))
+        return shlex.split(command)
+
+
+@pytest.fixture
+def shelf(inputs: Path, models: Path, cli: CLI, tmp_path: Path) -> Shelf:
+    """The inputs in the folder in which commands run."""
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    return Shelf(models)
+
+
+def table(text: str, shorthands: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Reads one command per line, and behind it the texts that its output must contain."""
+    found = []
+    for line in text.strip().splitlines():
+        for name, meaning in shorthands.items():
+            line = line.replace(name, meaning)
+        command, *names = (part.strip() for part in line.split(" |"))
+        found.append((command, list(filter(None, names))))
+    return found

@@ -36,31 +36,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba2"])
-def test_every_command_takes_a_folder_of_transformers(
-    kind: str, cli: CLI, foreign: Path, text: Path
-) -> None:
-    """Every command accepts a folder that transformers wrote."""
-    model = foreign / kind
-    generated = cli("generate", model, "--prompt", "The sky", "--max-new-tokens", "3")
-    assert (generated.code, generated.err) == (0, "")
-    passkey = cli(
-        *("eval", "passkey", model, "--lengths", "160", "--n", "1", "--depths", "2", "--quiet")
-    )
-    assert passkey.code == 0, passkey.err
-    assert "depth 100%" in passkey.out
-    loss = cli("eval", "perplexity", model, "--text", text, "--lengths", "100", "--quiet")
-    assert loss.code == 0, loss.err
-
-
-def test_info_says_what_each_is(cli: CLI, foreign: Path) -> None:
-    """`info` shows that the state of a transformer grows and that of Mamba-2 does not."""
-    llama, mamba2 = cli("info", foreign / "llama").out, cli("info", foreign / "mamba2").out
-    assert all(name in llama for name in ("llama", "256 tokens", "264 bytes", "CHECKPOINT+beyond"))
-    assert "mamba2" in mamba2
-    assert "264 bytes" not in mamba2
-
-
 WINDOW = "sliding_window(window=9)"
 
 
@@ -101,36 +76,6 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()
 
 
-def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:
-    """`+beyond` evaluates a model beyond its maximum length, and the output says so."""
-    llama = foreign / "llama"
-    long = ("eval", "perplexity", llama, "--text", text, "--lengths", "300", "--quiet")
-    refused = cli(*long)
-    assert refused.code == 2
-    assert "256" in refused.err
-    assert refused.err.count("\n") == 1
-    assert cli("eval", "passkey", llama, "--lengths", "300", "--n", "1").code == 2
-    assert not Path("results").exists()
-    some = cli("eval", "passkey", llama, "--lengths", "160,300", "--n", "1")
-    assert some.code == 0
-    assert "256 tokens" in some.out
-    assert cli(*long, "--mitigation", "beyond").code == 0
-    assert cli("eval", "passkey", f"{llama}+beyond", "--lengths", "300", "--n", "1").code == 0
-
-
-def test_a_text_that_would_not_end_inside_the_limit(cli: CLI, foreign: Path) -> None:
-    """`generate` refuses a text that would exceed the maximum length before it prints anything."""
-    prompt = ("--prompt", "The sky", "--max-new-tokens")
-    refused = cli("generate", foreign / "llama", *prompt, "250")
-    assert (refused.code, refused.out) == (2, "")
-    assert "256" in refused.err
-    assert cli("generate", foreign / "llama", *prompt, "249").code == 0
-    assert cli("generate", f"{foreign / 'llama'}+beyond", *prompt, "250").code == 0
-    # The answer behind a prompt counts too.
-    assert cli("eval", "passkey", foreign / "llama", "--lengths", "256", "--n", "1").code == 2
-    assert not Path("results").exists()
-
-
 def test_lm_eval_beyond_the_limit(
     cli: CLI, foreign: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,31 +108,3 @@ def test_convert(cli: CLI, foreign: Path) -> None:
         cli("info", folder).out.split("parameters")[1] for folder in (foreign / "mamba2", "hf")
     }
     assert len(described) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("convert", "{llama}", "new", "--to", "native"), "llama"),
-        (("convert", "{mamba2}", "{llama}", "--to", "ours"), ""),
-        (("convert", "{mamba2}", "new", "--to", "mamba"), "mamba"),
-        (("convert", "nowhere", "new", "--to", "hf"), "nowhere"),
-        (("generate", "{llama}", "--prompt", "a", "--mitigation", "forget_more"), ""),
-        (("eval", "passkey", "{llama}+state_norm(threshold=3)"), ""),
-        (("calibrate", "{llama}", "--text", "x", "--method", "state_norm", "--train-length", "9"),
-         "llama"),
-        (("diagnose", "states", "{llama}", "--newlines", "--train-length", "9"),
-         "llama"),
-        (("train", "{train}", "init_from={llama}"), "llama"),
-    ],
-)  # fmt: skip
-def test_bad_input(arguments: tuple[str, ...], message: str, cli: CLI, foreign: Path) -> None:
-    """Bad checkpoints and commands that need an open recurrence are refused in one sentence."""
-    train = Path(__file__).parents[2] / "configs" / "train" / "passkey_tiny_short.yaml"
-    names = {"llama": foreign / "llama", "mamba2": foreign / "mamba2", "train": train}
-    done = cli(*(argument.format(**names) for argument in arguments))
-    assert done.code == 2
-    assert message in done.err
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1
-    assert not Path("new").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longrnn.results import Row, read_rows
-from tests.cli.conftest import CLI, refused
+from tests.cli.conftest import CLI
 from tests.evaluation.small_models import llama
 
 QUIET = "--quiet"
@@ -35,57 +35,6 @@ def rows(folder: Path) -> list[Row]:
 def cells(folder: Path) -> dict[tuple[str, str, int | None], Any]:
     found = json.loads((folder / "cells.json").read_text())["cells"]
     return {(cell["metric"], cell["model"], cell["at"]): cell for cell in found}
-
-
-COMMANDS: dict[str, list[str]] = {
-    "passkey": ["eval", "passkey", "{m}/text", "--lengths", "160,256", "--n", "2"],
-    "inserted": ["eval", "passkey", "{m}/text", "--lengths", "200,300", "--n", "1"]
-    + ["--insert-every", "100"],
-    "perplexity": ["eval", "perplexity", "{m}/text", "--text", "book.txt", "--lengths", "64,256"],
-    "overlapping": ["eval", "perplexity", "{m}/text", "--text", "book.txt", "--lengths", "256"]
-    + ["--context", "64", "--stride", "32"],
-    "newlines": ["eval", "perplexity", "{m}/text", "--newlines", "--lengths", "100"],
-    "reverse": ["eval", "reverse", "{m}/backwards", "--n", "7"],
-    "task": ["eval", "task", "{m}/backwards", "--lengths", "5,6", "--n", "3"],
-    "memory": ["diagnose", "memory", "{m}/text", "--text", "book.txt", "--positions", "16,64"],
-    "compare": ["compare", "{m}/text", "{m}/text+forget_more", "also.yaml"],
-}
-SAYS = {
-    "passkey": ("depth 75%", "keys recalled", "256", "× as many"),
-    "inserted": ("100", "keys recalled", "300"),
-    "perplexity": ("bits per byte", "nats per token over", "64"),
-    "overlapping": ("bits per byte", "1.75"),
-    "newlines": ("bits per byte", "100"),
-    "reverse": ("token accuracy", "exact match", "edit distance", "8"),
-    "task": ("token accuracy", "5", "6"),
-    "memory": ("EffRem, T = 64", "last tokens kept", "After 64 tokens"),
-    "compare": ("text+forget_more", "difference from text", "+0.00 [−0.49, +0.49]"),
-}
-ROWS = {"passkey": 20, "inserted": 3, "perplexity": 9, "overlapping": 9, "newlines": 1,
-        "reverse": 7, "task": 6, "memory": 16, "compare": 20}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_prints_writes_and_goes_on(
-    name: str, cli: CLI, models: Path, shelf: Path
-) -> None:
-    """A table with its notes, a page with pictures, and rows that are not measured twice."""
-    command = [part.format(m=models) for part in COMMANDS[name]]
-    result = cli(*command, QUIET)
-    assert (result.code, result.err) == (0, "")
-    for piece in SAYS[name]:
-        assert piece in result.out
-    written = [Path(line) for line in result.out.splitlines() if line.startswith("results/")]
-    folder = written[0].parent
-    kind = {"inserted": "passkey", "overlapping": "perplexity", "newlines": "perplexity"}
-    assert folder.parent == Path("results") / kind.get(name, name)
-    assert {path.name for path in written} >= {"cells.json", "report.html"}
-    assert any(path.suffix == ".png" for path in written)
-    assert {*written, folder / "rows.jsonl"} == set(folder.iterdir())
-    assert len(rows(folder)) == ROWS[name]
-    before = (folder / "rows.jsonl").read_bytes()
-    assert cli(*command, QUIET).out == result.out
-    assert (folder / "rows.jsonl").read_bytes() == before
 
 
 def test_eval_and_compare_share_their_rows(
@@ -135,30 +84,6 @@ def test_a_transformer(cli: CLI, models: Path, shelf: Path) -> None:
         assert "200" in found[metric, "llama", far]["reason"]
         assert found[metric, "llama+beyond", far]["difference"] is not None
     assert "at most 200" in (shelf / "out/report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (["compare", "{m}/text", "--suite", "quik"], ("quik", "quick")),
-        (["compare", "mine.yaml"], ("checkpoints",)),
-        (["compare", "{m}/text", "bad.yaml"], ("longrnn_passkey",)),
-        (["compare", "{m}/text", "mine.yaml", "--device", "abacus"], ("abacus",)),
-        (["compare", "passkey-tyni", "mine.yaml"], ("passkey-tyni", "passkey-tiny")),
-        (["eval", "perplexity", "{m}/text"], ("--text", "--newlines")),
-        (["eval", "perplexity", "{m}/text", "--text", "none.txt"], ("none.txt",)),
-        (["eval", "perplexity", "{m}/text", "--text", "book.txt"], ("book.txt", "64k")),
-        (["eval", "perplexity", "{m}/text", "--newlines", "--stride", "9"], ("--context",)),
-        (["eval", "passkey", "{m}/text", "{m}/text+forgetmore"], ("forget_more",)),
-        (["diagnose", "memory", "{m}/text", "--text", "book.txt", "--positions", "1"], ("1",)),
-    ],
-)
-def test_bad_input(
-    command: list[str], says: tuple[str, ...], cli: CLI, models: Path, shelf: Path
-) -> None:
-    """Bad input is refused in one sentence, and nothing is written."""
-    (shelf / "bad.yaml").write_text("evaluations: [{kind: harness, tasks: [longrnn_passky]}]")
-    refused(cli, *(part.format(m=models) for part in command), QUIET, says=says)
 
 
 @pytest.mark.parametrize("how", ["include_path", "file"])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from longrnn.bundled import bundled
-from longrnn.evaluation.harness.command import _print_cost
 from tests.cli.conftest import CLI
 
 SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
@@ -41,7 +40,7 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Once upon a time. " * 200)
     metadata = json.loads(SHORT) | {"text": str(tmp_path / "book.txt"), "n": 1}
     metadata["max_seq_lengths"] = [1500]
-    tasks = "longrnn_needles,longrnn_reverse,longrnn_perplexity,longrnn_passkey"
+    tasks = "longrnn_reverse,longrnn_passkey"
     checkpoint = f"{models / 'text'}+forget_more(decay_scale=0.9)"
     arguments = ["--metadata", json.dumps(metadata), "--output_path", tmp_path / "out"]
     limits = ["--gen_kwargs", "max_gen_toks=3"]
@@ -49,10 +48,8 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     (file,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]
-    assert len(found) == 9
-    assert found["longrnn_perplexity"]["1500,none"] > 0
-    for kind in ("single", "multikey", "multivalue", "multiquery", "variables"):
-        assert found[f"longrnn_needle_{kind}"]["1500,none"] >= 0
+    assert found["longrnn_passkey"]["1500,none"] >= 0
+    assert found["longrnn_reverse"]["edit_distance,none"] > 0
 
 
 def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
@@ -71,34 +68,6 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
     result = cli("eval", "harness", models / "text", *options, TRUST)
     assert result.code == 0, result.err
     assert "bits_per_byte" in result.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["passkey-tiny"], "--tasks longrnn_passkey"),
-        (["--tasks", "longrnn_passkey"], "give the checkpoint before"),
-        (["passkey-tiny", "--tasks", "longrnn_paskey"], "did you mean 'longrnn_passkey'?"),
-        (["passkey-tiny", "--limit", "2"], "--tasks longrnn_passkey"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--limit", "x"], "invalid float value"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--fewshot_num", "1"], "unrecognized"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--include_path", "no"], TRUST),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--log_samples"], "--output_path"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--model_args", "dtipe=x"], "dtipe"),
-        (["passkey-tinny", "--tasks", "longrnn_passkey"], "'passkey-tiny'?"),
-        (["passkey-tiny", "--tasks", "longrnn_perplexity"], "--metadata text=book.txt"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--metadata", "n=0"], "at least 1"),
-    ],
-)
-def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path) -> None:
-    """Bad input is refused in one sentence with exit code 2, and nothing is written."""
-    result = cli("eval", "harness", *arguments)
-    assert result.code == 2
-    last = result.err.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert message in last
-    assert "Traceback" not in result.err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -173,12 +142,3 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
     assert "pip install lm-eval" in result.err
-
-
-@pytest.mark.parametrize(("requested", "end"), [(300, "have 300, 3.0 × as many.\n"), (20, "20.\n")])
-def test_a_saving_is_printed_if_there_is_one(
-    requested: int, end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where most tokens were generated, the prompts are not said to have 0.2 × as many."""
-    _print_cost({"tokens_requested": requested, "tokens_computed": 100})
-    assert capsys.readouterr().out.endswith(end)

@@ -74,18 +74,18 @@ COMMANDS: dict[str, Command] = {
         ["out"],
     ),
     "memory": Command(
-        ["diagnose", "memory", MODEL, *TEXT, "--positions", "16,64", "--stretches", "6"]
+        ["diagnose", "memory", MODEL, *TEXT, "--positions", "16,64"]
         + ["--output", "{out}", "--quiet"],
         ["out"],
     ),
     "states": Command(
         ["diagnose", "states", "{shelf}/mamba2", *TEXT, "--train-length", "64", "--length", "1k"]
-        + ["--no-newlines", "--output", "{out}", "--quiet"],
+        + ["--output", "{out}", "--quiet"],
         ["out/states.jsonl", "out/diagnosis.yaml"],
     ),
     "gradients": Command(
-        ["diagnose", "gradients", MODEL, *TEXT, "--lengths", "16,32", "--rows", "2"]
-        + ["--exponents", "2", "--output", "{out}", "--quiet"],
+        ["diagnose", "gradients", MODEL, *TEXT, "--lengths", "16,32", "--output", "{out}"]
+        + ["--quiet"],
         ["out/gradients.jsonl"],
     ),
     "compare": Command(
@@ -94,9 +94,15 @@ COMMANDS: dict[str, Command] = {
         ["out"],
     ),
     "calibrate": Command(
-        ["calibrate", "{shelf}/mamba2", *TEXT, "--method", "scale_decay", "--train-length", "32"]
-        + ["--target-length", "128", "--steps", "4", "--windows", "2", "--output", "{out}/c.yaml"]
-        + ["--quiet"],
+        [
+            "calibrate",
+            "{shelf}/mamba2",
+            *TEXT,
+            "--method",
+            "scale_decay(steps=4,windows=2)",
+            "--quiet",
+        ]
+        + ["--train-length", "32", "--target-length", "128", "--output", "{out}/c.yaml"],
         ["out/c.yaml"],
     ),
     "convert": Command(["convert", "{shelf}/mamba2", "{out}", "--to", "hf"], ["out"]),

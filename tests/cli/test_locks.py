@@ -25,13 +25,12 @@ TRAINED = ["--train-length", "64"]
 # Arguments of every command that writes a folder `out`, or a file of that name.
 FOLDERS = {
     "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
-    "eval reverse": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
     "compare": ["{model}", "suite.yaml", *OUTPUT, *QUIET],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
-    "diagnose gradients": ["{run}", "--lengths", "4", "--rows", "1", *OUTPUT, *QUIET],
+    "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT, *QUIET],
     "report": ["{run}", *OUTPUT],
     "train": ["{config}", "output_dir=out", *QUIET],
 }

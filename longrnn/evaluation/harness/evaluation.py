@@ -79,24 +79,22 @@ class Harness(Evaluation):
     ) -> Iterator[Found]:
         from longrnn.evaluation.harness import LongRNN, scores
 
-        wrap: Any = LongRNN  # its decorator hides its parameters
         for item in items:
-            wrapped = wrap(model.model, tokenizer=model.tokenizer, quiet=True)
+            wrapped = LongRNN(model.model, tokenizer=model.tokenizer, quiet=True)
             found = scores(
                 wrapped,
                 [item.spec],
                 include_path=self.include_path,
+                metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
+                datasets=self.datasets,
                 limit=self.limit,
                 num_fewshot=self.num_fewshot,
-                metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
-                seed=self.seed,
-                datasets=self.datasets,
+                fewshot_random_seed=self.seed,
             )
-            counts = wrapped.counts()
+            counts = wrapped.counts
             cut = counts["requests"] + counts["split_documents"]
-            progress.advance(1, counts["tokens_computed"])
-            reads = wrapped.limit.max_length
-            yield [(item, {"cut": {"requests": cut, "reads": reads}, "scores": found})]
+            progress.advance(1, counts["computed"])
+            yield [(item, {"cut": {"requests": cut, "reads": wrapped.max_length}, "scores": found})]
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []

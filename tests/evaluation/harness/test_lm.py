@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation import harness
+from longrnn.evaluation.harness import LongRNN, scores
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 
-LongRNN: Any = harness.LongRNN  # its decorator hides its parameters
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
 LONG = 100_000
 
 
-def ours(setting: Setting, **options: Any) -> Any:
+def ours(setting: Setting, **options: Any) -> LongRNN:
     return LongRNN(setting.model, tokenizer=setting.checkpoint, quiet=True, **options)
 
 
@@ -28,40 +28,60 @@ def responses(results: dict[str, Any], task: str) -> list[Any]:
     return [sample["filtered_resps"] for sample in samples]
 
 
-@pytest.fixture(scope="module")
-def theirs(setting: Setting) -> dict[str, Any]:
-    # Without max_length the `hf` type cuts Mamba-2 at 2,048 tokens.
-    model = hf_model(str(setting.checkpoint), device="cpu", max_length=LONG, batch_size=1)
-    return evaluate(model, setting.tasks, *TASKS, num_fewshot=2)
-
-
-@pytest.fixture(scope="module")
-def found(setting: Setting) -> dict[str, Any]:
-    return evaluate(ours(setting, batch_size=3), setting.tasks, *TASKS, num_fewshot=2)
-
-
-def test_every_response_is_that_of_hf(
-    setting: Setting, found: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    """Choices, rolling likelihoods, generated texts and metrics; the results record the model."""
-    choices, rolling, generated = (
-        list(zip(responses(found, task), responses(theirs, task), strict=True)) for task in TASKS
-    )
-    for mine, other in choices:
-        assert [r[0] for r in mine] == pytest.approx([r[0] for r in other], abs=1e-4)
-        assert [bool(r[1]) for r in mine] == [bool(r[1]) for r in other]
-    assert all(mine == pytest.approx(other, abs=1e-4) for mine, other in rolling)
-    assert min(rolling[0][1]) < -10
-    assert all(mine == other for mine, other in generated)
-    assert any(mine[0] for mine, _ in generated)
-    for task in TASKS:
-        for name, value in theirs["results"][task].items():
+def assert_equal_responses(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Choices, rolling likelihoods, generated texts, and the metrics."""
+    for task in found["samples"]:
+        for mine, theirs in zip(responses(found, task), responses(expected, task), strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                if isinstance(one, (tuple, list)):
+                    assert bool(one[1]) == bool(other[1])
+                    one, other = one[0], other[0]
+                assert one == (other if isinstance(one, str) else pytest.approx(other, abs=1e-3))
+        for name, value in expected["results"][task].items():
             if isinstance(value, float):
-                assert found["results"][task][name] == pytest.approx(value, rel=1e-5), (task, name)
+                assert found["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
+
+
+def test_every_response_is_that_of_hf(setting: Setting) -> None:
+    """For all kinds of requests; the results record the model."""
+    found = evaluate(ours(setting, batch_size=3), setting.tasks, *TASKS, num_fewshot=2)
+    # Without max_length the `hf` type cuts Mamba-2 at 2,048 tokens.
+    theirs = hf_model(str(setting.checkpoint), device="cpu", max_length=LONG, batch_size=1)
+    assert_equal_responses(found, evaluate(theirs, setting.tasks, *TASKS, num_fewshot=2))
+    assert min(responses(found, TASKS[1])[0]) < -10
+    assert any(text for (text,) in responses(found, TASKS[2]))
     config = found["config"]
     assert config["model_fingerprint"] == setting.model.fingerprint()
     assert config["max_length"] is None
     assert config["truncated"] == {"requests": 0, "tokens": 0, "split_documents": 0}
+
+
+@pytest.mark.parametrize("limit", [2048, 24])
+def test_a_transformer_is_that_of_hf(setting: Setting, tmp_path: Path, limit: int) -> None:
+    """Forks of its cache are exact, and long requests are cut as `hf` cuts them."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=limit,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(setting.checkpoint).save_pretrained(tmp_path)
+    arguments = {"pretrained": str(tmp_path), "quiet": True, "batch_size": 3}
+    found = evaluate("longrnn", setting.tasks, *TASKS, model_args=arguments, num_fewshot=1)
+    other = hf_model(str(tmp_path), device="cpu", batch_size=1)
+    assert_equal_responses(found, evaluate(other, setting.tasks, *TASKS, num_fewshot=1))
+    assert (found["config"]["truncated"]["requests"] > 0) == (limit < 100)
 
 
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
@@ -86,14 +106,8 @@ def test_truncation_is_counted(setting: Setting, caplog: pytest.LogCaptureFixtur
     """With a maximum length the scores are those of `hf`, and truncation is logged and recorded."""
     limited = ours(setting, max_length=20)
     model = hf_model(str(setting.checkpoint), device="cpu", max_length=20, batch_size=1)
-    tasks = ["tiny_choice", "tiny_rolling"]
-    found = evaluate(limited, setting.tasks, *tasks, num_fewshot=1)
-    expected = evaluate(model, setting.tasks, *tasks, num_fewshot=1)
-    for task in tasks:
-        for mine, other in zip(responses(found, task), responses(expected, task), strict=True):
-            numbers = [[r[0] for r in side] if task == "tiny_choice" else side
-                       for side in (mine, other)]  # fmt: skip
-            assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+    found = evaluate(limited, setting.tasks, *TASKS[:2], num_fewshot=1)
+    assert_equal_responses(found, evaluate(model, setting.tasks, *TASKS[:2], num_fewshot=1))
     cut = found["config"]["truncated"]
     assert cut["requests"] > 0
     assert cut["tokens"] > cut["requests"]
@@ -143,7 +157,8 @@ def test_cache(setting: Setting, tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch"),
         ({"batch_size": "many"}, "batch"),
         ({"max_length": 0}, "max_length"),
-        ({"max_length": "2k"}, "max_length"),
+        ({"max_length": "x"}, "max_length"),
+        ({"dtipe": "float32"}, "dtype"),
         ({"mitigation": "forget_mor"}, "forget_more"),
     ],
 )
@@ -166,5 +181,5 @@ def test_outside_of_a_repository_git_says_nothing(
     """lm-eval records the commit of the current folder."""
     monkeypatch.chdir(tmp_path)
     metadata = {"n_items": [2], "n": 1}
-    assert harness.scores(ours(setting), ["longrnn_reverse"], metadata=metadata)
+    assert scores(ours(setting), ["longrnn_reverse"], metadata=metadata)
     assert "fatal" not in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,16 @@ def test_passkeys() -> None:
     assert len({d["outputs"][0] for d in documents[:3]}) == 3
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
-    """Lengths count tokens of the given tokenizer and are never exceeded."""
+def test_own_text_and_tokenizer(tmp_path: Path) -> None:
+    """Words of a file keep their order; lengths count tokens of the given tokenizer."""
+    (tmp_path / "book.txt").write_text(" ".join(f"w{i}" for i in range(500)))
     trained_bpe().save(tmp_path)
-    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": 600, "n": 2}
-    for document in [
-        *texts.passkey_documents(metadata),
-        *texts.needle_documents("multikey", metadata),
-        *texts.needle_documents("variables", {**metadata, "max_seq_lengths": 2000}),
-    ]:
-        size = document["max_length"]
-        assert size - 40 < document["length"] <= size
+    for options in (TINY, {"tokenizer": str(tmp_path)}):
+        metadata = {**options, "text": str(tmp_path / "book.txt"), "max_seq_lengths": 1000, "n": 1}
+        (document,) = texts.passkey_documents(metadata)
+        words = [int(word) for word in re.findall(r"w(\d+)", document["input"])]
+        assert words == [*range(words[0], words[0] + len(words))]
+        assert 940 < document["length"] <= 1000
 
 
 def test_lists() -> None:
@@ -57,37 +57,21 @@ def test_lists() -> None:
         assert all(int(item) < 1000 for items in lists for item in items)
 
 
-def test_text(tmp_path: Path) -> None:
-    """Texts are cut to their length without dividing a character."""
-    path = tmp_path / "book.txt"
-    path.write_text("äb" * 400)
-    metadata = {**TINY, "text": str(path)}
-    assert texts.text_documents(metadata)[0]["text"] == "äb" * 400
-    cut = texts.text_documents({**metadata, "max_seq_lengths": [100, 1001]})
-    assert [len(d["text"].encode()) for d in cut] == [99, 1001]
-
-
 @pytest.mark.parametrize(
-    ("function", "metadata", "message"),
+    ("metadata", "message"),
     [
-        ("passkey", {"max_seq_length": [512]}, "max_seq_lengths"),
-        ("passkey", {"max_seq_lengths": [64]}, "64 is too short"),
-        ("passkey", {"max_seq_lengths": "long"}, "long"),
-        ("passkey", {"n": 0}, "'n'"),
-        ("passkey", {"pretrained": None}, "tokenizer=NAME"),
-        ("text", {}, "text=book.txt"),
-        ("text", {"text": "missing.txt"}, "missing.txt"),
-        ("text", {"text": "{file}", "max_seq_lengths": [4096]}, "4,096"),
+        ({"max_seq_length": [512]}, "max_seq_lengths"),
+        ({"max_seq_lengths": [64]}, "64 is too short"),
+        ({"max_seq_lengths": "long"}, "long"),
+        ({"n": 0}, "n"),
+        ({"pretrained": None}, "tokenizer=NAME"),
+        ({"text": "missing.txt"}, "missing.txt"),
     ],
 )
-def test_bad_metadata(
-    function: str, metadata: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "book.txt").write_text("Too short")
-    if metadata.get("text") == "{file}":
-        metadata = {**metadata, "text": str(tmp_path / "book.txt")}
+def test_bad_metadata(metadata: dict[str, Any], message: str) -> None:
+    """A misspelt name or a value that is not valid is refused."""
     with pytest.raises(UserError, match=message):
-        getattr(texts, f"{function}_documents")({**TINY, **metadata})
+        texts.passkey_documents({**TINY, **metadata})
 
 
 def test_scores() -> None:
@@ -95,16 +79,9 @@ def test_scores() -> None:
     key = {"outputs": ["01234"], "max_length": 512}
     assert texts.score_key(key, [" 01234. And"]) == {"accuracy": 1.0, "512": 1.0}
     assert texts.score_key(key, [" is 01234"])["accuracy"] == 0.0
-    values = {"outputs": ["11", "22", "33", "44"], "max_length": 512}
-    assert texts.score_all(values, ["are 44, 11 and 22."])["accuracy"] == 0.75
     numbers = {"outputs": ["3", "17", "9"], "max_length": 3}
     assert texts.score_list(numbers, [" 3 17 9"])["exact_match"] == 1.0
     moved = texts.score_list(numbers, [" 3 9 17 4"])
     assert moved == {
         "exact_match": 0.0, "item_accuracy": pytest.approx(1 / 3), "edit_distance": 2.0, "3": 0.0
     }  # fmt: skip
-    text = {"text": "two wörds", "max_length": 10}
-    scores = texts.score_text(text, [-20.0])
-    assert scores["bits_per_byte"] == (-20.0, 10)
-    assert scores["word_perplexity"] == (-20.0, 2)
-    assert scores["10"] == pytest.approx(20 / 10 / 0.6931471805599453)

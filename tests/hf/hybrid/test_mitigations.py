@@ -149,8 +149,8 @@ def test_commands(tmp_path: Path) -> None:
     run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
         "--output", calibrated)  # fmt: skip
     out = tmp_path / "states"
-    run("diagnose", "states", folder, *common, "--no-newlines", "--train-length", 64, "--length",
-        256, "--every", 32, "--first", 16, "--output", out)  # fmt: skip
+    run("diagnose", "states", folder, *common, "--train-length", 64, "--length", 256,
+        "--output", out)  # fmt: skip
     assert "collapsing" in (out / "diagnosis.yaml").read_text()
     run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
         "--output", tmp_path / "ppl")  # fmt: skip
