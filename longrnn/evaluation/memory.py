@@ -31,7 +31,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
-from longrnn.intervals import Estimate, Quantity, mean
+from longrnn.intervals import MEAN, Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.options import Count, Lengths
 from longrnn.progress import Progress
@@ -54,7 +54,7 @@ def _distance(values: Sequence[float], _: float | None) -> Estimate:
 
 
 # Distances from 0 to 1, whose interval is cut to that.
-DISTANCE = Quantity(_distance, lambda a, b, _: mean([x - y for x, y in zip(a, b, strict=True)]))
+DISTANCE = MEAN._replace(estimate=_distance)
 
 
 class Stretch(NamedTuple):
