@@ -219,16 +219,12 @@ class LongRNN(HFLM):
     def _count(self, progress: Progress) -> None:
         """Count the tokens of finished requests, and warn of what was truncated so far."""
         self.counts["computed"] += progress.units
-        cut, most = self.counts, self.max_length
-        if cut["requests"]:
+        cut = self.counts
+        if cut["requests"] or cut["split_documents"]:
             logger.warning(
-                f"{cut['requests']} contexts were truncated from the left, by {cut['tokens']:,} "
-                f"tokens in all: the model reads at most {most:,}"
-            )
-        if cut["split_documents"]:
-            logger.warning(
-                f"{cut['split_documents']} documents were read in windows of {most:,} tokens, the "
-                "most that the model reads"
+                f"the model reads at most {self.max_length:,} tokens: {cut['requests']} contexts "
+                f"were truncated from the left, by {cut['tokens']:,} tokens in all, and "
+                f"{cut['split_documents']} documents were read in windows"
             )
 
     # Several processes
