@@ -132,13 +132,11 @@ class Memory(Evaluation):
             batch = items[first : first + self.batch_size]
             texts, positions = [item.spec.tokens for item in batch], batch[0].spec.positions
             found = remembrance(model.model, torch.stack(texts), positions, progress)
-            yield [
-                (
-                    item,
-                    {str(at): [float(found[at, t][row]) for t in starts(at)] for at in positions},
-                )
-                for row, item in enumerate(batch)
+            values = [
+                {str(at): [float(found[at, t][row]) for t in starts(at)] for at in positions}
+                for row in range(len(batch))
             ]
+            yield list(zip(batch, values, strict=True))
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []

@@ -31,9 +31,8 @@ def test_lines(models: int) -> None:
     for line, (_, _, (intervals,)) in zip(drawn, bars, strict=True):
         low, high = intervals.get_segments()[0][:, 1]
         assert (low, high) == pytest.approx(line.values[0][1:3])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        one.label for one in drawn
-    ]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [one.label for one in drawn]
 
 
 def test_values_that_differ_much_have_a_logarithmic_axis() -> None:
