@@ -41,6 +41,7 @@ from longrnn.inference.trie import Ids
 from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
+from longrnn.text import ByteTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,10 @@ class LongRNN(HFLM):
         own = load_tokenizer(source, add_bos_token=given.add_bos_token) if named else source
         refuse_unfit(own, self.model)
         self.fingerprint = own.fingerprint()
-        self.tokenizer: Any = (own if isinstance(own, HFTokenizer) else byte_level()).tokenizer
+        hf = byte_level() if type(own) is ByteTokenizer else own
+        if not isinstance(hf, HFTokenizer):
+            raise UserError("lm-eval needs a Hugging Face tokenizer: give one, or bytes")
+        self.tokenizer: Any = hf.tokenizer
         self.batch_size = given.batch_size
         if given.max_length is not None:
             refuse_long(self.model, given.max_length)
