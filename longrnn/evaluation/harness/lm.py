@@ -31,14 +31,11 @@ from torch import Tensor
 
 from longrnn import __version__, processes
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.options import Arguments, parse_generation
-from longrnn.hf.load import load
-from longrnn.hf.names import DTYPE_NAMES
+from longrnn.evaluation.harness.options import Arguments, build_model, parse_generation
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
 from longrnn.inference.trie import Ids
-from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import ByteTokenizer
@@ -82,7 +79,7 @@ class LongRNN(HFLM):
         processes.start()
         self._rank, self._world_size = processes.rank(), processes.size()
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
-        self.model = _model(pretrained, given)
+        self.model = build_model(pretrained, given)
         source = pretrained if given.tokenizer is None else given.tokenizer
         if isinstance(source, LanguageModel):
             raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
@@ -289,18 +286,6 @@ class LongRNN(HFLM):
 
 
 register_model("longrnn")(LongRNN)
-
-
-def _model(source: str | Path | LanguageModel, given: Arguments) -> LanguageModel:
-    """Return a loaded model, or load a checkpoint, and apply a mitigation."""
-    if not isinstance(source, (str, Path)):
-        return source if given.mitigation is None else source.under(mitigation(given.mitigation))
-    return load(
-        "+".join(filter(None, (str(source), given.mitigation))),
-        backend=given.backend,
-        device=given.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype=None if given.dtype is None else DTYPE_NAMES[given.dtype],
-    )
 
 
 def _arguments(requests: Sequence[Instance]) -> list[tuple[Any, ...]]:
