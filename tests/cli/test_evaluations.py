@@ -62,7 +62,7 @@ SAYS = {
     "compare": ("text+forget_more", "difference from text", "+0.00 [−0.49, +0.49]"),
 }
 ROWS = {"passkey": 20, "inserted": 3, "perplexity": 9, "overlapping": 9, "newlines": 1,
-        "reverse": 7, "task": 6, "memory": 16, "compare": 20}  # fmt: skip
+        "reverse": 7, "task": 6, "memory": 8, "compare": 20}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)
