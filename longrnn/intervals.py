@@ -143,12 +143,15 @@ def _score(values: Sequence[float], independent: float | None) -> Estimate:
     return mean(values)
 
 
+def _difference(values: Sequence[float], others: Sequence[float], _: float | None) -> Estimate:
+    return mean([a - b for a, b in zip(values, others, strict=True)])
+
+
 def _score_difference(
     values: Sequence[float], others: Sequence[float], independent: float | None
 ) -> Estimate:
-    if {*values, *others} <= {0, 1}:
-        return paired_proportion(values, others, independent)
-    return mean([a - b for a, b in zip(values, others, strict=True)])
+    share = {*values, *others} <= {0, 1}
+    return (paired_proportion if share else _difference)(values, others, independent)
 
 
 def _ratio_difference(values: Sequence[Any], others: Sequence[Any], _: float | None) -> Estimate:
@@ -160,7 +163,7 @@ def _ratio_difference(values: Sequence[Any], others: Sequence[Any], _: float | N
 
 # Scores of answers, from 0 to 1: a share if all are 0 or 1, else a mean.
 SCORE = Quantity(_score, _score_difference)
-MEAN = Quantity(lambda values, _: mean(values), lambda a, b, _: mean([x - y for x, y in zip(a, b)]))  # noqa: B905
+MEAN = Quantity(lambda values, _: mean(values), _difference)
 # Pairs of numerator and denominator, such as bits and bytes.
 RATIO = Quantity(lambda values, _: ratio(values), _ratio_difference)
 # One number that is measured once.

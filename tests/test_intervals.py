@@ -34,14 +34,6 @@ def test_wilson_by_its_formula(right: int, n: int) -> None:
     assert estimate.n == n
     assert estimate.low == pytest.approx(center - half, abs=1e-12)
     assert estimate.high == pytest.approx(center + half, abs=1e-12)
-
-
-def test_wilson_against_known_values() -> None:
-    """The interval agrees with published values (10 of 10: [0.722, 1])."""
-    assert proportion(10, 10).low == pytest.approx(0.7225, abs=1e-4)
-    assert proportion(10, 10).high == pytest.approx(1)
-    assert proportion(0, 10).low == pytest.approx(0, abs=1e-12)
-    assert proportion(0, 10).high == pytest.approx(0.2775, abs=1e-4)
     assert str(proportion(8, 10)) == "0.80 [0.49, 0.94]"
 
 
@@ -101,11 +93,7 @@ def test_t_interval_against_tables() -> None:
     half = 2.776445 * math.sqrt(2.5 / 5)
     assert estimate == pytest.approx((3.0, 3 - half, 3 + half, 5), abs=1e-5)
     assert mean([2.0, 2.0, 2.0]) == Estimate(2.0, 2.0, 2.0, 3)
-
-
-def test_one_value_says_nothing_of_the_spread() -> None:
-    """The interval of one value is infinite."""
-    assert mean([0.3]) == Estimate(0.3, -math.inf, math.inf, 1)
+    assert mean([0.3]) == Estimate(0.3, -math.inf, math.inf, 1), "one value has no spread"
 
 
 def answers(both: int, first: int, second: int, neither: int) -> tuple[list[int], list[int]]:

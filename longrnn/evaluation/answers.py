@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field, PrivateAttr
 
 from longrnn.data import Instruct
@@ -63,30 +63,24 @@ class Answers(Evaluation):
     def items(self, model: OpenCheckpoint) -> list[Item]:
         if self._reason(model) is not None:
             return []
-        found = []
-        for document in self._chosen:
-            pairs = self._pairs(document)
-            found.append(Item({"document": document}, pairs, work=len(pairs)))
-        return found
+        pairs = {document: self._pairs(document) for document in self._chosen}
+        return [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         for first in range(0, len(items), TOGETHER):
             part = items[first : first + TOGETHER]
-            listed = [(row, pair) for row, item in enumerate(part) for pair in item.spec]
+            owners = [row for row, item in enumerate(part) for _ in item.spec]
+            pairs = [pair for item in part for pair in item.spec]
+            size = self.batch_size
             nats, right = [0.0] * len(part), [True] * len(part)
-            for index, found in score(
-                model.model,
-                [pair for _, pair in listed],
-                batch_size=self.batch_size,
-                progress=progress,
-            ):
-                row = listed[index][0]
-                nats[row] -= found.nats
-                right[row] &= found.greedy
+            for index, found in score(model.model, pairs, batch_size=size, progress=progress):
+                nats[owners[index]] -= found.nats
+                right[owners[index]] &= found.greedy
+            tokens = [sum(len(pair.continuation) for pair in item.spec) for item in part]
             yield [
-                (item, {"nats": nats[row], "tokens": _tokens(item.spec), "right": right[row]})
+                (item, {"nats": nats[row], "tokens": tokens[row], "right": right[row]})
                 for row, item in enumerate(part)
             ]
 
@@ -104,16 +98,10 @@ class Answers(Evaluation):
         return out_of_reach(model.model, longest - 1)  # the last token is only predicted
 
     def _pairs(self, document: int) -> list[Pair]:
-        """The answers of a document, each with all tokens before it."""
+        """Return the answers of a document, each with all tokens before it."""
         length = int(self._documents.lengths[document])
         ids = tuple(self._documents.read(document, 0, length).tolist())
-        scored = self._documents.read_scored(document, 0, length).int()
-        scored[0] = 0  # nothing predicts the first token
-        nothing = scored.new_zeros(1)
-        edges = scored.diff(prepend=nothing, append=nothing)
-        starts, stops = (torch.nonzero(edges == sign)[:, 0].tolist() for sign in (1, -1))
-        return [Pair(ids[:a], ids[a:b]) for a, b in zip(starts, stops, strict=True)]
-
-
-def _tokens(pairs: Sequence[Pair]) -> int:
-    return sum(len(pair.continuation) for pair in pairs)
+        scored = self._documents.read_scored(document, 0, length).tolist()
+        scored[0] = False  # nothing predicts the first token
+        edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
+        return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]

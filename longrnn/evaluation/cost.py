@@ -94,14 +94,7 @@ class Cost(Evaluation):
         tokens = torch.arange(8)[None] % model.model.vocab_size
         refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
         for item in items:
-            job = Job(
-                model.source,
-                model.device,
-                torch.get_num_threads(),
-                item.spec,
-                self.decode,
-                self.seed,
-            )
+            job = Job(model.source, length=item.spec, **self.protocol(model))
             measured = in_a_process(job)
             # A failed measurement has no row, so that it is repeated the next time.
             if isinstance(measured, str):
@@ -142,8 +135,7 @@ def in_a_process(job: Job) -> dict[str, float] | str:
     if done.returncode > 0:
         last = done.stderr.strip().splitlines()[-1:]
         return f"failed: {' '.join(last)}"
-    found = json.loads(done.stdout)
-    return found if isinstance(found, str) else {name: float(found[name]) for name in found}
+    return json.loads(done.stdout)
 
 
 @torch.no_grad()

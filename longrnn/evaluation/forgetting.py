@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 # Number of stretches inside the training length, if it is long enough; tokens of the shortest.
 INSIDE, STRETCH = 8, 64
 FACTOR = 2.0
@@ -18,7 +20,6 @@ class Forgetting(NamedTuple):
         robust: whether `beyond` is at most FACTOR · `inside`.
         width: tokens of the stretches that are compared.
         inside: the largest mean loss of a stretch inside the training length, in nats.
-        inside_at: where that stretch begins.
         beyond: the largest mean loss of the other stretches.
         beyond_at: where that stretch begins.
     """
@@ -26,7 +27,6 @@ class Forgetting(NamedTuple):
     robust: bool
     width: int
     inside: float
-    inside_at: int
     beyond: float
     beyond_at: int
 
@@ -36,8 +36,8 @@ class Forgetting(NamedTuple):
             f"Forgets robustly: {'yes' if self.robust else 'no'}. Beyond the training length of "
             f"{trained:,} the loss reaches {self.beyond:.3f} nats (from position "
             f"{self.beyond_at:,}), {self.beyond / self.inside:.2f} × its largest inside "
-            f"({self.inside:.3f}, from position {self.inside_at:,}); at most {FACTOR:g} × is "
-            f"robust. Means over stretches of {self.width} tokens and all windows."
+            f"({self.inside:.3f}); at most {FACTOR:g} × is robust. Means over stretches of "
+            f"{self.width} tokens and all windows."
         )
         if self.inside > math.log(vocab_size):
             said += (
@@ -66,33 +66,22 @@ def forgetting(
     Returns:
         None if no stretch lies beyond the training length, or stretches are not known.
     """
-    length = rows[0][0][-1]
+    edges = list(rows[0][0])
     width = max(STRETCH, train_length // INSIDE // STRETCH * STRETCH)
-    starts = [start for start in range(0, length, width) if start + width <= length]
-    if not starts or length <= train_length or not set(starts) <= set(rows[0][0]):
-        return None
-    count = max(1, train_length // width)
     # The remainder at the end is part of the last stretch.
-    stretches = [
-        _mean(rows, start, stop) for start, stop in zip(starts, [*starts[1:], length], strict=True)
-    ]
-    inside, beyond = stretches[:count], stretches[count:]
-    if not beyond:
+    starts = range(0, edges[-1] - width + 1, width)
+    count = max(1, train_length // width)
+    if len(starts) <= count or edges[-1] <= train_length or not set(starts) <= set(edges):
         return None
-    most, worst = max(inside), max(beyond)
+    total = np.sum([nats for _, nats in rows], axis=0)
+    sums = np.add.reduceat(total, [edges.index(start) for start in starts])
+    means = sums / len(rows) / np.diff([*starts, edges[-1]])
+    means[np.isnan(means)] = math.inf
+    inside, beyond = float(means[:count].max()), float(means[count:].max())
     return Forgetting(
-        worst <= FACTOR * most < math.inf,
+        beyond <= FACTOR * inside < math.inf,
         width,
-        most,
-        starts[inside.index(most)],
-        worst,
-        starts[count + beyond.index(worst)],
+        inside,
+        beyond,
+        starts[count + int(means[count:].argmax())],
     )
-
-
-def _mean(rows: Sequence[tuple[Sequence[int], Sequence[float]]], start: int, stop: int) -> float:
-    total = 0.0
-    for edges, nats in rows:
-        total += math.fsum(nats[edges.index(start) : edges.index(stop)])
-    found = total / len(rows) / (stop - start)
-    return math.inf if math.isnan(found) else found

@@ -32,7 +32,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
-from longrnn.intervals import Estimate, Quantity, mean
+from longrnn.intervals import MEAN, Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.state import join, take
@@ -54,23 +54,16 @@ def _distance(values: Sequence[float], _: float | None) -> Estimate:
 
 
 # Distances from 0 to 1, whose interval is cut to that.
-DISTANCE = Quantity(_distance, lambda a, b, _: mean([x - y for x, y in zip(a, b, strict=True)]))
+DISTANCE = MEAN._replace(estimate=_distance)
 
 
 class Stretch(NamedTuple):
-    """Tokens of a text after which the prediction is compared, the same for all models.
-
-    Attributes:
-        text: SHA-256 of the text.
-        start: index of its first token.
-        tokens: as many as the longest of the positions.
-        position: T.
-    """
+    """Tokens of a text, and the positions after which predictions are compared."""
 
     text: str
     start: int
     tokens: Tensor
-    position: int
+    positions: list[int]
 
 
 class Memory(MemoryOptions, Evaluation):
@@ -89,19 +82,19 @@ class Memory(MemoryOptions, Evaluation):
             raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
         longest = self.positions[-1]
         for model in models:
+            reached = [at for at in self.positions if out_of_reach(model.model, at) is None]
             cut = self._cut[model.name] = []
             for document in read_documents(self.texts, model.tokenizer, model.model):
-                parts = document.tokens[:-1].split(longest)
-                if len(parts[0]) < longest:
+                count = min((len(document.tokens) - 1) // longest, self.stretches)
+                if count < 1:
                     raise UserError(
                         f"{document.name} has {len(document.tokens):,} tokens and a stretch of "
                         f"{format_length(longest)} needs {longest + 1:,}: give a longer text or "
                         "smaller --positions"
                     )
-                whole = [part for part in parts if len(part) == longest][: self.stretches]
-                for number, tokens in enumerate(whole):
-                    start, digest = number * longest, document.sha256[:16]
-                    cut += [Stretch(digest, start, tokens, at) for at in self.positions]
+                for start in range(0, count * longest, longest) if reached else ():
+                    tokens = document.tokens[start : start + longest]
+                    cut.append(Stretch(document.sha256[:16], start, tokens, reached))
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {}
@@ -109,41 +102,26 @@ class Memory(MemoryOptions, Evaluation):
     def items(self, model: OpenCheckpoint) -> list[Item]:
         return [
             Item(
-                {"text": one.text, "start": one.start, "position": one.position},
+                {"text": one.text, "start": one.start, "positions": one.positions},
                 one,
                 (one.text, one.start),
-                self._work(one.position),
+                sum(end - start for start, end in ends(one.positions).items()),
             )
             for one in self._cut[model.name]
-            if out_of_reach(model.model, one.position) is None
         ]
-
-    def _work(self, position: int) -> int:
-        """Return the tokens read for a position after those before it."""
-        read = {s: p for p in self.positions if p < position for s in [0, *starts(p)]}
-        return sum(position - read.get(start, start) for start in [0, *starts(position)])
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        by_stretch: dict[tuple[Any, ...], list[Item]] = {}
-        for item in items:
-            by_stretch.setdefault(item.group, []).append(item)
-        # Stretches with the same positions left are measured together, all positions in one pass.
-        together: dict[tuple[int, ...], list[list[Item]]] = {}
-        for own in by_stretch.values():
-            together.setdefault(tuple(sorted(i.spec.position for i in own)), []).append(own)
-        for positions, stretches in together.items():
-            for first in range(0, len(stretches), self.batch_size):
-                batch = stretches[first : first + self.batch_size]
-                texts = torch.stack([own[0].spec.tokens for own in batch])
-                found = remembrance(model.model, texts, positions, progress)
-                yield [
-                    (item, {"effrem": [float(found[at, t][row]) for t in starts(at)]})
-                    for row, own in enumerate(batch)
-                    for item in own
-                    if (at := item.spec.position)
-                ]
+        for first in range(0, len(items), self.batch_size):
+            batch = items[first : first + self.batch_size]
+            texts, positions = [item.spec.tokens for item in batch], batch[0].spec.positions
+            found = remembrance(model.model, torch.stack(texts), positions, progress)
+            values = [
+                {str(at): [float(found[at, t][row]) for t in starts(at)] for at in positions}
+                for row in range(len(batch))
+            ]
+            yield list(zip(batch, values, strict=True))
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []
@@ -161,7 +139,7 @@ class Memory(MemoryOptions, Evaluation):
         """Say in two sentences what the prediction after the longest context depends on."""
         if not found:
             return []
-        position = max(item.spec.position for item, _ in found)
+        position = found[0][0].spec.positions[-1]
         samples = by_kept(found, position)
         means = {kept: mean(list(values.values())).mean for kept, values in samples.items()}
         # The most tokens that are left out, of at most a 64th.
@@ -212,7 +190,7 @@ class Memory(MemoryOptions, Evaluation):
 
 def by_kept(found: Found, position: int) -> dict[int, dict[str, float]]:
     """Return samples of EffRem by the number of last tokens kept, the shortest context first."""
-    rows = {str(item.group): row["effrem"] for item, row in found if item.spec.position == position}
+    rows = {str(i.group): row[str(position)] for i, row in found if position in i.spec.positions}
     return {
         position - start: {name: values[k] for name, values in rows.items()}
         for k, start in reversed([*enumerate(starts(position))])
@@ -224,6 +202,11 @@ def starts(position: int) -> list[int]:
     """Return the starts t for a context of `position` = T tokens, ascending."""
     powers = [2**k for k in range(position.bit_length()) if 2**k < position]
     return sorted({*powers, *(position - power for power in powers)})
+
+
+def ends(positions: Sequence[int]) -> dict[int, int]:
+    """Return the last position that each start, and 0, is needed for."""
+    return {0: positions[-1]} | {start: at for at in positions for start in starts(at)}
 
 
 @torch.no_grad()
@@ -243,9 +226,7 @@ def remembrance(
     """
     progress = progress or Progress("memory", 0, unit="tokens", quiet=True)
     n = len(texts)
-    end = {0: positions[-1]} | {
-        start: position for position in positions for start in starts(position)
-    }
+    end = ends(positions)
     # The rows of the batch are groups of n, one group per start; the whole context is the first.
     groups, state, place = [0], model.init_state(n), 0
     found: dict[tuple[int, int], Tensor] = {}

@@ -18,7 +18,6 @@ from longrnn.console import print_table
 from longrnn.evaluation.base import Cell, Evaluation
 from longrnn.evaluation.figures import Line, lines, png
 from longrnn.files import file_name, write_atomic
-from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
@@ -211,8 +210,7 @@ def plain(cell: Cell) -> dict[str, Any]:
     values = cell._asdict()
     del values["column"]
     for name in ("estimate", "difference"):
-        one: Estimate | None = values[name]
-        if one is not None:
+        if (one := values[name]) is not None:
             numbers = one._asdict().items()
             values[name] = {key: value if math.isfinite(value) else None for key, value in numbers}
     return values

@@ -38,9 +38,8 @@ class Outcome(NamedTuple):
         for model in self.models:
             for note in self.evaluation.notes(model, self.found[model.name]):
                 notes.setdefault(note, []).append(model.name)
-        shared = len(self.models)
         return [
-            note if len(names) == shared else f"{', '.join(names)}: {note}"
+            note if len(names) == len(self.models) else f"{', '.join(names)}: {note}"
             for note, names in notes.items()
         ]
 
@@ -77,8 +76,13 @@ def run(
         refuse_task_code(path for one in evaluations for path in one.task_code())
     for evaluation in evaluations:
         evaluation.prepare(models)
-        _warn_if_calibrated(evaluation, models)
-    _refuse_nothing(evaluations, models)
+        names = {read_text(path)[1]: path.name for path in evaluation.files()}
+        for model in models:
+            warn_if_calibrated_on(model.model, names)
+    if not any(evaluation.items(model) for evaluation in evaluations for model in models):
+        columns = [column for one in evaluations for column in one.columns(models[0], [])]
+        for reason in filter(None, (column.reason for column in columns)):
+            raise UserError(reason)
     store = Store(folder)
     outcomes = []
     for evaluation in evaluations:
@@ -93,16 +97,11 @@ def _measured(
 ) -> list[Any]:
     """Measure the missing items of one model, and return the results of all items."""
     items = evaluation.items(model)
-    origin = Origin(
-        evaluation.kind,
-        model.model.fingerprint(),
-        model.tokenizer.fingerprint(),
-        evaluation.protocol(model),
-    )
-    missing = [item for item in items if store.get(origin, item.key) is None]
-    todo = missing
+    prints = model.model.fingerprint(), model.tokenizer.fingerprint()
+    origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
+    todo = [item for item in items if store.get(origin, item.key) is None]
     if evaluation.sharing == "items":
-        todo = processes.share(missing, lambda item: item.group[:1], lambda item: item.group)
+        todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
     title, total = f"{evaluation.title} {model.name}", sum(item.work for item in todo)
     is_writer = evaluation.sharing == "items" or processes.is_main()
     if todo and (is_writer or evaluation.sharing == "inside"):
@@ -184,23 +183,6 @@ def evaluate(
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]
-
-
-def _warn_if_calibrated(evaluation: Evaluation, models: Sequence[OpenCheckpoint]) -> None:
-    """Warn of every text of an evaluation that a model's mitigation was calibrated on."""
-    names = {read_text(path)[1]: path.name for path in evaluation.files()}
-    for model in models if names else ():
-        warn_if_calibrated_on(model.model, names)
-
-
-def _refuse_nothing(evaluations: Sequence[Evaluation], models: Sequence[OpenCheckpoint]) -> None:
-    """Raise the first reason if nothing can be measured."""
-    if any(evaluation.items(model) for evaluation in evaluations for model in models):
-        return
-    for evaluation in evaluations:
-        for measurement in evaluation.columns(models[0], []):
-            if measurement.reason is not None:
-                raise UserError(measurement.reason)
 
 
 def _refuse_doubles(names: Sequence[str], what: str) -> None:

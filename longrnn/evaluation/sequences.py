@@ -36,19 +36,19 @@ class Sequences(SequenceOptions, Evaluation):
     _kind: str = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        first = models[0]
         given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
-        source = models[0].source
-        trained = read_recorded(resolve(models[0].checkpoint)) if source else {}
+        trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
         recorded = trained.get("task", {})
         known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
         self._kind = str(given.get("kind", recorded.get("kind")))
-        if self._kind not in known:
-            if "kind" not in given:
-                raise UserError(
-                    f"{models[0].name} was not trained on a sequence task: give --task, one of "
-                    f"{', '.join(sorted(known))}"
-                )
+        if self._kind not in known and "kind" in given:
             raise UserError(f"unknown sequence task {self._kind!r}: {nearest(self._kind, known)}")
+        if self._kind not in known:
+            raise UserError(
+                f"{first.name} was not trained on a sequence task: give --task, one of "
+                f"{', '.join(sorted(known))}"
+            )
         if self._kind == recorded.get("kind"):
             given = recorded | given
             if self.lengths is None and trained.get("length", {}).get("max"):
@@ -59,21 +59,21 @@ class Sequences(SequenceOptions, Evaluation):
             given["vocab_size"] = self.vocab_size
         if "vocab_size" not in given or self.lengths is None:
             raise UserError(
-                f"{models[0].name} was not trained on {self._kind}: give --vocab-size and --lengths"
+                f"{first.name} was not trained on {self._kind}: give --vocab-size and --lengths"
             )
         task: Any = TASKS.build({**given, "kind": self._kind}, None)
         self._task = task
         for model in models:
-            if model.model.vocab_size < self._task.vocab_size:
+            if model.model.vocab_size < task.vocab_size:
                 raise UserError(
-                    f"{self._kind} with vocab_size {self._task.n_tokens} needs a model with "
-                    f"{self._task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: "
-                    "give the vocab_size that it was trained with"
+                    f"{self._kind} with vocab_size {task.n_tokens} needs a model with "
+                    f"{task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: give "
+                    "the vocab_size that it was trained with"
                 )
-        if self.n is not None and self.n > self._task.n_held_out:
+        if self.n is not None and self.n > task.n_held_out:
             raise UserError(
-                f"there are {self._task.n_held_out} held-out sequences: give n of at most that, "
-                f"not {self.n}"
+                f"there are {task.n_held_out} held-out sequences: give n of at most that, not "
+                f"{self.n}"
             )
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
@@ -101,32 +101,33 @@ class Sequences(SequenceOptions, Evaluation):
             logits = model.model(tokens, state).logits
             refuse_nonfinite(logits, model.model, tokens, state)
             found = self._task.score(logits.argmax(-1).cpu(), batch)
-            scores = {name: values.tolist() for name, values in found.items()}
             progress.advance(len(part), tokens.numel())
+            rows = zip(*(values.tolist() for values in found.values()), strict=True)
             yield [
-                (item, {name: values[row] for name, values in scores.items()})
-                for row, item in enumerate(part)
+                (item, dict(zip(found, values, strict=True)))
+                for item, values in zip(part, rows, strict=True)
             ]
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []
         for length in self.lengths or ():
-            rows = {item.spec[1]: row for item, row in found if item.spec[0] == length}
+            samples: dict[Column, dict[str, float]] = {}
+            for item, row in found:
+                if item.spec[0] != length:
+                    continue
+                for name, value in row.items():
+                    samples.setdefault(self._column(name), {})[str(item.spec[1])] = float(value)
+                if (condition := self._task.condition(item.spec[1])) is not None:
+                    column = Column(condition, SCORE, ".3f", drawn=False)
+                    samples.setdefault(column, {})[str(item.spec[1])] = float(row["exact_match"])
             reason = self._reason(model, length)
-            names = dict.fromkeys(name for row in rows.values() for name in row) or ("exact_match",)
-            for name in names:
-                samples = {str(index): float(row[name]) for index, row in rows.items()}
-                title = f"{self.title}, {name.replace('_', ' ')}"
-                column = Column(title, SCORES.get(name, SCORE), ".3f")
-                measurements.append(Measurement(column, length, samples, reason))
-            conditions: dict[str, dict[str, float]] = {}
-            for index, row in rows.items():
-                if (condition := self._task.condition(index)) is not None:
-                    conditions.setdefault(condition, {})[str(index)] = float(row["exact_match"])
-            for condition, samples in conditions.items():
-                column = Column(condition, SCORE, ".3f", drawn=False)
-                measurements.append(Measurement(column, length, samples))
+            for column, own in (samples or {self._column("exact_match"): {}}).items():
+                measurements.append(Measurement(column, length, own, reason))
         return measurements
+
+    def _column(self, name: str) -> Column:
+        quantity = SCORES.get(name, SCORE)
+        return Column(f"{self.title}, {name.replace('_', ' ')}", quantity, ".3f")
 
     def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
         return out_of_reach(model.model, self._task.width(length))

@@ -71,9 +71,8 @@ def read_suite(name_or_path: str) -> Suite:
     path = find(name_or_path, SUITES)
     remedy = "write evaluations: [{kind: passkey, …}]"
     content = read_mapping(path, remedy, kind="suite")
-    for key in content:
-        if key not in ("evaluations", "seed"):
-            raise UserError(f"{path}: unknown key {key!r}: {remedy}")
+    for key in content.keys() - {"evaluations", "seed"}:
+        raise UserError(f"{path}: unknown key {key!r}: {remedy}")
     specs = content.get("evaluations")
     if not isinstance(specs, list) or not specs or not all(isinstance(s, dict) for s in specs):
         raise UserError(f"{path} has no list of evaluations: {remedy}")

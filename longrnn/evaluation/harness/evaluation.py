@@ -104,15 +104,15 @@ class Harness(Evaluation):
                 reason = (
                     f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
                 )
-            known = {name.split(", ")[-1] for name in row["scores"]}
-            for name in self.metrics:
-                if name not in known:
-                    raise UserError(
-                        f"{item.spec} has no metric {name!r}: use one of {', '.join(sorted(known))}"
-                    )
-            for name, samples in row["scores"].items():
-                if not self.metrics or name.split(", ")[-1] in self.metrics:
+            known = {name: name.split(", ")[-1] for name in row["scores"]}
+            for name in set(self.metrics) - set(known.values()):
+                raise UserError(
+                    f"{item.spec} has no metric {name!r}: use one of "
+                    f"{', '.join(sorted(set(known.values())))}"
+                )
+            for name, metric in known.items():
+                if not self.metrics or metric in self.metrics:
+                    samples = {} if reason else row["scores"][name]
                     column = Column(name, SCORE, ".3f")
-                    own = {} if reason else samples
-                    measurements.append(Measurement(column, None, own, reason))
+                    measurements.append(Measurement(column, None, samples, reason))
         return measurements

@@ -31,16 +31,14 @@ from torch import Tensor
 
 from longrnn import __version__, processes
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.options import Arguments, parse_generation
-from longrnn.hf.load import load
-from longrnn.hf.names import DTYPE_NAMES
+from longrnn.evaluation.harness.options import Arguments, build_model, parse_generation
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
 from longrnn.inference.trie import Ids
-from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
+from longrnn.text import ByteTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class LongRNN(HFLM):
         processes.start()
         self._rank, self._world_size = processes.rank(), processes.size()
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
-        self.model = _model(pretrained, given)
+        self.model = build_model(pretrained, given)
         source = pretrained if given.tokenizer is None else given.tokenizer
         if isinstance(source, LanguageModel):
             raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
@@ -91,7 +89,10 @@ class LongRNN(HFLM):
         own = load_tokenizer(source, add_bos_token=given.add_bos_token) if named else source
         refuse_unfit(own, self.model)
         self.fingerprint = own.fingerprint()
-        self.tokenizer: Any = (own if isinstance(own, HFTokenizer) else byte_level()).tokenizer
+        hf = byte_level() if type(own) is ByteTokenizer else own
+        if not isinstance(hf, HFTokenizer):
+            raise UserError("lm-eval needs a Hugging Face tokenizer: give one, or bytes")
+        self.tokenizer: Any = hf.tokenizer
         self.batch_size = given.batch_size
         if given.max_length is not None:
             refuse_long(self.model, given.max_length)
@@ -219,16 +220,12 @@ class LongRNN(HFLM):
     def _count(self, progress: Progress) -> None:
         """Count the tokens of finished requests, and warn of what was truncated so far."""
         self.counts["computed"] += progress.units
-        cut, most = self.counts, self.max_length
-        if cut["requests"]:
+        cut = self.counts
+        if cut["requests"] or cut["split_documents"]:
             logger.warning(
-                f"{cut['requests']} contexts were truncated from the left, by {cut['tokens']:,} "
-                f"tokens in all: the model reads at most {most:,}"
-            )
-        if cut["split_documents"]:
-            logger.warning(
-                f"{cut['split_documents']} documents were read in windows of {most:,} tokens, the "
-                "most that the model reads"
+                f"the model reads at most {self.max_length:,} tokens: {cut['requests']} contexts "
+                f"were truncated from the left, by {cut['tokens']:,} tokens in all, and "
+                f"{cut['split_documents']} documents were read in windows"
             )
 
     # Several processes
@@ -289,18 +286,6 @@ class LongRNN(HFLM):
 
 
 register_model("longrnn")(LongRNN)
-
-
-def _model(source: str | Path | LanguageModel, given: Arguments) -> LanguageModel:
-    """Return a loaded model, or load a checkpoint, and apply a mitigation."""
-    if not isinstance(source, (str, Path)):
-        return source if given.mitigation is None else source.under(mitigation(given.mitigation))
-    return load(
-        "+".join(filter(None, (str(source), given.mitigation))),
-        backend=given.backend,
-        device=given.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype=None if given.dtype is None else DTYPE_NAMES[given.dtype],
-    )
 
 
 def _arguments(requests: Sequence[Instance]) -> list[tuple[Any, ...]]:

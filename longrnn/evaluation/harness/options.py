@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from pydantic import BeforeValidator, Field
 
 from longrnn.errors import UserError
+from longrnn.hf.load import load
+from longrnn.hf.names import DTYPE_NAMES
+from longrnn.mitigations import mitigation
+from longrnn.models import LanguageModel
 from longrnn.options import Count, Options, Tokens
 
 BATCH_SIZE = 8
@@ -54,6 +60,18 @@ class Arguments(Options):
         description="Whether texts begin with BOS (default: the setting of the tokenizer).",
     )
     quiet: bool = Field(default=False, description="Show no progress.")
+
+
+def build_model(source: str | Path | LanguageModel, given: Arguments) -> LanguageModel:
+    """Return a loaded model, or load a checkpoint, and apply a mitigation."""
+    if not isinstance(source, (str, Path)):
+        return source if given.mitigation is None else source.under(mitigation(given.mitigation))
+    return load(
+        "+".join(filter(None, (str(source), given.mitigation))),
+        backend=given.backend,
+        device=given.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=None if given.dtype is None else DTYPE_NAMES[given.dtype],
+    )
 
 
 class Generation(NamedTuple):

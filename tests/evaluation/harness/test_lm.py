@@ -56,9 +56,11 @@ def test_every_response_is_that_of_hf(setting: Setting) -> None:
     assert config["truncated"] == {"requests": 0, "tokens": 0, "split_documents": 0}
 
 
-@pytest.mark.parametrize("limit", [2048, 24])
-def test_a_transformer_is_that_of_hf(setting: Setting, tmp_path: Path, limit: int) -> None:
-    """Forks of its cache are exact, and long requests are cut as `hf` cuts them."""
+@pytest.mark.parametrize("limit", [2048, 20])
+def test_a_transformer_is_that_of_hf(
+    setting: Setting, tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forks of its cache are exact; long requests are cut as `hf` cuts them, and counted."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -81,7 +83,9 @@ def test_a_transformer_is_that_of_hf(setting: Setting, tmp_path: Path, limit: in
     found = evaluate("longrnn", setting.tasks, *TASKS, model_args=arguments, num_fewshot=1)
     other = hf_model(str(tmp_path), device="cpu", batch_size=1)
     assert_equal_responses(found, evaluate(other, setting.tasks, *TASKS, num_fewshot=1))
-    assert (found["config"]["truncated"]["requests"] > 0) == (limit < 100)
+    cut = found["config"]["truncated"]
+    assert [bool(count) for count in cut.values()] == [limit < 100] * 3
+    assert (f"{cut['tokens']:,} tokens" in caplog.text) == (limit < 100)
 
 
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
@@ -100,20 +104,6 @@ def test_by_name(tmp_path: Path, setting: Setting) -> None:
     assert abs(values[0] - values[1]) > 1e-5
     expected = evaluate(ours(setting), setting.tasks, "tiny_rolling")
     assert values[1] == pytest.approx(expected["results"]["tiny_rolling"][name], rel=1e-6)
-
-
-def test_truncation_is_counted(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
-    """With a maximum length the scores are those of `hf`, and truncation is logged and recorded."""
-    limited = ours(setting, max_length=20)
-    model = hf_model(str(setting.checkpoint), device="cpu", max_length=20, batch_size=1)
-    found = evaluate(limited, setting.tasks, *TASKS[:2], num_fewshot=1)
-    assert_equal_responses(found, evaluate(model, setting.tasks, *TASKS[:2], num_fewshot=1))
-    cut = found["config"]["truncated"]
-    assert cut["requests"] > 0
-    assert cut["tokens"] > cut["requests"]
-    assert cut["split_documents"] > 0
-    assert f"{cut['requests']} contexts were truncated" in caplog.text
-    assert "read in windows of 20 tokens" in caplog.text
 
 
 class Stopping:
