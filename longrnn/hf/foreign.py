@@ -24,9 +24,18 @@ from longrnn.errors import UserError
 from longrnn.hf.cache import keep_cache, restore_cache
 from longrnn.hf.probe import find_dtypes, find_reading
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
-from longrnn.models.checks import check_state, check_tokens
+from longrnn.models.checks import check_tokens
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
+from longrnn.state import (
+    LMState,
+    PyTree,
+    check,
+    histories,
+    join,
+    map_histories,
+    take,
+    tree_map,
+)
 
 # Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
@@ -150,7 +159,7 @@ class ForeignLM(LanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
-        check_state(state, self.like, len(tokens))
+        check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:

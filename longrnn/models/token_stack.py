@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from longrnn.cells import Mamba2
-from longrnn.models.blocks import ResidualBlock
+from longrnn.models.blocks import Block
 from longrnn.ops import cpu
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2 import Mamba2State
@@ -163,7 +163,7 @@ class _Packed:
 
 def _suits(block: nn.Module) -> bool:
     """Whether the kernel computes a block, gradients and hooks aside."""
-    if type(block) is not ResidualBlock or type(block.mixer) is not Mamba2:
+    if type(block) is not Block or block.norm is None or type(block.mixer) is not Mamba2:
         return False
     cell = block.mixer
     products = cell.in_proj, cell.out_proj
