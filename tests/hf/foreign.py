@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.hf.layouts import Native, rename
+from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import build_model, stirred
@@ -73,8 +73,7 @@ def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> R
         {"kind": "mamba2", "d_state": 6, "head_dim": 4}, vocab_size=24, dtype=dtype, **config
     ).eval()
     folder.mkdir()
-    weights = {rename(name, Native.names): t for name, t in model.state_dict().items()}
-    torch.save(weights, folder / "pytorch_model.bin")
+    LAYOUTS["native"].save(model, folder)
     content = {
         "d_model": model.config.d_model,
         "d_intermediate": 0,
