@@ -16,9 +16,9 @@ from torch import Tensor
 from longrnn.data.prompts import RepeatedTokens, length, read
 from longrnn.models import LanguageModel
 from longrnn.models.base import MAX_LOGITS
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
+from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
-from longrnn.state import LMState, join, take
+from longrnn.state import LMState, join, leaves, take
 
 Ids = tuple[int, ...]
 
@@ -126,9 +126,8 @@ def prefill(
         progress.advance(tokens.numel() if items else 0, tokens.numel())
         if keep and end == stop:
             logits = kept[:, -1]
-    if not keep and stop > start:
-        refuse_nonfinite_state(model, lambda: read(start, stop), before, state)
-    if not bool(logits.isfinite().all()):
+    results = [logits] if keep else [leaf for _, leaf in leaves(state.layers)]
+    if stop > start and not all(bool(one.isfinite().all()) for one in results):
         explain_nonfinite(model, read(start, stop), before)
     return logits, state
 

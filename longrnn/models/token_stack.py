@@ -35,9 +35,6 @@ class TokenStack:
         self._packed: _Packed | None = None
         self._memory = _Recycled()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenStack:
-        return TokenStack()
-
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
 
