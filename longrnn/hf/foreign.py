@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from longrnn.errors import UserError
 from longrnn.hf.cache import keep_cache, restore_cache
@@ -270,21 +271,11 @@ class ForeignLM(LanguageModel):
     def _hash(self) -> str:
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        return hash_weights(kept, stored_weights(self.model))
-
-
-def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict of a model, with the values of weights that accelerate has offloaded.
-
-    Such a weight is on the meta device, and a hook of its module knows where its values are.
-    """
-    weights = model.state_dict()
-    for name in [name for name, tensor in weights.items() if tensor.is_meta]:
-        path, _, leaf = name.rpartition(".")
-        hook: Any = model.get_submodule(path)._hf_hook
-        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]
-        weights[name] = next(known[leaf] for known in maps if known is not None)
-    return weights
+        weights = {
+            name: load_offloaded_parameter(self.model, name) if tensor.is_meta else tensor
+            for name, tensor in self.model.state_dict().items()
+        }
+        return hash_weights(kept, weights)
 
 
 def _scaling_by_length(config: Any) -> str | None:

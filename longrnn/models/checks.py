@@ -29,20 +29,12 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
         UserError: not integers of shape `(b, t)` with b >= 1, ids outside the vocabulary, or rows
             of another shape.
     """
-    if not isinstance(tokens, Tensor):
+    is_integer = isinstance(tokens, Tensor) and tokens.dtype in INTEGERS
+    if not is_integer or tokens.ndim != 2 or not len(tokens):
         raise UserError(
-            f"tokens must be a tensor of ids, not a {type(tokens).__name__}: "
-            "give torch.tensor(ids), one row per sequence"
+            f"tokens must be integers of shape (batch, time) with a batch of at least 1, not "
+            f"{described(tokens)}: give torch.tensor(ids), one row per sequence"
         )
-    if tokens.dtype not in INTEGERS:
-        raise UserError(f"tokens must be integers, not {tokens.dtype}: give the ids as torch.long")
-    if tokens.ndim != 2:
-        raise UserError(
-            f"tokens must have shape (batch, time), not {tuple(tokens.shape)}: "
-            "give one row per sequence"
-        )
-    if len(tokens) == 0:
-        raise UserError("the batch has no rows: give at least one sequence")
     tokens = tokens.long()
     if rows is not None:
         if rows.shape != tuple(tokens.shape):
