@@ -19,7 +19,8 @@ from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import read_weights, save_model
 from tests.contracts.builders import assert_near, build_model
-from tests.hf.foreign import VOCAB, causal, native, tokens, with_bytes
+from tests.hf.architectures import VOCAB
+from tests.hf.foreign import causal, native, tokens, with_bytes
 from tests.refusals import naming
 
 

@@ -17,10 +17,13 @@ from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import KINDS, VOCAB, causal, tokens
+from tests.hf.architectures import VOCAB
+from tests.hf.foreign import causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
+# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
+KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "rwkv", "mamba", "falcon_h1"]
 
 
 @cache
@@ -129,7 +132,7 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("bert", {}, "cache"),
+        ("bert", {"is_decoder": False}, "cache"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
