@@ -54,17 +54,13 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
 
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
     with pytest.raises(UserError, match="fingerprint"):
         states.load(tmp_path / "state", neox)
-    with pytest.raises(UserError, match="model"):
-        neox(tokens(1, 4), llama.init_state(1))
-    with pytest.raises(UserError):
-        llama(tokens(2, 4), llama.init_state(1))
-    with pytest.raises(UserError, match="token id 61"):
-        llama(torch.tensor([[61]]))
+    for model, rows in ((neox, 1), (llama, 2)):
+        with pytest.raises(UserError):
+            model(tokens(rows, 4), llama.init_state(1))
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])

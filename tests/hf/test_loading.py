@@ -155,18 +155,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "truncated": (lambda f: cut(f, 3000), "truncated or damaged"),
-    "empty": (lambda f: cut(f, 0), "truncated or damaged"),
-    "not json": (lambda f: (f / "config.json").write_text("{"), "JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "mapping"),
     "other type": (lambda f: edit(f, model_type="clip"), "clip"),
     "no type": (lambda f: edit(f, model_type=None), "None"),
     "other format": (lambda f: edit(f, format=1), "format 1"),
     "odd value": (lambda f: edit(f, d_model="x"), "d_model"),
     "odd cell": (lambda f: edit(f, mixer={"kind": "lstn"}), "did you mean 'lstm'"),
-    "wrong shape": (lambda f: edit(f, vocab_size=12), "embedding.weight"),
     "missing tensor": (lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")), "mixer.D"),
     "odd tensor": (lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))), "extra"),
-    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "embedding.weight"),
 }
 
 

@@ -54,21 +54,10 @@ REFUSED: list[tuple[dict[str, Any], list[object]]] = [
     ({"mixer": {"d_state": 4}}, ["kind"]),
     ({"mixer": MAMBA2 | {"head_dim": 4, "backend": "tocrh"}}, ["tocrh", "torch"]),
     ({"mixer": MAMBA2 | {"d_state": "many"}}, ["d_state", "many"]),
-    ({"mixer": MAMBA2 | {"d_state": 1.5}}, ["d_state", 1.5]),
-    ({"mixer": MAMBA2 | {"bias": "perhaps"}}, ["bias", "perhaps"]),
     ({"mixer": MAMBA2 | {"A_init": 3.0}}, ["A_init"]),
-    ({"mixer": MAMBA2 | {"dt_limit": ["a", "b"]}}, ["dt_limit"]),
-    ({"mixer": MAMBA2 | {"norm_eps": None}}, ["norm_eps"]),
     ({"vocab_size": 0}, ["vocab_size", 0]),
-    ({"d_model": -8}, ["d_model", -8]),
-    ({"n_layers": 0}, ["n_layers", 0]),
     ({"mixer": MAMBA2 | {"head_dim": 5}}, ["head_dim", 5, 16]),
     ({"mixer": MAMBA2 | {"head_dim": 4, "n_groups": 3}}, ["n_groups", 3, 4]),
-    ({"mixer": MAMBA2 | {"head_dim": 4, "d_conv": 0}}, ["d_conv", 0]),
-    ({"mixer": MAMBA2 | {"d_state": -1}}, ["d_state", -1]),
-    ({"mixer": MAMBA2 | {"expand": 0}}, ["expand", 0]),
-    ({"mixer": MAMBA2 | {"A_init": [1.0]}}, ["A_init"]),
-    ({"mixer": MAMBA2 | {"dt_limit": [0.1]}}, ["dt_limit"]),
 ]
 
 
@@ -101,13 +90,6 @@ def test_fingerprint(kind: str) -> None:
     assert model.fingerprint() != known
     assert twin.float().fingerprint() != known
     assert build_model(kind, "random", norm_eps=1e-6).fingerprint() != known
-
-
-def test_tied_head() -> None:
-    """Head and embedding share one tensor if, and only if, they are tied."""
-    tied, untied = build_model("rnn"), build_model("rnn", tie_embeddings=False)
-    assert tied.head.weight is tied.embedding.weight
-    assert untied.head.weight is not untied.embedding.weight
 
 
 @pytest.mark.parametrize("position", ["none", "sinusoidal"])
