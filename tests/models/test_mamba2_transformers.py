@@ -100,14 +100,6 @@ def test_the_mixer_equals_the_equations(options: dict[str, Any], time: int) -> N
     assert_near(after.ssm, final.ssm, 1e-9, "ssm")
 
 
-def test_a_change_of_the_given_list_does_not_change_the_cell() -> None:
-    """The C++ kernels keep the numbers from the first token on."""
-    limit = [0.01, 0.05]
-    mixer = build_mixer({"kind": "mamba2", "d_state": 5, "head_dim": 4, "dt_limit": limit})
-    limit[1] = 0.5
-    assert mixer.dt_limit == (0.01, 0.05)
-
-
 def test_dt_limit_has_an_effect() -> None:
     """The limits used above lie inside the range of dt."""
     plain, limited = (
