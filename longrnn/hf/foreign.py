@@ -25,7 +25,7 @@ from longrnn.errors import UserError
 from longrnn.hf.cache import keep_cache, restore_cache
 from longrnn.hf.probe import find_dtypes, find_reading
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
-from longrnn.models.checks import check_tokens
+from longrnn.models.checks import check_tokens, out_of_reach
 from longrnn.ops.rows import Rows
 from longrnn.state import (
     LMState,
@@ -168,7 +168,8 @@ class ForeignLM(LanguageModel):
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
-        self._refuse_long(max(positions) + time)
+        if reason := out_of_reach(self, max(positions) + time):
+            raise UserError(reason)
 
         groups = [
             [row for row, position in enumerate(positions) if position == length]
@@ -256,17 +257,6 @@ class ForeignLM(LanguageModel):
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
-
-    def _refuse_long(self, length: int) -> None:
-        """Raise a `UserError` if a sequence of `length` tokens exceeds `max_length`."""
-        if self.max_length is not None and length > self.max_length:
-            more = (
-                ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
-            )
-            raise UserError(
-                f"this {self.kind} was made for at most {self.max_length:,} tokens and would have "
-                f"read {length:,}: give it shorter texts{more}"
-            )
 
     def _hash(self) -> str:
         config = self.model.config.to_dict()

@@ -165,7 +165,12 @@ def read_rows(
 
 
 def read_texts(
-    model: LanguageModel, texts: Sequence[Ids], batch_size: int, progress: Progress
+    model: LanguageModel,
+    texts: Sequence[Ids],
+    batch_size: int,
+    progress: Progress,
+    *,
+    keep: int = 1,
 ) -> Iterator[Texts]:
     """Reads distinct texts from the initial state.
 
@@ -174,6 +179,7 @@ def read_texts(
         texts: token ids, of any lengths.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
+        keep: 1 for the logits after the last token, 0 for none.
     """
     order = sorted(range(len(texts)), key=texts.__getitem__)
     if order and not texts[order[0]]:
@@ -196,7 +202,7 @@ def read_texts(
             for number in group:
                 text = texts[number]
                 rows.append(Row(_ids(text, fork), [Stop(len(text) - fork, number)], state))
-        yield from read_rows(model, rows, batch_size, progress)
+        yield from read_rows(model, rows, batch_size, progress, keep=keep)
 
 
 def _ids(text: Ids, fork: int) -> Callable[[int, int], Tensor]:

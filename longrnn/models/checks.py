@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from longrnn.errors import UserError
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import described
+
+if TYPE_CHECKING:
+    from longrnn.models.base import LanguageModel
 
 # Dtypes of token ids.
 INTEGERS = (
@@ -71,3 +76,14 @@ def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
             f"target {int(targets.max())} is outside the vocabulary of {vocab_size}: use the "
             "tokenizer that this model was trained with"
         )
+
+
+def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
+    """Why a model cannot read a sequence of that many tokens; None if it can."""
+    limit = model.max_length
+    if limit is None or tokens <= limit:
+        return None
+    return (
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+    )
