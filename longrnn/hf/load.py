@@ -154,13 +154,7 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
         model, others = _without_own(model, others)
     elif (recorded := model.trained_under) is not None:
         if not parts:
-            try:
-                return model.under(mitigation(recorded))
-            except UserError as error:
-                raise UserError(
-                    f"{model.loaded_from or 'the model'} was trained under {recorded!r}, which "
-                    f"cannot be applied ({error}): give CHECKPOINT+{NONE} to use it without"
-                ) from error
+            return model.under(mitigation(recorded))
         if others and mitigation(others).describe() != recorded:
             logger.warning(
                 f"this model was trained under {recorded} and is used under "

@@ -75,6 +75,7 @@ class RecurrentLM(LanguageModel):
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
+        self.max_length = self.position.n_positions
         # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
         self.merge = (
@@ -91,11 +92,6 @@ class RecurrentLM(LanguageModel):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
-
-    @property
-    def max_length(self) -> int | None:  # type: ignore[override]
-        """How many tokens a sequence may have; None for any number."""
-        return self.position.n_positions
 
     @property
     def cells(self) -> list[Cell]:

@@ -137,7 +137,7 @@ class _Packed:
         self._memory = self._addresses()
         self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
         suits = all(_suits(block) for block in blocks)
-        self.layers = cpu.pack_layers([_layer(block) for block in blocks]) if suits else None
+        self.layers = cpu.pack_layers(list(map(_layer, blocks))) if suits else None
 
     def is_of(self, blocks: nn.ModuleList) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
