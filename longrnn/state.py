@@ -28,6 +28,8 @@ S = TypeVar("S")
 FORMAT = "longrnn-state-2"
 # More than any sequence has; sums of two positions still fit into int64.
 MOST_TOKENS = 2**53
+# The position of one row.
+POSITION = torch.empty((), dtype=torch.int64, device="meta")
 
 
 class LMState(NamedTuple):
@@ -97,40 +99,15 @@ def unflatten(like: S, values: Iterable[Tensor]) -> S:
     return tree_map(lambda _: next(ordered), like)
 
 
-def histories(tree: PyTree, path: str = "") -> set[str]:
+def histories(tree: PyTree) -> set[str]:
     """Dotted paths of the leaves that are entries of a `History`."""
-    if isinstance(tree, History):
-        return {f"{path}.entries" if path else "entries"}
-    if not isinstance(tree, (tuple, list)):
-        return set()
-    names: Sequence[Any] = getattr(tree, "_fields", range(len(tree)))
-    found = [
-        histories(branch, f"{path}.{name}" if path else str(name))
-        for name, branch in zip(names, tree, strict=True)
-    ]
-    return set().union(*found)
+    return {path for path, _ in leaves(tree) if path.rpartition(".")[2] == "entries"}
 
 
 def map_histories(function: Callable[[Tensor], Tensor], tree: S) -> S:
     """Applies `function` to the entries of every `History`, and leaves the other leaves alone."""
-    if isinstance(tree, History):
-        return History(function(tree.entries))  # type: ignore[return-value]
-    if not isinstance(tree, (tuple, list)):
-        return tree
-    branches = [map_histories(function, branch) for branch in tree]
-    named = hasattr(tree, "_fields")
-    return type(tree)(*branches) if named else type(tree)(branches)  # type: ignore[return-value]
-
-
-def same_row(one: torch.Size, other: torch.Size, growing: bool) -> bool:
-    """Whether two leaves have rows of one shape, the length of a history aside.
-
-    Args:
-        one: shape of one leaf without its batch axis.
-        other: of the other one.
-        growing: whether they are entries of a `History`.
-    """
-    return one[:-2] + one[-1:] == other[:-2] + other[-1:] if growing else one == other
+    growing, pairs = histories(tree), leaves(tree)
+    return unflatten(tree, [function(one) if path in growing else one for path, one in pairs])
 
 
 def detach(state: S) -> S:
@@ -240,68 +217,114 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         raise UserError(
             f"{path} is truncated or not a state file ({one_line(error)}): save it again"
         ) from error
-    example, same_model = like, False
+    example = like
     if not isinstance(like, LMState):
         recorded = metadata.get("fingerprint", "")
-        same_model = bool(recorded)
         if recorded and recorded != like.fingerprint():
             raise UserError(
                 f"{path} is the state of another model (fingerprint {recorded}, this model has "
                 f"{like.fingerprint()}): load the checkpoint that made it"
             )
         example = like.init_state(1)
-    return _fill(example, tensors, path, same_model)
-
-
-def _fill(
-    example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[str], same_model: bool
-) -> LMState:
-    expected, growing = dict(leaves(example)), histories(example)
+    expected = dict(leaves(example))
     if expected.keys() != tensors.keys():
         different = sorted(expected.keys() ^ tensors.keys())
-        if same_model:
-            raise UserError(
-                f"{path} was saved by another version of longrnn ({different[0]} is only in one of "
-                "the two): compute the state again, or use the version that saved it"
-            )
         raise UserError(
             f"{path} is the state of another model ({different[0]} is only in one of the two): "
             "load the checkpoint that made it"
         )
-    for name, leaf in expected.items():
-        found = tensors[name]
-        same = leaf.ndim == found.ndim
-        same = same and same_row(leaf.shape[1:], found.shape[1:], name in growing)
-        if not same or leaf.dtype != found.dtype:
-            raise UserError(
-                f"{path} is the state of another model ({name} has shape {tuple(found.shape[1:])} "
-                f"{found.dtype} per row, {tuple(leaf.shape[1:])} {leaf.dtype} was expected): "
-                "load the checkpoint that made it"
-            )
-    _check_values(tensors, path)
-    return unflatten(example, [tensors[name].to(leaf.device) for name, leaf in leaves(example)])
-
-
-def _check_values(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """Refuses values that no model gives a state.
-
-    Raises:
-        UserError: leaves of different numbers of rows, numbers that are not finite, or positions
-            that are not counts of tokens.
-    """
-    position = tensors["position"]
-    for name, tensor in tensors.items():
-        if len(tensor) != len(position):
-            raise UserError(
-                f"{path} has {len(position)} rows, and {name} has {len(tensor)}: save it again"
-            )
-        if not torch.isfinite(tensor).all():
+    state = unflatten(example, [tensors[name].to(leaf.device) for name, leaf in expected.items()])
+    try:
+        check(state, tree_map(lambda leaf: leaf[0], example).layers, state.position.numel())
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from error
+    for name, leaf in leaves(state):
+        if not torch.isfinite(leaf).all():
             raise UserError(
                 f"{path} holds values in {name} that are not finite, from which no model can go "
                 "on: save the state of a model whose outputs are finite"
             )
-    if not ((position >= 0) & (position <= MOST_TOKENS)).all():
+    if not ((state.position >= 0) & (state.position <= MOST_TOKENS)).all():
         raise UserError(
-            f"{path} says that {position.tolist()} tokens were read, which is not valid: "
+            f"{path} says that {state.position.tolist()} tokens were read, which is not valid: "
             "save it again"
         )
+    return state
+
+
+def check(state: LMState, like: PyTree, batch_size: int) -> None:
+    """Refuses the state of another model, of another mitigation, or of another batch size.
+
+    Args:
+        state: the state to check.
+        like: the expected `layers` of one row, without batch axis.
+        batch_size: the expected number of rows.
+
+    Raises:
+        UserError: the state does not fit.
+    """
+    if not isinstance(state, LMState):
+        raise UserError(
+            f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
+            "result of an earlier call, or init_state(batch_size)"
+        )
+    whole = LMState(POSITION, like)
+    if _is_like(state, whole, batch_size):
+        return
+    given, expected = dict(leaves(state)), dict(leaves(whole))
+    growing = histories(whole)
+    for name in sorted(given.keys() | expected.keys()):
+        one, other = given.get(name), expected.get(name)
+        if (
+            one is None
+            or other is None
+            or one.ndim == 0
+            or one.dtype != other.dtype
+            or not _same_row(one.shape[1:], other.shape, name in growing)
+        ):
+            raise UserError(
+                f"this is the state of another model or mitigation ({name} is "
+                f"{described(one)}, and per row {described(other)} was expected): start from "
+                "init_state of this model"
+            )
+    name, rows = next((n, len(leaf)) for n, leaf in given.items() if len(leaf) != batch_size)
+    raise UserError(
+        f"the state has {rows} rows ({name}), and {batch_size} were expected: use state.take or "
+        "state.expand to make them equal"
+    )
+
+
+def described(given: object) -> str:
+    """The dtype and the shape of a tensor, or the type of anything else."""
+    if isinstance(given, Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return "missing" if given is None else f"a {type(given).__name__}"
+
+
+def _is_like(given: PyTree, like: PyTree, rows: int) -> bool:
+    """Whether a tree has the leaves of `like` with so many rows; one pass, made for every token."""
+    if isinstance(like, Tensor):
+        return (
+            isinstance(given, Tensor)
+            and given.dtype == like.dtype
+            and given.shape == (rows, *like.shape)
+        )
+    if type(given) is not type(like) or len(given) != len(like):
+        return False
+    if isinstance(like, History):
+        entries = given.entries
+        return (
+            isinstance(entries, Tensor)
+            and entries.dtype == like.entries.dtype
+            and len(entries) == rows
+            and _same_row(entries.shape[1:], like.entries.shape, True)
+        )
+    for one, other in zip(given, like, strict=True):  # noqa: SIM110 (`all` takes longer)
+        if not _is_like(one, other, rows):
+            return False
+    return True
+
+
+def _same_row(one: torch.Size, other: torch.Size, growing: bool) -> bool:
+    """Whether two rows have one shape, apart from the length of a history (`growing`)."""
+    return one[:-2] + one[-1:] == other[:-2] + other[-1:] if growing else one == other

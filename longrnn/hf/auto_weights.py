@@ -107,7 +107,7 @@ class LongRNNPreTrainedModel(PreTrainedModel):
     config_class = LongRNNConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["ResidualBlock", "PlainBlock"]  # noqa: RUF012
+    _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
     _has_own_adapter = False
     # A tuple, because a module would be registered and repeat every weight.

@@ -105,16 +105,13 @@ def _keep(layer: Any) -> LayerCache:
     values: Any = ()
     if getattr(layer, "keys", None) is not None:
         keys, values = History(layer.keys), History(layer.values)
-    numbers = range(getattr(layer, "number_of_states", 0))
-    conv = tuple(_or_empty(layer.conv_states[i]) for i in numbers)
-    recurrent = tuple(_or_empty(layer.recurrent_states[i]) for i in numbers)
+    conv, recurrent = (
+        tuple(() if one is None else one for one in getattr(layer, name, {}).values())
+        for name in ("conv_states", "recurrent_states")
+    )
     indexed = getattr(layer, "indexer_keys", None)
     selectors: Any = () if indexed is None else History(indexed)
     return LayerCache(keys, values, conv, recurrent, selectors)
-
-
-def _or_empty(tensor: Tensor | None) -> Tensor | tuple[()]:
-    return () if tensor is None else tensor
 
 
 def _restore(layer: Any, kept: LayerCache, position: int) -> None:

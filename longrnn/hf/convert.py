@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 from pathlib import Path
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import leftovers, naming, sync_folder, write_atomic
+from longrnn.files import naming, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
@@ -57,10 +56,9 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
+    draft = destination.with_name(f".{destination.name}.partial")
     with Lock.of_file(destination, instead="give a new folder"):
-        for unfinished in leftovers(destination):  # from conversions that were killed
-            shutil.rmtree(unfinished)
+        shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
         try:
             with naming(draft):
                 draft.mkdir()

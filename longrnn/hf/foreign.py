@@ -19,14 +19,24 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from longrnn.errors import UserError
 from longrnn.hf.cache import keep_cache, restore_cache
 from longrnn.hf.probe import find_dtypes, find_reading
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
-from longrnn.models.checks import check_state, check_tokens
+from longrnn.models.checks import check_tokens, out_of_reach
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
+from longrnn.state import (
+    LMState,
+    PyTree,
+    check,
+    histories,
+    join,
+    map_histories,
+    take,
+    tree_map,
+)
 
 # Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
@@ -150,7 +160,7 @@ class ForeignLM(LanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
-        check_state(state, self.like, len(tokens))
+        check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -158,7 +168,8 @@ class ForeignLM(LanguageModel):
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
-        self._refuse_long(max(positions) + time)
+        if reason := out_of_reach(self, max(positions) + time):
+            raise UserError(reason)
 
         groups = [
             [row for row, position in enumerate(positions) if position == length]
@@ -247,35 +258,14 @@ class ForeignLM(LanguageModel):
         weight = self.model.get_input_embeddings().weight
         return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
 
-    def _refuse_long(self, length: int) -> None:
-        """Raise a `UserError` if a sequence of `length` tokens exceeds `max_length`."""
-        if self.max_length is not None and length > self.max_length:
-            more = (
-                ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
-            )
-            raise UserError(
-                f"this {self.kind} was made for at most {self.max_length:,} tokens and would have "
-                f"read {length:,}: give it shorter texts{more}"
-            )
-
     def _hash(self) -> str:
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        return hash_weights(kept, stored_weights(self.model))
-
-
-def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict of a model, with the values of weights that accelerate has offloaded.
-
-    Such a weight is on the meta device, and a hook of its module knows where its values are.
-    """
-    weights = model.state_dict()
-    for name in [name for name, tensor in weights.items() if tensor.is_meta]:
-        path, _, leaf = name.rpartition(".")
-        hook: Any = model.get_submodule(path)._hf_hook
-        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]
-        weights[name] = next(known[leaf] for known in maps if known is not None)
-    return weights
+        weights = {
+            name: load_offloaded_parameter(self.model, name) if tensor.is_meta else tensor
+            for name, tensor in self.model.state_dict().items()
+        }
+        return hash_weights(kept, weights)
 
 
 def _scaling_by_length(config: Any) -> str | None:

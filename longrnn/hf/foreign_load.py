@@ -11,13 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import quietly, wide_weights
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.hf.names import BALANCED
-from longrnn.models.checkpoint import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +30,10 @@ def load_transformer(
     """Load a causal language model whose code is in transformers, with the dtype of its weights."""
     kind = config.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
-        if not remedy.startswith("did you mean"):
-            remedy = "give a checkpoint of longrnn, of mamba-ssm (Mamba-2), or of such a model"
         raise UserError(
             f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
-            f"the installed transformers knows: {remedy}"
+            "the installed transformers knows: give a checkpoint of longrnn, of mamba-ssm "
+            "(Mamba-2), or of such a model"
         )
     try:
         with quietly(), wide_weights(kind):
@@ -60,10 +57,6 @@ def load_transformer(
             f"{folder} does not fit its config.json: {name} has shape {shape}, {wanted} was "
             "expected; copy both files again"
         )
-    if getattr(model.config, "quantization_config", None) is None:
-        prefix = f"{model.base_model_prefix}."
-        names = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
-        _refuse_unreal(folder, names | {prefix + name for name in names})
     # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
     unused = sorted(report["unexpected_keys"])
     if unused:
@@ -74,23 +67,3 @@ def load_transformer(
     if device is not None and device != BALANCED:
         model.to(device)  # where its kernels are those that the check will run
     return open_hugging_face(model)
-
-
-def _refuse_unreal(folder: Path, parameters: set[str]) -> None:
-    """Refuse parameters in integers or complex numbers, which transformers would convert."""
-    from safetensors import safe_open
-
-    kinds: dict[str, str] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    for path in [] if kinds else folder.glob("pytorch_model*.bin"):
-        content = torch.load(path, map_location="meta", weights_only=True)
-        kinds |= {name: str(tensor.dtype) for name, tensor in content.items()}
-    real = {"F64", "F32", "F16", "BF16", *map(str, DTYPES)}
-    for name in sorted(parameters & kinds.keys()):
-        if kinds[name] not in real:
-            raise UserError(
-                f"{folder} holds {name} as {kinds[name].removeprefix('torch.')}, and weights must "
-                "be float16, bfloat16, float32 or float64: save the checkpoint in one of these"
-            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError
 from longrnn.hf import lora
-from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import (
     BALANCED,
     BEYOND,
@@ -26,7 +28,6 @@ from longrnn.hf.names import (
     split_dtype,
     split_spec,
 )
-from longrnn.hf.sizes import check_sizes
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.checkpoint import (
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     Model: TypeAlias = RecurrentLM | ForeignLM
 
 logger = logging.getLogger(__name__)
+
+# Numbers of layers and dimensions of weights in any configuration, and of its parts.
+SIZES = re.compile(
+    r'"(num_hidden_layers|n_layers?|num_layers|hidden_size|head_dim|intermediate_size|'
+    r'num_attention_heads|vocab_size)": (-?\d+)'
+)
+SUFFIXES = (".safetensors", ".bin")
 
 
 def load(
@@ -114,10 +122,10 @@ def load_plain(
             model = _open(folder, backend, dtype or named, device)
         except UserError as error:
             # The defect itself is more informative than a wrong checksum: both are reported.
-            if (wrong := damaged.result()) is None:
-                raise
-            raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
-        if (wrong := damaged.result()) is not None:
+            if wrong := damaged.result():
+                raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
+            raise
+        if wrong := damaged.result():
             raise UserError(refusal(folder, wrong))
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
@@ -146,13 +154,7 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
         model, others = _without_own(model, others)
     elif (recorded := model.trained_under) is not None:
         if not parts:
-            try:
-                return model.under(mitigation(recorded))
-            except UserError as error:
-                raise UserError(
-                    f"{model.loaded_from or 'the model'} was trained under {recorded!r}, which "
-                    f"cannot be applied ({error}): give CHECKPOINT+{NONE} to use it without"
-                ) from error
+            return model.under(mitigation(recorded))
         if others and mitigation(others).describe() != recorded:
             logger.warning(
                 f"this model was trained under {recorded} and is used under "
@@ -225,37 +227,44 @@ def _open(
     Only a model that transformers runs is put on the device here.
     """
     if is_adapter(folder):
-        base, spec = load_plain(base_of(folder), backend=backend)
-        if not isinstance(base, RecurrentLM) or spec is not None:
+        base, _ = load_plain(base_of(folder), backend=backend)
+        if not isinstance(base, RecurrentLM):
             raise UserError(
                 f"{folder} is an adapter of a model that longrnn does not compute: load it with "
                 "PEFT, or give an adapter of an RNN, GRU, LSTM or Mamba-2 checkpoint"
             )
         return cast_weights(lora.merged(folder, base.float()), dtype)
     config = read_config(folder)
-    check_sizes(folder, config)
+    _check_sizes(folder, config)
     layout = next((one for one in LAYOUTS.values() if one.is_described(config)), None)
-    if config.get("model_type") == "longrnn" or layout is not None:
-        own = _load_own(folder, config, layout, backend)
-        if has_adapter(folder):
-            own = lora.merged(folder, own.float())
-        return cast_weights(own, dtype)
-    if backend != "auto":
+    if layout is not None:
+        read = layout.read(config, str(folder / "config.json"))
+        tensors = layout.rename(read_weights(folder), to_ours=True)
+        own = build_model(read, tensors, source=folder, backend=backend)
+    elif config.get("model_type") == "longrnn":
+        own = load_model(folder, backend=backend)
+    elif backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    from longrnn.hf.foreign_load import load_transformer
+    else:
+        from longrnn.hf.foreign_load import load_transformer
 
-    return load_transformer(folder, config, dtype, device)
+        return load_transformer(folder, config, dtype, device)
+    if has_adapter(folder):
+        own = lora.merged(folder, own.float())
+    return cast_weights(own, dtype)
 
 
-def _load_own(
-    folder: Path, config: Mapping[str, Any], layout: type[Layout] | None, backend: str
-) -> RecurrentLM:
-    """Return a model of longrnn, or a Mamba-2 in another layout, on the CPU."""
-    if layout is None:
-        return load_model(folder, backend=backend)
-    read = layout.read(config, str(folder / "config.json"))
-    ours = {theirs: own for own, theirs in layout.names.items()}
-    # An older name, which transformers still accepts.
-    ours.setdefault("backbone.embedding.", "embedding.")
-    tensors = {rename(name, ours): tensor for name, tensor in read_weights(folder).items()}
-    return build_model(read, tensors, source=folder, backend=backend)
+def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that the weights in a folder cannot have, before anything of them is allocated.
+
+    At least one bit per weight is assumed, and 64 bytes per layer.
+    """
+    stored = sum(one.stat().st_size for one in folder.iterdir() if one.suffix in SUFFIXES)
+    for name, size in SIZES.findall(json.dumps(config)):
+        is_layers = "layer" in name
+        most = max(stored // 64, 1000) if is_layers else 8 * stored
+        if stored and not is_layers <= int(size) <= most:
+            raise UserError(
+                f"{folder} cannot be loaded (its config.json has {name} {size}, which the "
+                f"{stored:,} bytes of weights in the folder cannot have): copy it again"
+            )

@@ -15,7 +15,7 @@ import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError, nearest
-from longrnn.files import one_line, read_json
+from longrnn.files import read_json
 from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
 
@@ -85,20 +85,14 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     """
     name, known = str(name_or_path), embedded()
     path = known.get(name, Path(name_or_path))
-    try:
-        path.exists()
-    except OSError as error:
-        raise UserError(
-            f"{name[:80]!r}… cannot be a checkpoint ({error.strerror}): give a name or a folder"
-        ) from error
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir`, also for a name that is too long
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         for file in path.iterdir():
             if file.exists() and not file.is_file() and not file.is_dir():  # it may have no end
                 raise UserError(f"{file} is a device or a pipe, not a file: copy the folder again")
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{path} is a file: give the folder that contains it")
     if is_hub_name(name):
         return download(name, revision)
@@ -131,12 +125,11 @@ def download(name: str, revision: str | None = None) -> Path:
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
-    except errors.HFValidationError as error:
-        raise UserError(
-            f"no folder {name}, and it is not a valid name of a model on the Hugging Face Hub "
-            f"({one_line(error)}): give the path of a folder, or organisation/model"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+    except (
+        errors.HFValidationError,
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+    ) as error:
         version = "" if revision is None else f" with the revision {revision!r}"
         raise UserError(
             f"no checkpoint {name!r}{version}, neither a folder nor a model on the Hub that you "

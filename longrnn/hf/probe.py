@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
 from longrnn.files import one_line
@@ -139,9 +140,10 @@ def _narrow_windows(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _in_float32(model: nn.Module) -> Iterator[None]:
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Compute in float32: narrower weights are widened, those of a layer only while it runs."""
-    layers = [layer for one in _outermost_lists(model) for layer in one]
+    kinds = model._no_split_modules or ()
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
     inside = {id(tensor) for layer in layers for tensor in _tensors(layer)}
     stored: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
@@ -165,15 +167,6 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         restore(model)
         for hook in hooks:
             hook.remove()
-
-
-def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Yield the lists of layers in a model, without lists within their layers."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _outermost_lists(child)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

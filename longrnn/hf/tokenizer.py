@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
-from longrnn.hf.layouts import Native
+from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -185,7 +185,7 @@ def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
         return f"no tokenizer at {folder}: give 'bytes', a tokenizer.json, or a folder with one"
     hint = (
         " (published Mamba-2 models have that of EleutherAI/gpt-neox-20b)"
-        if Native.is_described(config)
+        if LAYOUTS["native"].is_described(config)
         else ""
     )
     return (

@@ -8,30 +8,27 @@ from longrnn.hf.names import resolve, split_spec
 from longrnn.units import parse_length
 
 
-def training_length(checkpoint: str, given: str | None = None) -> int | None:
-    """Returns the training length in tokens, or None if it is not known.
+def training_length(checkpoint: str) -> int | None:
+    """Returns the training length in tokens from a checkpoint's train.yaml; None without it.
 
     If a run carried its state, this is the length of one segment.
 
     Args:
         checkpoint: name, folder, or `CHECKPOINT+MITIGATION`.
-        given: the length that the user gives, such as `4k`; by default that of its train.yaml.
 
     Raises:
-        UserError: `given` is not a valid length, or train.yaml is damaged.
+        UserError: train.yaml is damaged.
     """
-    if given is not None:
-        return parse_length(given)
     return read_recorded(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
 
 
 def required_training_length(checkpoint: str, given: str | None = None) -> int:
-    """Returns the training length as `training_length` does.
+    """Returns the length that the user gives, such as `4k`, or else the `training_length`.
 
     Raises:
-        UserError: as `training_length`, or the length is not known.
+        UserError: `given` is not a valid length, or the length is not known.
     """
-    found = training_length(checkpoint, given)
+    found = training_length(checkpoint) if given is None else parse_length(given)
     if found is None:
         raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.inference.trie import Row, Stop, prefill, read_rows
+from longrnn.inference.engine import forks
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
@@ -46,8 +46,9 @@ def select(
     """Selects the chunk of a context with the lowest entropy of the answer (arXiv 2505.07793).
 
     Each chunk is read after the prefix and before the query, and the entropy is that of the first
-    token after the query. The prefix is read once and its state is forked, so no state sees more
-    than prefix, one chunk and query. Text that crosses a chunk border is split.
+    token after the query. What chunks share, such as a long prefix, is read once and its state is
+    forked, so no state sees more than prefix, one chunk and query. Text that crosses a chunk border
+    is split.
 
     Args:
         model: any language model.
@@ -65,17 +66,13 @@ def select(
             "chunk_select needs a chunk and a batch size of at least 1, a context and a query: "
             "give all of them"
         )
-    before = context[:0] if prefix is None else prefix
-    silent, state = Progress("", 0, unit="tokens", quiet=True), model.init_state(1)
-    _, state = prefill(model, lambda a, b: before[None, a:b], 0, len(before), state, silent, keep=0)
-    chunks = context.split(chunk)
-    rows = [
-        Row(lambda a, b, one=one: one[a:b], [Stop(len(one), number)], state)
-        for number, one in enumerate(chunks)
-    ]
+    before = [] if prefix is None else prefix.tolist()
+    chunks = [(*before, *one.tolist()) for one in context.split(chunk)]
+    silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    for numbers, _, read in read_rows(model, rows, batch_size, silent, keep=0):
+    sizes = [0] * len(chunks)
+    for numbers, _, read in forks(model, chunks, sizes, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -18,6 +18,7 @@ from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.trie import Ids, Prompt, branches, read_contexts, read_texts, scored_tokens
 from longrnn.models import LanguageModel, generate
+from longrnn.models.checks import out_of_reach
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
@@ -62,17 +63,6 @@ class Score(NamedTuple):
 
     nats: float
     greedy: bool
-
-
-def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
-    """Why a model cannot read a sequence of that many tokens; None if it can."""
-    limit = model.max_length
-    if limit is None or tokens <= limit:
-        return None
-    return (
-        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
-        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
-    )
 
 
 def refuse_long(model: LanguageModel, tokens: int) -> None:
@@ -163,7 +153,7 @@ def complete(
     # `generate` gets the last token, because it needs at least one.
     contexts = [prompt[:-1] for prompt in prompts]
     same = [1] * len(prompts)
-    for numbers, _, state in _forks(model, contexts, same, batch_size, progress):
+    for numbers, _, state in forks(model, contexts, same, batch_size, progress, keep=0):
         last = torch.tensor([prompts[i][-1:] for i in numbers], device=state.position.device)
         found = generate(
             model,
@@ -223,19 +213,21 @@ def score(
     """
     contexts = [pair.context for pair in pairs]
     sizes = [len(pair.continuation) for pair in pairs]
-    for numbers, logits, state in _forks(model, contexts, sizes, batch_size, progress):
+    for numbers, logits, state in forks(model, contexts, sizes, batch_size, progress):
         continuations = [pairs[number].continuation for number in numbers]
         scores = _score_batch(model, continuations, logits, state, progress)
         progress.advance(len(numbers), 0)
         yield from zip(numbers, scores, strict=True)
 
 
-def _forks(
+def forks(
     model: LanguageModel,
     contexts: Sequence[Ids],
     sizes: Sequence[int],
     batch_size: int,
     progress: Progress,
+    *,
+    keep: int = 1,
 ) -> Iterator[trie.Texts]:
     """Yields all contexts, of which equal ones are read once and forked, in batches.
 
@@ -245,12 +237,13 @@ def _forks(
         sizes: of what follows them; a batch begins with the smallest.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
+        keep: 1 for the logits after the last token, 0 for none.
     """
     members: dict[Ids, list[int]] = {}
     for number, context in enumerate(contexts):
         members.setdefault(context, []).append(number)
     texts = list(members)
-    for found in read_texts(model, texts, batch_size, progress):
+    for found in read_texts(model, texts, batch_size, progress, keep=keep):
         forks = [(row, i) for row, text in enumerate(found.numbers) for i in members[texts[text]]]
         forks.sort(key=lambda fork: sizes[fork[1]])
         for first in range(0, len(forks), batch_size):

@@ -84,39 +84,23 @@ def overlapping_losses(
     counter = progress or Progress("", 0, unit="tokens", quiet=True)
     texts, length = len(tokens), tokens.shape[1] - 1
     context, stride = overlap
-    first = min(context, length)
-    for start, nats in token_losses(model, tokens[:, : first + 1]):
-        counter.advance(nats.numel(), nats.numel())
-        yield start, nats
-    # Windows after the first that end inside the text; they are equally long.
+    # Windows after the first that end inside the text, and the tokens that a last one scores.
     whole = max(0, (length - context) // stride)
-    together = max(1, rows // texts)
-    for number in range(0, whole, together):
-        count = min(together, whole - number)
-        begin = (number + 1) * stride
-        part = tokens[:, begin : begin + (count - 1) * stride + context + 1]
-        windows = part.unfold(1, context + 1, stride).flatten(0, 1)
-        position = begin + context - stride
-        for start, nats in _last_losses(model, windows, stride, counter):
+    rest, together = length - context - whole * stride, max(1, rows // texts)
+    groups = [(0, 1, min(context, length))]
+    groups += [(n, min(together, whole + 1 - n), stride) for n in range(1, whole + 1, together)]
+    groups += [(whole + 1, 1, rest)] if rest > 0 else []
+    for number, count, scored in groups:
+        begin = number * stride
+        size = min(context, length - begin)
+        part = tokens[:, begin : begin + (count - 1) * stride + size + 1]
+        windows, before = part.unfold(1, size + 1, stride).flatten(0, 1), size - scored
+        _, state = prefill(
+            model, lambda a, b, own=windows: own[:, a:b], 0, before,
+            model.init_state(len(windows)), counter, keep=0,
+        )  # fmt: skip
+        for start, nats in token_losses(model, windows[:, before:], state):
+            counter.advance(nats.numel(), nats.numel())
             by_text = nats.view(texts, count, -1)
             for which in range(count):
-                yield position + which * stride + start, by_text[:, which]
-    done = context + whole * stride
-    if done < length:
-        windows = tokens[:, (whole + 1) * stride :]
-        for start, nats in _last_losses(model, windows, length - done, counter):
-            yield done + start, nats
-
-
-def _last_losses(
-    model: LanguageModel, windows: Tensor, count: int, progress: Progress
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields the losses of the last `count` tokens of windows, counted from the first of these."""
-    before = windows.shape[1] - 1 - count
-    _, state = prefill(
-        model, lambda a, b: windows[:, a:b], 0, before, model.init_state(len(windows)), progress,
-        keep=0,
-    )  # fmt: skip
-    for start, nats in token_losses(model, windows[:, before:], state):
-        progress.advance(nats.numel(), nats.numel())
-        yield start, nats
+                yield begin + before + which * stride + start, by_text[:, which]

@@ -16,9 +16,9 @@ from torch import Tensor
 from longrnn.data.prompts import RepeatedTokens, length, read
 from longrnn.models import LanguageModel
 from longrnn.models.base import MAX_LOGITS
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
+from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
-from longrnn.state import LMState, join, take
+from longrnn.state import LMState, join, leaves, take
 
 Ids = tuple[int, ...]
 
@@ -126,9 +126,8 @@ def prefill(
         progress.advance(tokens.numel() if items else 0, tokens.numel())
         if keep and end == stop:
             logits = kept[:, -1]
-    if not keep and stop > start:
-        refuse_nonfinite_state(model, lambda: read(start, stop), before, state)
-    if not bool(logits.isfinite().all()):
+    results = [logits] if keep else [leaf for _, leaf in leaves(state.layers)]
+    if stop > start and not all(bool(one.isfinite().all()) for one in results):
         explain_nonfinite(model, read(start, stop), before)
     return logits, state
 
@@ -166,7 +165,12 @@ def read_rows(
 
 
 def read_texts(
-    model: LanguageModel, texts: Sequence[Ids], batch_size: int, progress: Progress
+    model: LanguageModel,
+    texts: Sequence[Ids],
+    batch_size: int,
+    progress: Progress,
+    *,
+    keep: int = 1,
 ) -> Iterator[Texts]:
     """Reads distinct texts from the initial state.
 
@@ -175,6 +179,7 @@ def read_texts(
         texts: token ids, of any lengths.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
+        keep: 1 for the logits after the last token, 0 for none.
     """
     order = sorted(range(len(texts)), key=texts.__getitem__)
     if order and not texts[order[0]]:
@@ -197,7 +202,7 @@ def read_texts(
             for number in group:
                 text = texts[number]
                 rows.append(Row(_ids(text, fork), [Stop(len(text) - fork, number)], state))
-        yield from read_rows(model, rows, batch_size, progress)
+        yield from read_rows(model, rows, batch_size, progress, keep=keep)
 
 
 def _ids(text: Ids, fork: int) -> Callable[[int, int], Tensor]:

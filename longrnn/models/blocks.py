@@ -1,8 +1,6 @@
-"""The layers of a `RecurrentLM`: a cell, with or without a norm and a residual connection."""
+"""A layer of a `RecurrentLM`: a cell, with or without a norm and a residual connection."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -17,49 +15,41 @@ from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
 
 
-class Block(nn.Module, ABC):
-    """One layer of the model.
+class Block(nn.Module):
+    """x + mixer(rms_norm(x)), or mixer(x) in a `plain` model, which has no norm.
 
     Attributes:
-        mixer: its cell.
         recompute: whether the backward pass computes the layer again.
     """
 
     recompute = False
-    mixer: Cell
-
-    @abstractmethod
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
-    ) -> tuple[Tensor, PyTree]:
-        """Returns the residual stream after the layer, and the state of its cell."""
-
-    def forward(
-        self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        """`run`, inside the module so that its hooks (shards, DDP) run with recomputation too."""
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self.run(x, state, edit, rows)
-        found = checkpoint(
-            self.run, x, state, edit, rows, use_reentrant=False, preserve_rng_state=False
-        )
-        assert found is not None
-        return found
-
-
-class ResidualBlock(Block):
-    """x + mixer(rms_norm(x))."""
 
     def __init__(self, mixer: Cell, config: RecurrentConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        residual = config.block == "residual"
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
         self.mixer = mixer
         self.eps = config.norm_eps
         self.wide = config.residual_in_fp32
 
-    def run(
+    def forward(
+        self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        """Returns the residual stream after the layer, and the state of its cell."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._run(x, state, edit, rows)
+        # Inside the module, so that its hooks (shards, DDP) run with recomputation too.
+        found = checkpoint(
+            self._run, x, state, edit, rows, use_reentrant=False, preserve_rng_state=False
+        )
+        assert found is not None
+        return found
+
+    def _run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
     ) -> tuple[Tensor, PyTree]:
+        if self.norm is None:
+            return self.mixer(x, state, edit, rows)
         normed = rms_norm(x, own_weight(self.norm), self.eps)
         if self.mixer.projections and autocasts(x):
             # The dtype of the first projection, which would cast it in another pass.
@@ -68,22 +58,3 @@ class ResidualBlock(Block):
             normed = normed.to(self.norm.weight.dtype)
         y, state = self.mixer(normed, state, edit, rows)
         return x + y, state
-
-
-class PlainBlock(Block):
-    """The cell without norm and residual connection."""
-
-    def __init__(self, mixer: Cell, config: RecurrentConfig) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
-    ) -> tuple[Tensor, PyTree]:
-        return self.mixer(x, state, edit, rows)
-
-
-BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
-    "residual": ResidualBlock,
-    "plain": PlainBlock,
-}

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from pickle import UnpicklingError
 from textwrap import shorten
 from typing import Any
 
@@ -26,8 +25,13 @@ from longrnn.models.recurrent import RecurrentLM
 FORMAT = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPTIONS = tuple(option.name for option in fields(RecurrentConfig))
-# Files of weights, the preferred one first; a pickle is read with `weights_only=True`.
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Files of weights, the preferred ones first; a pickle is read with `weights_only=True`.
+WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+)
 
 
 def save_model(
@@ -95,24 +99,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name, on the CPU, from one file or from several.
 
     Raises:
-        UserError: there are no weights, a file is missing or damaged, or a pickle holds something
-            other than tensors.
+        UserError: there are no weights, a file is damaged, or a pickle holds something other than
+            tensors.
     """
-    for name in WEIGHTS:
-        if (folder / name).is_file():
-            return _read_file(folder / name)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            parts = read_json(index).get("weight_map")
-            names = set(map(str, parts.values())) if isinstance(parts, dict) else set()
-            if not names or any(
-                Path(one).name != one or Path(one).suffix != Path(name).suffix for one in names
-            ):
-                raise UserError(
-                    f"{index} is not a map of weights to {Path(name).suffix} files beside it: copy "
-                    "it again"
-                )
-            return {k: v for part in sorted(names) for k, v in _read_file(folder / part).items()}
+    for pattern in WEIGHTS:
+        if paths := sorted(folder.glob(pattern)):
+            return {name: one for path in paths for name, one in _read_file(path).items()}
     raise UserError(
         f"{folder} is incomplete (it has none of {', '.join(WEIGHTS)}): copy or download it again"
     )
@@ -121,19 +113,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def _read_file(path: Path) -> dict[str, Tensor]:
     from huggingface_hub import load_state_dict_from_file
 
-    if not path.is_file():
-        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
     safe = path.suffix == ".safetensors"
     try:
         content = load_state_dict_from_file(path, map_location="cpu", weights_only=True, safe=safe)
     except Exception as error:  # a damaged file can raise any error
-        if isinstance(error, UnpicklingError) and _is_pickle(path):
-            raise UserError(
-                f"{path} is a pickle of more than tensors, which could run code when it is read: "
-                "use a safetensors version of the checkpoint"
-            ) from error
         raise UserError(
-            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
+            f"{path} is truncated or damaged, or a pickle of more than tensors, which could run "
+            f"code ({one_line(error)}): copy it again, or use a safetensors version"
         ) from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(one, Tensor) and one.layout == torch.strided
@@ -143,12 +129,6 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             f"{path} holds something other than named tensors: give a checkpoint of weights alone"
         )
     return dict(content)
-
-
-def _is_pickle(path: Path) -> bool:
-    """Whether a file begins as torch.save or pickle writes it."""
-    with open(path, "rb") as file:
-        return file.read(2) in (b"PK", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
 
 
 def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
@@ -162,11 +142,6 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
         UserError: a file is missing, truncated, or does not fit.
     """
     description, source = read_config(folder), str(folder / "config.json")
-    if description.get("model_type") != "longrnn":
-        raise UserError(
-            f"{folder} holds a model of type {description.get('model_type')!r}: give a checkpoint "
-            "that longrnn has trained (model_type 'longrnn')"
-        )
     options = {name: description[name] for name in OPTIONS if name in description}
     config = build_config(RecurrentConfig, options, source=source)
     # transformers writes `model.` in front of all names.

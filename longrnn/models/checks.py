@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
-from longrnn.state import History, LMState, PyTree, histories, leaves, same_row
+from longrnn.state import described
+
+if TYPE_CHECKING:
+    from longrnn.models.base import LanguageModel
 
 # Dtypes of token ids.
 INTEGERS = (
@@ -29,20 +34,12 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
         UserError: not integers of shape `(b, t)` with b >= 1, ids outside the vocabulary, or rows
             of another shape.
     """
-    if not isinstance(tokens, Tensor):
+    is_integer = isinstance(tokens, Tensor) and tokens.dtype in INTEGERS
+    if not is_integer or tokens.ndim != 2 or not len(tokens):
         raise UserError(
-            f"tokens must be a tensor of ids, not a {type(tokens).__name__}: "
-            "give torch.tensor(ids), one row per sequence"
+            f"tokens must be integers of shape (batch, time) with a batch of at least 1, not "
+            f"{described(tokens)}: give torch.tensor(ids), one row per sequence"
         )
-    if tokens.dtype not in INTEGERS:
-        raise UserError(f"tokens must be integers, not {tokens.dtype}: give the ids as torch.long")
-    if tokens.ndim != 2:
-        raise UserError(
-            f"tokens must have shape (batch, time), not {tuple(tokens.shape)}: "
-            "give one row per sequence"
-        )
-    if len(tokens) == 0:
-        raise UserError("the batch has no rows: give at least one sequence")
     tokens = tokens.long()
     if rows is not None:
         if rows.shape != tuple(tokens.shape):
@@ -72,7 +69,7 @@ def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
     if not is_integer or targets.shape != tokens.shape:
         raise UserError(
             f"targets must be int64 of shape {tuple(tokens.shape)} like the tokens, not "
-            f"{_described(targets)}: give the id after each token, and -100 where none is scored"
+            f"{described(targets)}: give the id after each token, and -100 where none is scored"
         )
     if targets.numel() and int(targets.max()) >= vocab_size:
         raise UserError(
@@ -81,75 +78,12 @@ def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def _described(given: object) -> str:
-    """The dtype and the shape of a tensor, or the type of anything else."""
-    if isinstance(given, Tensor):
-        return f"{given.dtype} of shape {tuple(given.shape)}"
-    return "missing" if given is None else f"a {type(given).__name__}"
-
-
-def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
-    """Refuses the state of another model, of another mitigation, or of another batch size.
-
-    Args:
-        state: the state to check.
-        like: the expected `layers` of one row, without batch axis.
-        batch_size: number of rows of the tokens.
-
-    Raises:
-        UserError: the state does not fit.
-    """
-    if not isinstance(state, LMState):
-        raise UserError(
-            f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
-            "result of an earlier call, or init_state(batch_size)"
-        )
-    whole = LMState(_POSITION, like)
-    if _is_like(state, whole, batch_size):
-        return
-    given, expected = dict(leaves(state)), dict(leaves(whole))
-    growing = histories(whole)
-    for name in sorted(given.keys() | expected.keys()):
-        one, other = given.get(name), expected.get(name)
-        if (
-            one is None
-            or other is None
-            or one.ndim == 0
-            or one.dtype != other.dtype
-            or not same_row(one.shape[1:], other.shape, name in growing)
-        ):
-            raise UserError(
-                f"this is the state of another model or mitigation ({name} is "
-                f"{_described(one)}, and per row {_described(other)} was expected): start from "
-                "init_state of this model"
-            )
-    raise UserError(
-        f"the state has {len(state.position)} rows and the tokens have {batch_size}: use "
-        "state.take or state.expand to make them equal"
+def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
+    """Why a model cannot read a sequence of that many tokens; None if it can."""
+    limit = model.max_length
+    if limit is None or tokens <= limit:
+        return None
+    return (
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
     )
-
-
-_POSITION = torch.empty((), dtype=torch.int64, device="meta")
-
-
-def _is_like(given: PyTree, like: PyTree, rows: int) -> bool:
-    """Whether a tree has the leaves of `like` with so many rows; one pass, made for every token."""
-    if isinstance(like, History):
-        return (
-            isinstance(given, History)
-            and given.entries.dtype == like.entries.dtype
-            and len(given.entries) == rows
-            and same_row(given.entries.shape[1:], like.entries.shape, True)
-        )
-    if isinstance(like, Tensor):
-        return (
-            isinstance(given, Tensor)
-            and given.dtype == like.dtype
-            and given.shape == (rows, *like.shape)
-        )
-    if type(given) is not type(like) or len(given) != len(like):
-        return False
-    for one, other in zip(given, like, strict=True):  # noqa: SIM110 (`all` takes longer)
-        if not _is_like(one, other, rows):
-            return False
-    return True

@@ -6,7 +6,6 @@ processed again, to find where it begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.models.base import MAX_LOGITS, LanguageModel
-from longrnn.state import LMState, leaves
+from longrnn.state import LMState
 
 # Tokens of a call in the search: a position is exact to the chunk that a kernel computes at once,
 # unless the call ends before it.
@@ -37,14 +36,6 @@ def refuse_nonfinite(
     """
     if not bool(values.isfinite().all()):
         explain_nonfinite(model, tokens, state)
-
-
-def refuse_nonfinite_state(
-    model: LanguageModel, tokens: Callable[[], Tensor], before: LMState, after: LMState
-) -> None:
-    """`refuse_nonfinite` for calls without logits, judged by the state after them."""
-    if not all(bool(leaf.isfinite().all()) for _, leaf in leaves(after.layers)):
-        explain_nonfinite(model, tokens(), before)
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from longrnn.cells import MIXERS, Cell
 from longrnn.config import validated
 from longrnn.errors import UserError, nearest
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
-from longrnn.models.blocks import BLOCKS
-from longrnn.models.checks import check_state, check_targets, check_tokens
+from longrnn.models.blocks import Block
+from longrnn.models.checks import check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.hooks import own_weight
@@ -29,7 +29,7 @@ from longrnn.ops.loss import token_cross_entropy
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
 from longrnn.positions import POSITIONS
-from longrnn.state import LMState
+from longrnn.state import LMState, check
 
 # What the backward pass computes again at a time: nothing, one block of one segment, or one segment
 # with all its blocks. Of the latter only tokens and states are kept.
@@ -75,6 +75,7 @@ class RecurrentLM(LanguageModel):
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
+        self.max_length = self.position.n_positions
         # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
         self.merge = (
@@ -83,20 +84,14 @@ class RecurrentLM(LanguageModel):
             else nn.Identity()
         )
         widths = [d_first] + [config.d_model] * (config.n_layers - 1)
-        block = BLOCKS[config.block]
         self.blocks = nn.ModuleList(
-            block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
+            Block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
         )
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
         self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
-
-    @property
-    def max_length(self) -> int | None:  # type: ignore[override]
-        """How many tokens a sequence may have; None for any number."""
-        return self.position.n_positions
 
     @property
     def cells(self) -> list[Cell]:
@@ -168,7 +163,7 @@ class RecurrentLM(LanguageModel):
             tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is not None:
             pairs = zip(self.cells, self.edits, strict=True)
-            check_state(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
+            check(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)

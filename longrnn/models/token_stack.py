@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from longrnn.cells import Mamba2
-from longrnn.models.blocks import ResidualBlock
+from longrnn.models.blocks import Block
 from longrnn.ops import cpu
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2 import Mamba2State
@@ -34,9 +34,6 @@ class TokenStack:
     def __init__(self) -> None:
         self._packed: _Packed | None = None
         self._memory = _Recycled()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenStack:
-        return TokenStack()
 
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
@@ -140,7 +137,7 @@ class _Packed:
         self._memory = self._addresses()
         self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
         suits = all(_suits(block) for block in blocks)
-        self.layers = cpu.pack_layers([_layer(block) for block in blocks]) if suits else None
+        self.layers = cpu.pack_layers(list(map(_layer, blocks))) if suits else None
 
     def is_of(self, blocks: nn.ModuleList) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
@@ -163,7 +160,7 @@ class _Packed:
 
 def _suits(block: nn.Module) -> bool:
     """Whether the kernel computes a block, gradients and hooks aside."""
-    if type(block) is not ResidualBlock or type(block.mixer) is not Mamba2:
+    if type(block) is not Block or block.norm is None or type(block.mixer) is not Mamba2:
         return False
     cell = block.mixer
     products = cell.in_proj, cell.out_proj

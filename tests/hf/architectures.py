@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.contracts.builders import stirred
-from tests.hf.foreign import VOCAB
 
+VOCAB = 61
 # Sizes under every name that configurations use; each configuration takes those it knows.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -86,6 +86,7 @@ MORE: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "num_experts_per_tok": 2,
     },
+    "mamba2": {"n_groups": 2},
     "minimax": {"block_size": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xlstm": {"hidden_size": 128, "num_heads": 2, "num_blocks": 2},

@@ -9,58 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.hf.layouts import Native, rename
+from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
-from tests.contracts.builders import build_model, stirred
-
-VOCAB = 61
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-WINDOW = {"sliding_window": 8}
-SHORT: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "gpt_neox": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
-    "mistral": {**SIZES, **WINDOW},
-    "qwen2": {**SIZES, **WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "gemma2": {**SIZES, **WINDOW, "head_dim": 8},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "rwkv": {**SHORT, "attention_hidden_size": 32, "num_hidden_layers": 7},
-    "mamba": {**SHORT, "state_size": 4},
-    "falcon_h1": {
-        **SIZES,
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 16,
-    },
-}
-MAMBA2: dict[str, Any] = {**SHORT, "state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 2}
+from tests.contracts.builders import build_model
+from tests.hf.architectures import VOCAB, architecture
 
 
 def causal(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Return a Hugging Face model with random, nontrivial weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = MAMBA2 if kind == "mamba2" else KINDS.get(kind, SIZES)
-    config = AutoConfig.for_model(kind, **{**sizes, **options})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-    return stirred(model.eval(), seed=1).to(dtype)
+    return architecture(kind, **options).to(dtype)
 
 
 def tokens(rows: int, time: int, seed: int = 0) -> Tensor:
@@ -73,8 +31,7 @@ def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> R
         {"kind": "mamba2", "d_state": 6, "head_dim": 4}, vocab_size=24, dtype=dtype, **config
     ).eval()
     folder.mkdir()
-    weights = {rename(name, Native.names): t for name, t in model.state_dict().items()}
-    torch.save(weights, folder / "pytorch_model.bin")
+    LAYOUTS["native"].save(model, folder)
     content = {
         "d_model": model.config.d_model,
         "d_intermediate": 0,

@@ -9,13 +9,24 @@ from torch import nn
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
+from tests.hf.architecture_table import DOCUMENT, KINDS, measure, rows
 from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import causal, tokens
-from tests.refusals import naming
 
 TOLERANCE = 1e-5
+MEASURED = [
+    "gemma3n_text",
+    "gemma4_text",
+    "llama",
+    "mamba2",
+    "qwen3_next",
+    "rwkv",
+    "openai-gpt",
+    *FAMILIES,
+]
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in MANY]
 
 
@@ -54,14 +65,6 @@ def test_a_model_with_a_head_of_zeros_loads(kind: str) -> None:
     assert not logits.any()
 
 
-@pytest.mark.parametrize(
-    "kind", ["deepseek_v4", "openai-gpt", "moshi", "recurrent_gemma", "minimax", "xlstm"]
-)
-def test_a_model_that_cannot_be_forked_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=naming(kind)):
-        ForeignLM(architecture(kind))
-
-
 def test_a_window_that_few_tokens_do_not_cross_is_kept() -> None:
     """The check when loading shortens windows, and leaves them as they were."""
     theirs, text = architecture("mistral", sliding_window=20), tokens(1, 40)
@@ -81,3 +84,18 @@ def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> No
         theirs.model.norm.weight[3] = value
     with pytest.raises(UserError, match="model.norm.weight"):
         ForeignLM(theirs)
+
+
+def test_the_table_of_the_documents_has_every_architecture_once() -> None:
+    """And at least 45 of them load."""
+    found = rows(DOCUMENT.read_text())
+    assert sorted(found) == KINDS
+    assert sum(support.loads == "yes" for support in found.values()) >= 45
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in MEASURED else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
+def test_an_entry_of_the_table_is_what_is_measured(kind: str) -> None:
+    assert rows(DOCUMENT.read_text())[kind] == measure(kind)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn import Mitigated, load, load_tokenizer, mitigation
 from longrnn.errors import UserError
@@ -19,7 +19,8 @@ from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import read_weights, save_model
 from tests.contracts.builders import assert_near, build_model
-from tests.hf.foreign import VOCAB, causal, native, tokens, with_bytes
+from tests.hf.architectures import VOCAB
+from tests.hf.foreign import causal, native, tokens, with_bytes
 from tests.refusals import naming
 
 
@@ -100,46 +101,31 @@ def test_residual_in_fp32_keeps_the_residual_stream_in_float32(tmp_path: Path) -
         model = load(tmp_path / str(kept))
         assert isinstance(model, RecurrentLM)
         assert model.config.residual_in_fp32 == kept
-        stream: list[torch.dtype] = []
-
-        def note(
-            _module: nn.Module, _inputs: Any, output: Any, into: list[torch.dtype] = stream
-        ) -> None:
-            into.append(output[0].dtype)
-
-        hook = model.blocks[-1].register_forward_hook(note)
         logits = model(tokens(2, 50)).logits
-        hook.remove()
-        assert stream == [torch.float32 if kept else torch.bfloat16]
         assert logits.dtype == torch.bfloat16
         off[kept] = (logits.float() - wide).square().mean().sqrt()
     assert off[True] < off[False]
 
 
-def test_native_checkpoints_load_from_one_file_or_from_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["bin", "safetensors"])
+def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_path: Path) -> None:
     """Padded vocabulary, tied head and weights in shards load; a missing shard is refused."""
     from safetensors.torch import save_file
 
-    model = native(tmp_path / "native")
-    text = torch.randint(19, (2, 20))
-    for _ in range(2):
-        loaded = load(tmp_path / "native")
-        assert loaded.vocab_size == 24
-        assert torch.equal(loaded(text).logits, model(text).logits)
-        weights = read_weights(tmp_path / "native")
-        (tmp_path / "native" / "pytorch_model.bin").unlink(missing_ok=True)
-        halves = list(weights)[::2], list(weights)[1::2]
-        for number, names in enumerate(halves):
-            save_file(
-                {name: weights[name].clone() for name in names},
-                tmp_path / "native" / f"part-{number}.safetensors",
-            )
-        index = {name: f"part-{n}.safetensors" for n, names in enumerate(halves) for name in names}
-        path = tmp_path / "native" / "model.safetensors.index.json"
-        path.write_text(json.dumps({"weight_map": index}))
-    (tmp_path / "native" / "part-1.safetensors").unlink()
-    with pytest.raises(UserError, match="part-1.safetensors"):
-        load(tmp_path / "native")
+    folder = tmp_path / "native"
+    model, text = native(folder), torch.randint(19, (2, 20))
+    assert load(folder).vocab_size == 24
+    assert torch.equal(load(folder)(text).logits, model(text).logits)
+    weights = list(read_weights(folder).items())
+    (folder / "pytorch_model.bin").unlink()
+    stem, write = ("model", save_file) if ending == "safetensors" else ("pytorch_model", torch.save)
+    shards = [folder / f"{stem}-0000{number}-of-00002.{ending}" for number in (1, 2)]
+    for shard, part in zip(shards, (weights[::2], weights[1::2]), strict=True):
+        write({name: tensor.clone() for name, tensor in part}, shard)
+    assert torch.equal(load(folder)(text).logits, model(text).logits)
+    shards[0].unlink()
+    with pytest.raises(UserError, match="embedding.weight"):
+        load(folder)
 
 
 def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:

@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from longrnn import generate, load
 from longrnn import state as states
+from longrnn.cli.app import app
 from longrnn.errors import UserError
+from longrnn.evaluation import cost
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
-from longrnn.state import leaves
+from longrnn.models import RecurrentLM
+from longrnn.state import expand, leaves
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import KINDS, VOCAB, causal, tokens
+from tests.hf.architectures import VOCAB
+from tests.hf.foreign import causal, tokens, with_bytes
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
+# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
+KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "rwkv", "mamba", "falcon_h1"]
 
 
 @cache
@@ -51,17 +58,13 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
 
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
     with pytest.raises(UserError, match="fingerprint"):
         states.load(tmp_path / "state", neox)
-    with pytest.raises(UserError, match="model"):
-        neox(tokens(1, 4), llama.init_state(1))
-    with pytest.raises(UserError):
-        llama(tokens(2, 4), llama.init_state(1))
-    with pytest.raises(UserError, match="token id 61"):
-        llama(torch.tensor([[61]]))
+    for model, rows in ((neox, 1), (llama, 2)):
+        with pytest.raises(UserError):
+            model(tokens(rows, 4), llama.init_state(1))
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
@@ -129,7 +132,7 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("bert", {}, "cache"),
+        ("bert", {"is_decoder": False}, "cache"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
@@ -185,3 +188,42 @@ def test_a_model_that_was_cast_continues_its_states(kind: str, dtype: torch.dtyp
     assert_near(continued.double(), whole.double(), 0.1 if dtype == torch.bfloat16 else 1e-8)
     with pytest.raises(UserError):
         open_hugging_face(causal(kind))(text, state)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = causal("llama", vocab_size=256, num_hidden_layers=3)
+    return with_bytes(model, tmp_path_factory.mktemp("llama") / "model")
+
+
+def test_a_model_with_layers_on_disk_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """Logits, continued forks and the fingerprint are those of the model in memory."""
+    from transformers import AutoModelForCausalLM
+
+    here = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
+    places = dict.fromkeys(here, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk"}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=tmp_path
+    )
+    assert set(theirs.hf_device_map.values()) == {"cpu", "disk"}
+    assert any(weight.is_meta for weight in theirs.parameters())
+    model, whole, text = ForeignLM(theirs), load(folder), tokens(2, 20)
+    assert_near(model(text).logits, whole(text).logits, 1e-6)
+    state = expand(model(text[:1, :9]).state, 2)
+    rows = text[:1, 9:].expand(2, -1)
+    assert_near(model(rows, state).logits, whole(text).logits[:1, 9:].expand(2, -1, -1), 1e-5)
+    assert model.fingerprint() == whole.fingerprint()
+
+
+def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: Path) -> None:
+    """Others run on one device, so that both can be compared."""
+    text = tokens(1, 7)
+    found = load(folder, device="balanced")
+    assert isinstance(found, ForeignLM)
+    assert torch.equal(found(text).logits, load(folder)(text).logits)
+    assert isinstance(load("passkey-tiny", device="balanced"), RecurrentLM)
+    job = cost.Job(str(folder), "balanced", 1, 16, 2, 0)
+    assert cost.measure(job)["state_bytes"] > 0
+    arguments = ["eval", "passkey", "passkey-tiny", "--lengths", "200", "--n", "1", "--quiet"]
+    arguments += ["--depths", "1", "--output", str(tmp_path / "out"), "--device", "balanced"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longrnn import load
+from longrnn import load, load_tokenizer
 from longrnn import state as states
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf import names
+from longrnn.evaluation.harness.options import build_model as model_of_lm_eval
+from longrnn.hf.load import load_recurrent
+from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
+from longrnn.hf.opened import open_checkpoint
+from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -110,33 +115,16 @@ def test_a_backend_that_needs_a_gpu_is_refused_when_it_is_called(backend: str, s
         logits(model)
 
 
-def test_embedded_checkpoints_are_found_by_name(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An embedded name opens its folder; an unknown name lists similar or all names."""
-    known = {"passkey-tiny": saved, "reverse-tiny": saved}
-    monkeypatch.setattr(names, "embedded", lambda: known)
-    assert names.resolve("passkey-tiny") == saved
-    assert load("passkey-tiny").fingerprint() == load(saved).fingerprint()
+def test_names_that_no_checkpoint_has_are_refused(saved: Path) -> None:
+    """With similar names, or all embedded ones; a file, and the revision of a folder, likewise."""
     with pytest.raises(UserError, match="passkey-tiny"):
         load("passkey-tni")
-    with pytest.raises(UserError, match=naming("passkey-tiny", "reverse-tiny")):
+    with pytest.raises(UserError, match=naming("passkey-tiny", "collapse-tiny")):
         load("zzz")
     with pytest.raises(UserError):
         load(saved, revision="main")
     with pytest.raises(UserError):
         load(saved / "config.json")
-
-
-@pytest.mark.parametrize("name", sorted(names.embedded()))
-def test_embedded_checkpoints_load(name: str) -> None:
-    """Every checkpoint that comes with the package gives finite logits."""
-    assert load(name)(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
-
-
-def edit(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -146,36 +134,22 @@ def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def cut(folder: Path, size: int) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
-    "truncated": (lambda f: cut(f, 3000), "truncated or damaged"),
-    "empty": (lambda f: cut(f, 0), "truncated or damaged"),
-    "not json": (lambda f: (f / "config.json").write_text("{"), "JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "mapping"),
-    "other type": (lambda f: edit(f, model_type="clip"), "clip"),
-    "no type": (lambda f: edit(f, model_type=None), "None"),
-    "other format": (lambda f: edit(f, format=1), "format 1"),
-    "odd value": (lambda f: edit(f, d_model="x"), "d_model"),
-    "odd cell": (lambda f: edit(f, mixer={"kind": "lstn"}), "did you mean 'lstm'"),
-    "wrong shape": (lambda f: edit(f, vocab_size=12), "embedding.weight"),
-    "missing tensor": (lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")), "mixer.D"),
-    "odd tensor": (lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))), "extra"),
-    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "embedding.weight"),
-}
-
-
-@pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_damage_is_named(damage: str, saved: Path) -> None:
-    """A damaged checkpoint raises a UserError that names the file and the damage."""
-    apply, message = DAMAGES[damage]
-    load(saved)
-    apply(saved)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "clip"}, "clip"),
+        ({"model_type": None}, "None"),
+        ({"format": 1}, "format 1"),
+        ({"d_model": "x"}, "d_model"),
+        ({"mixer": {"kind": "lstn"}}, "did you mean 'lstm'"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, saved: Path
+) -> None:
+    """The UserError names the folder and what does not fit."""
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=message) as error:
         load(saved)
     assert "\n" not in str(error.value)
@@ -202,3 +176,55 @@ def test_a_gated_deltanet_runs_on_a_cpu_beside_flash_linear_attention(tmp_path: 
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "ForeignLM\n", done.stderr
+
+
+SPEC = "sliding_window(window=50)"
+
+
+def test_load_understands_a_mitigation() -> None:
+    """`longrnn.load` and `load_tokenizer` take what the command line takes."""
+    model = load(f"passkey-tiny+{SPEC}")
+    assert model.mitigation is not None
+    expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
+    assert model.fingerprint() == expected.fingerprint()
+    assert load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
+    with pytest.raises(UserError, match=r"give passkey-tiny\+none"):
+        load_recurrent(f"passkey-tiny+{SPEC}")
+    with pytest.raises(UserError, match="sliding_window"):
+        load("passkey-tiny+sliding_windw")
+
+
+def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
+    """The name of a folder may contain a plus, and a mitigation may follow it."""
+    both = tmp_path / "a+forget_more"
+    shutil.copytree(embedded()["passkey-tiny"], both)
+    shutil.copytree(embedded()["passkey-tiny"], tmp_path / "a")
+    assert load(both).mitigation is None
+    assert load_tokenizer(both).fingerprint() == "bytes"
+    assert split_spec(f"{both}+{SPEC}") == (str(both), SPEC)
+    assert load(f"{both}+{SPEC}").mitigation is not None
+    assert load(f"{tmp_path / 'a'}+{SPEC}").mitigation is not None
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_NAMES))
+def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
+    """In every function that loads a checkpoint by its name, with and without a mitigation."""
+    source, dtype = f"passkey-tiny+{name}", DTYPE_NAMES[name]
+    models: list[Any] = [load(source), load(f"{source}+{SPEC}"), load(source, dtype=dtype)]
+    models += [
+        open_checkpoint(source, SPEC).model,
+        model_of_lm_eval(source, SPEC, "auto", None, "cpu"),
+    ]
+    for model in models:
+        assert next(model.parameters()).dtype == dtype
+    opened = open_checkpoint(f"{source}+{SPEC}")
+    assert (opened.checkpoint, opened.mitigation) == ("passkey-tiny", SPEC)
+    other = "float64" if name == "float32" else "float32"
+    for call in (
+        lambda: load(source, dtype=DTYPE_NAMES[other]),
+        lambda: model_of_lm_eval(source, None, "auto", other, "cpu"),
+    ):
+        with pytest.raises(UserError, match="dtype"):
+            call()
+    with pytest.raises(UserError, match="dtype"):
+        load(f"{source}+float16")

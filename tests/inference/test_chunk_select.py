@@ -16,7 +16,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.chunk_select import Choice, select
+from longrnn.inference.chunk_select import select
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM
 from longrnn.results import read_rows
 from longrnn.state import LMState
@@ -38,7 +38,6 @@ MODELS: dict[str, LanguageModel] = {
     "lstm": build_model("lstm", position="sinusoidal"),
     "windowed": build_mitigated([{"kind": "sliding_window", "window": 5}]),
 }
-every_model = pytest.mark.parametrize("name", list(MODELS))
 CONTEXT, QUERY, PREFIX = random_tokens(1, 47, 1)[0], random_tokens(1, 4, 2)[0], [3, 1, 2]
 
 
@@ -57,7 +56,16 @@ def loop(
     return entropies, states
 
 
-def assert_as_the_loop(model: LanguageModel, chunk: int, prefix: list[int], batch: int) -> Choice:
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("chunk", "batch"), [(1, 16), (10, 16), (47, 16), (100, 16), (11, 1), (11, 2), (11, 3), (11, 5)]
+)
+@pytest.mark.parametrize("prefix", [[], PREFIX], ids=["alone", "prefix"])
+def test_chunks_and_batches_of_every_size_equal_the_loop(
+    name: str, chunk: int, batch: int, prefix: list[int]
+) -> None:
+    """No chunk depends on another one, and a shorter last chunk is neither padded nor omitted."""
+    model = MODELS[name]
     entropies, states = loop(model, CONTEXT, QUERY, chunk, prefix)
     given = torch.tensor(prefix, dtype=torch.long) if prefix else None
     ours = select(model, CONTEXT, QUERY, chunk=chunk, prefix=given, batch_size=batch)
@@ -68,22 +76,6 @@ def assert_as_the_loop(model: LanguageModel, chunk: int, prefix: list[int], batc
     expected = real_leaves(states[ours.chunk], "")
     for leaf, tensor in real_leaves(ours.state, "").items():
         assert_near(tensor, expected[leaf], 1e-12, leaf)
-    return ours
-
-
-@every_model
-@pytest.mark.parametrize("chunk", [1, 10, 16, 47, 100])
-@pytest.mark.parametrize("prefix", [[], PREFIX], ids=["alone", "prefix"])
-def test_every_chunk_size_equals_the_loop(name: str, chunk: int, prefix: list[int]) -> None:
-    """No chunk depends on another one, and a shorter last chunk is neither padded nor omitted."""
-    assert_as_the_loop(MODELS[name], chunk, prefix, batch=16)
-
-
-@every_model
-@pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_every_batch_size_equals_the_loop(name: str, batch: int) -> None:
-    """The index of a chunk counts from the start; 47 tokens are 4 chunks of 11 and one of 3."""
-    assert_as_the_loop(MODELS[name], 11, PREFIX, batch)
 
 
 class Forbidding(Oracle):

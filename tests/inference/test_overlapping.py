@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.inference import trie
-from longrnn.inference.engine import token_losses
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -85,15 +84,6 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
     found, _ = together(model, tokens, overlap, rows=4)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_one_window_is_the_carried_state() -> None:
-    """A context as long as the text gives the losses of a carried state."""
-    model, tokens = build_model("mamba2"), random_tokens(2, 30, 3)
-    expected = torch.cat([nats for _, nats in token_losses(model, tokens)], dim=1)
-    found, read = together(model, tokens, Overlap(29, 4))
-    assert torch.equal(found, expected)
-    assert read == 58
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 9), (8, 0)])

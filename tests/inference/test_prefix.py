@@ -73,43 +73,27 @@ def tokens_of(note: str) -> tuple[int, int]:
     return int(shared.replace(",", "")), int(naive.replace(",", ""))
 
 
-def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
-    """Checks that answers and the logits after every question are equal, in any order.
-
-    The oracles of `test_passkey` check that each row continues from its own key.
-    """
-    naive = Watched(model)
-    expected = answers(model, folder / "naive", naive=True, **options)
-    naive.handle.remove()
-    shared = Watched(model)
-    assert answers(model, folder / "shared", **options) == expected
-    logits = [torch.tensor(sorted(watched.asked)) for watched in (naive, shared)]
-    assert logits[0].shape == (prompts, 256)
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
-    assert shared.tokens < naive.tokens
-
-
-@pytest.mark.parametrize("options", [{}, {"n_keys": 3}, {"batch_size": 2}], ids=str)
-@pytest.mark.parametrize("kind", sorted(MIXERS))
+@pytest.mark.parametrize("options", [{}, {"n_keys": 3}, {"batch_size": 2}, INSERTED], ids=str)
+@pytest.mark.parametrize("kind", [*sorted(MIXERS), "windowed"])
 def test_shared_answers_equal_naive_answers(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """For every cell, number of keys and batch size."""
-    assert_same(speaking(kind), tmp_path, **options)
+    """For every cell, number of keys and batch size, and with keys at fixed positions.
 
-
-@pytest.mark.parametrize("kind", sorted(MIXERS))
-def test_shared_answers_equal_naive_answers_with_insertion_points(
-    kind: str, tmp_path: Path
-) -> None:
-    """Keys at fixed positions, in contexts of several lengths."""
-    assert_same(speaking(kind), tmp_path, prompts=27, **INSERTED)
-
-
-def test_shared_answers_equal_naive_answers_under_a_mitigation(tmp_path: Path) -> None:
-    """Rows of one batch may be at different phases of their windows."""
-    model = Mitigated(speaking("mamba2"), mitigation("sliding_window(window=70)"))
-    assert_same(model, tmp_path)
+    Under a mitigation, rows of one batch may be at different phases of their windows.
+    """
+    model = speaking("mamba2" if kind == "windowed" else kind)
+    if kind == "windowed":
+        model = Mitigated(model, mitigation("sliding_window(window=70)"))
+    naive = Watched(model)
+    expected = answers(model, tmp_path / "naive", naive=True, **options)
+    naive.handle.remove()
+    shared = Watched(model)
+    assert answers(model, tmp_path / "shared", **options) == expected
+    logits = [torch.tensor(sorted(watched.asked)) for watched in (naive, shared)]
+    assert logits[0].shape == (27, 256)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
+    assert shared.tokens < naive.tokens
 
 
 @pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])

@@ -83,18 +83,12 @@ def test_scores_equal_the_definition(
     assert [s.nats for s in found] == pytest.approx([s.nats for s in expected], abs=1e-9)
 
 
-def test_choices_share_their_context() -> None:
-    """The context of several continuations is read once."""
-    model, rng = speaking("mamba2"), random.Random(1)
-    context = words(rng, 300)
+def test_what_texts_share_is_read_once() -> None:
+    """The context of several continuations, and beginnings of documents at every level."""
+    model, rng = speaking("gru"), random.Random(2)
+    context, head, shots = (words(rng, count) for count in (300, 400, 300))
     choices = [Pair(context, words(rng, n)) for n in (1, 5, 5, 9)]
     assert scored(model, choices)[1] == 300 + 0 + 4 + 4 + 8
-
-
-def test_beginnings_are_shared() -> None:
-    """Beginnings that several documents share are read once, at every level."""
-    model, rng = speaking("gru"), random.Random(2)
-    head, shots = words(rng, 400), words(rng, 300)
     texts = [head + shots + words(rng, 10 + n) for n in range(4)] + [head + words(rng, 9)]
     computed = scored(model, [Pair(text, (0,)) for text in texts])[1]
     assert computed <= 400 + 300 + (10 + 11 + 12 + 13) + 9

@@ -137,15 +137,6 @@ def test_a_small_temperature_takes_the_likeliest(
     assert sampled.tokens == generate(model, prompt, max_new_tokens=5).tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_generate_nothing(temperature: float) -> None:
-    model = build_model("lstm")
-    with torch.no_grad():
-        model.head.weight[0, 0] = float("nan")
-    with pytest.raises(UserError):
-        generate(model, random_tokens(1, 2), max_new_tokens=2, temperature=temperature)
-
-
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], Any]) -> None:
     """Changes tensors and metadata of a state file."""
     with safe_open(path, framework="pt") as file:
@@ -202,27 +193,10 @@ def test_state_files_with_values_that_no_state_has_are_refused(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", ".", "missing", "a\0b", "\udcff", "a" * 300, "a/" * 3000])
+@pytest.mark.parametrize("name", ["", "missing", "a\0b", "\udcff", "a/" * 3000])
 def test_a_path_without_a_state_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no state file at"):
         states.load(f"{tmp_path}/{name}", build_model("lstm"))
-
-
-def test_a_state_file_without_a_fingerprint_is_read_by_its_structure(
-    model: LanguageModel, tmp_path: Path
-) -> None:
-    path = tmp_path / "state"
-    with torch.no_grad():
-        states.save(model(random_tokens(2, 9)).state, path, model=model)
-    rewrite(path, lambda t, m: m.pop("fingerprint"))
-    assert states.load(path, model).position.tolist() == [9, 9]
-
-
-def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageModel) -> None:
-    state = model.init_state(2)
-    for position in (torch.zeros(2), torch.zeros(2, 1, dtype=torch.long), torch.tensor(3)):
-        with pytest.raises(UserError, match="position"):
-            model(random_tokens(2, 3), state._replace(position=position))
 
 
 SEEDS: dict[str, Callable[[int], Any]] = {
@@ -241,12 +215,10 @@ def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
         SEEDS[where](seed)
 
 
-@pytest.mark.parametrize("seed", [0, 2**64 - 1, -(2**63)])
-def test_seeds_of_64_bits_are_taken(seed: int) -> None:
-    torch.Generator().manual_seed(check_seed(seed))
-
-
-@pytest.mark.parametrize("seed", [True, 1.0, "1", None])
-def test_what_is_not_a_whole_number_is_not_a_seed(seed: Any) -> None:
-    with pytest.raises(UserError, match="seed"):
-        check_seed(seed)
+def test_a_seed_is_a_whole_number_of_64_bits() -> None:
+    for seed in (0, 2**64 - 1, -(2**63)):
+        torch.Generator().manual_seed(check_seed(seed))
+    given: Any
+    for given in (True, 1.0, "1", None):
+        with pytest.raises(UserError, match="seed"):
+            check_seed(given)

@@ -95,11 +95,6 @@ def load_other_weights(model: RecurrentLM) -> None:
     model.load_state_dict(other.state_dict())
 
 
-def assign_other_weights(model: RecurrentLM) -> None:
-    other = build_model(NATIVE, dtype=torch.float32, d_model=32, seed=6)
-    model.load_state_dict(other.state_dict(), assign=True)
-
-
 def replace_data(model: RecurrentLM) -> None:
     weight = model.get_parameter("blocks.1.mixer.out_proj.weight")
     weight.data = 2 * weight.data
@@ -122,11 +117,6 @@ def replace_projection(model: RecurrentLM) -> None:
     mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())  # type: ignore[assignment]
 
 
-def parametrize(model: RecurrentLM) -> None:
-    nn.utils.parametrizations.weight_norm(model.get_submodule("blocks.0.mixer.in_proj"))
-    model.get_parameter("blocks.0.mixer.in_proj.parametrizations.weight.original0").data.mul_(2)
-
-
 def other_blocks(model: RecurrentLM) -> None:
     model.blocks = nn.ModuleList(reversed(model.blocks))
 
@@ -142,15 +132,12 @@ def hook(name: str) -> Callable[[RecurrentLM], None]:
 CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
     "optimizer step": optimizer_step,
     "load_state_dict": load_other_weights,
-    "load_state_dict(assign=True)": assign_other_weights,
     "other data": replace_data,
     "other layout": replace_layout,
     "options": replace_options,
     "other projection": replace_projection,
-    "parametrization": parametrize,
     "order of the blocks": other_blocks,
     "hook of a block": hook("blocks.1"),
-    "hook of a cell": hook("blocks.0.mixer"),
     "hook of a projection": hook("blocks.0.mixer.out_proj"),
     "backend": lambda model: setattr(model.cells[0], "backend", "torch"),
 }

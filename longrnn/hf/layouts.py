@@ -1,0 +1,263 @@
+"""Layouts of Mamba-2 checkpoints: those of mamba-ssm and of transformers, to and from ours.
+
+Each stores a `RecurrentLM` of `mamba2` cells under other names. A checkpoint that `RecurrentLM`
+cannot compute exactly is refused, never approximated.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from longrnn.cells.mamba2 import Mamba2
+from longrnn.config import build_config, validated
+from longrnn.errors import UserError
+from longrnn.files import one_line, write_atomic
+from longrnn.models.config import Count
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+# Options of the cell: ours, and their names in mamba-ssm and in transformers.
+OPTIONS = {
+    "d_state": ("d_state", "state_size"),
+    "head_dim": ("headdim", "head_dim"),
+    "expand": ("expand", "expand"),
+    "n_groups": ("ngroups", "n_groups"),
+    "d_conv": ("d_conv", "conv_kernel"),
+    "bias": ("bias", "use_bias"),
+    "conv_bias": ("conv_bias", "use_conv_bias"),
+    "dt_limit": ("dt_limit", "time_step_limit"),
+}
+# What a configuration of mamba-ssm and its `ssm_cfg` must have for ours to compute the same.
+NATIVE_FIXED = {"d_intermediate": 0, "attn_layer_idx": [], "rms_norm": True}
+NATIVE_CELL_FIXED = {
+    "layer": "Mamba2",
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "D_has_hdim": False,
+    "d_ssm": None,
+}
+# Options of initialisation and implementation, which do not change the result.
+NATIVE_IGNORED = ("A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min")
+NATIVE_EPS = 1e-5  # fixed in mamba-ssm's code
+
+
+class Layout(NamedTuple):
+    """A file format of Mamba-2 checkpoints.
+
+    Attributes:
+        names: prefixes of weight names, from ours to those of the layout.
+        is_described: whether the content of a `config.json` is of this layout.
+        read: returns our configuration for that content and the path of the file.
+        write: returns the text of `config.json`, or raises a UserError for a model with an option
+            that the layout does not have.
+        file: name of the file of weights.
+    """
+
+    names: Mapping[str, str]
+    is_described: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Mapping[str, Any], str], RecurrentConfig]
+    write: Callable[[RecurrentLM], str]
+    file: str
+
+    def rename(self, weights: Mapping[str, Tensor], *, to_ours: bool = False) -> dict[str, Tensor]:
+        """Return weights under the names of the layout, or of `RecurrentLM`."""
+        prefixes = dict(self.names)
+        if to_ours:
+            # transformers still accepts the older name of the embedding, that of mamba-ssm.
+            prefixes = {theirs: ours for ours, theirs in self.names.items()}
+            prefixes["backbone.embedding."] = "embedding."
+        found = {}
+        for name, tensor in weights.items():
+            old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+        return found
+
+    def save(self, model: RecurrentLM, folder: Path) -> None:
+        """Write the weights into the file that the readers of the layout expect."""
+        weights = {name: one.contiguous() for name, one in self.rename(model.state_dict()).items()}
+        if self.file.endswith(".bin"):  # with the weights of a tied head under their own name
+            content = io.BytesIO()  # torch.save into a file on a full disk raises a RuntimeError
+            torch.save(weights, content)
+            write_atomic(folder / self.file, content.getbuffer())
+            return
+        if model.config.tie_embeddings:
+            del weights["lm_head.weight"]
+        write_atomic(folder / self.file, save(weights, metadata={"format": "pt"}))
+
+
+def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
+    options = config.get("ssm_cfg") or {}
+    if not isinstance(options, Mapping):
+        raise UserError(f"{source}, key ssm_cfg: it must be a mapping; copy the checkpoint again")
+    cell = {"layer": "Mamba1", **options}
+    for given, fixed in ((config, NATIVE_FIXED), (cell, NATIVE_CELL_FIXED)):
+        for key, value in fixed.items():
+            if given.get(key, value) != value:
+                raise UserError(
+                    f"{source} has {key} = {given[key]!r}, and longrnn computes only {key} = "
+                    f"{value!r}: load this checkpoint with mamba-ssm"
+                )
+    names = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
+    known = {*names, *NATIVE_CELL_FIXED, *NATIVE_IGNORED, "use_mem_eff_path"}
+    for key in options.keys() - known:
+        raise UserError(
+            f"{source} has the option ssm_cfg.{key}, which longrnn does not know: load this "
+            "checkpoint with mamba-ssm"
+        )
+    vocabulary, multiple = (
+        validated(Count, config.get(key, default), f"{source}, key {key!r}")
+        for key, default in (("vocab_size", None), ("pad_vocab_size_multiple", 8))
+    )
+    return _configuration(
+        {names[key]: value for key, value in options.items() if key in names},
+        source,
+        vocab_size=-(-vocabulary // multiple) * multiple,
+        d_model=config["d_model"],
+        n_layers=config["n_layer"],
+        tie_embeddings=config.get("tie_embeddings", True),
+        residual_in_fp32=config.get("residual_in_fp32", True),
+        norm_eps=NATIVE_EPS,
+    )
+
+
+def _write_native(model: RecurrentLM) -> str:
+    config, (eps, options) = model.config, _cell_options(model, "mamba-ssm")
+    if (config.norm_eps, eps) != (NATIVE_EPS, NATIVE_EPS):
+        raise UserError(
+            f"mamba-ssm always uses norm_eps = {NATIVE_EPS}, and this model has {config.norm_eps} "
+            f"and {eps}: convert it to hf"
+        )
+    content = {
+        "d_model": config.d_model,
+        "n_layer": config.n_layers,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": {"layer": "Mamba2"} | {OPTIONS[k][0]: value for k, value in options.items()},
+        "attn_cfg": {},
+        "residual_in_fp32": config.residual_in_fp32,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": 1,
+        "tie_embeddings": config.tie_embeddings,
+    }
+    return json.dumps(content | NATIVE_FIXED, indent=2) + "\n"
+
+
+def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
+    from transformers import Mamba2Config
+
+    # transformers fills in missing values and refuses values that contradict each other.
+    try:
+        whole = Mamba2Config.from_json_file(source)
+    except Exception as error:  # its validation raises errors of several kinds
+        raise UserError(
+            f"{source} is not a Mamba-2 configuration ({one_line(error)}): copy it again"
+        ) from error
+    if whole.hidden_act not in ("silu", "swish"):
+        raise UserError(
+            f"{source} has hidden_act {whole.hidden_act!r}, and longrnn supports only silu: load "
+            "this checkpoint with transformers"
+        )
+    options = {ours: getattr(whole, theirs) for ours, (_, theirs) in OPTIONS.items()}
+    return _configuration(
+        options | {"norm_eps": whole.layer_norm_epsilon},
+        source,
+        vocab_size=whole.vocab_size,
+        d_model=whole.hidden_size,
+        n_layers=whole.num_hidden_layers,
+        tie_embeddings=whole.tie_word_embeddings,
+        residual_in_fp32=whole.residual_in_fp32,
+        norm_eps=whole.layer_norm_epsilon,
+    )
+
+
+def _write_hugging_face(model: RecurrentLM) -> str:
+    from transformers import Mamba2Config
+
+    config, (eps, options) = model.config, _cell_options(model, "transformers")
+    if config.norm_eps != eps:
+        raise UserError(
+            f"transformers has one layer_norm_epsilon, and this model has norm_eps "
+            f"{config.norm_eps} in its blocks and {eps} in its cells: convert it to ours"
+        )
+    written = Mamba2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        num_hidden_layers=config.n_layers,
+        num_heads=options["expand"] * config.d_model // options["head_dim"],
+        layer_norm_epsilon=eps,
+        residual_in_fp32=config.residual_in_fp32,
+        tie_word_embeddings=config.tie_embeddings,
+        architectures=["Mamba2ForCausalLM"],
+        dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
+        # The defaults belong to the vocabulary of another model.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **{OPTIONS[name][1]: value for name, value in options.items()},
+    )
+    return written.to_json_string()
+
+
+def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> RecurrentConfig:
+    """Return our configuration; options of the cell that have their default value are left out."""
+    given = dict(options)
+    if given.get("dt_limit") is not None:
+        # dt is never below 0: limits of 0 and infinity do not limit it.
+        limit = [float(one) for one in given["dt_limit"]]
+        given["dt_limit"] = None if limit == [0, math.inf] else limit
+    defaults = Mamba2.__init__.__kwdefaults__ or {}
+    spelled = {name: value for name, value in given.items() if value != defaults[name]}
+    return build_config(
+        RecurrentConfig, {**config, "mixer": {"kind": "mamba2", **spelled}}, source=source
+    )
+
+
+def _cell_options(model: RecurrentLM, reader: str) -> tuple[float, dict[str, Any]]:
+    """Return norm_eps and `OPTIONS` of the cells, which are the same in all layers.
+
+    Raises:
+        UserError: the model is not one that a published Mamba-2 checkpoint can describe.
+    """
+    config, cell = model.config, model.cells[0]
+    kinds = config.mixer["kind"], config.block, config.position["kind"]
+    if not isinstance(cell, Mamba2) or kinds != ("mamba2", "residual", "none"):
+        raise UserError(
+            f"{reader} does not support {kinds[0]} cells in {kinds[1]} blocks with {kinds[2]} "
+            "positions: give a model of mamba2 cells in residual blocks without positions"
+        )
+    return cell.norm_eps, {
+        "d_state": cell.d_state,
+        "head_dim": cell.head_dim,
+        "expand": cell.d_inner // config.d_model,
+        "n_groups": cell.n_groups,
+        "d_conv": cell.d_conv,
+        "bias": cell.in_proj.bias is not None,
+        "conv_bias": cell.conv1d.bias is not None,
+        "dt_limit": cell.dt_limit,
+    }
+
+
+NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}
+LAYOUTS = {
+    "native": Layout(
+        NAMES | {"embedding.": "backbone.embedding."},
+        lambda config: "model_type" not in config and {"d_model", "n_layer"} <= config.keys(),
+        _read_native,
+        _write_native,
+        "pytorch_model.bin",
+    ),
+    "hf": Layout(
+        NAMES | {"embedding.": "backbone.embeddings."},
+        lambda config: config.get("model_type") == "mamba2",
+        _read_hugging_face,
+        _write_hugging_face,
+        "model.safetensors",
+    ),
+}
