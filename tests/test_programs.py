@@ -215,12 +215,6 @@ def test_a_reader_that_goes_away_is_reported() -> None:
     assert refusal(done)
 
 
-def test_closed_standard_output_is_refused() -> None:
-    done = program("--version", begin=lambda: os.close(1), stdout=subprocess.DEVNULL)
-    assert done.returncode == 2
-    assert refusal(done)
-
-
 @pytest.mark.parametrize(
     "environment",
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
