@@ -36,35 +36,37 @@ class _Group(NamedTuple):
 _group = _Group(0, 1)
 
 
-def start() -> None:
-    """Joins the processes of the launch; does nothing without a launcher, or if it was called.
-
-    Some launch commands start processes that do not find each other; every one of them would
-    evaluate everything.
+def check_launch() -> int:
+    """How many processes the environment names; 1 without a launcher.
 
     Raises:
-        UserError: the environment names several processes which cannot be joined.
+        UserError: they cannot find each other; every one of them would do all the work.
     """
-    global _group
     launched = _number("WORLD_SIZE", 1)
-    if launched == 1 or _group.size > 1:
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if launched > 1 and missing:
         raise UserError(
             f"{launched} processes were requested (WORLD_SIZE) and this one has no "
             f"{', '.join(missing)}: {LAUNCH}"
         )
+    return launched
+
+
+def start() -> None:
+    """Joins the processes of the launch; does nothing without a launcher, or if it was called.
+
+    Raises:
+        UserError: see `check_launch`.
+    """
+    global _group
+    if check_launch() == 1 or _group.size > 1:
+        return
     import torch.distributed as dist
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=PATIENCE)
-    if dist.get_world_size() != launched:
-        raise UserError(
-            f"{launched} processes were requested and this one sees {dist.get_world_size()}: "
-            f"{LAUNCH}"
-        )
-    _group = _Group(dist.get_rank(), launched)
+    _group = _Group(dist.get_rank(), dist.get_world_size())
 
 
 def rank() -> int:

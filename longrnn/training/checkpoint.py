@@ -29,8 +29,7 @@ from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import (
     gathered,
-    sharded_optimizer,
-    sharded_weights,
+    sharded_like,
     together,
 )
 
@@ -141,7 +140,12 @@ def save(
     if folder_of(output_dir, step).exists():
         return
     beside = _beside(output_dir, step)
-    weights, moments = gathered(model.state_dict()), gathered(optimizer.state_dict())
+    moments = {
+        name: optimizer.state[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+    weights, moments = gathered(model.state_dict()), gathered(moments)
 
     def write() -> None:
         beside.mkdir(parents=True, exist_ok=True)
@@ -174,7 +178,8 @@ def load_weights(folder: Path, model: RecurrentLM) -> None:
     Raises:
         UserError: the checkpoint is damaged, or its weights are not finite.
     """
-    weights = sharded_weights(models.read(model, folder), model.state_dict())
+    own = model.state_dict()
+    weights = {name: sharded_like(x, own[name]) for name, x in models.read(model, folder).items()}
     # A checkpoint of adapters has the trained weights only.
     model.load_state_dict(weights, strict=lora.describe(model) is None)
 
@@ -200,10 +205,15 @@ def restore(
     carried = read_tensors(folder / f"carry-{processes.rank()}.pt")
     try:
         load_weights(folder, model)
-        optimizer.load_state_dict(sharded_optimizer(content["optimizer"], optimizer))
-    except UserError:
-        raise
-    except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        parameters = dict(model.named_parameters())
+        for name, values in content["optimizer"].items():
+            like = parameters[name]
+            optimizer.state[like] = {
+                # A number of steps has no axes and belongs to every process.
+                key: sharded_like(value, like) if value.ndim else value.to(like.device)
+                for key, value in values.items()
+            }
+    except (KeyError, RuntimeError) as error:
         raise UserError(
             f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
             f"start a new run from it with init_from={folder}"

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from longrnn import processes
 from longrnn.config import as_dict, flat
 from longrnn.errors import Terminated, UserError
-from longrnn.files import one_line, write_atomic
+from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
@@ -58,8 +59,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         UserError: the launch and the run have different mixed precision, the processes cannot be
             joined, or the tracker's package is missing.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
-        processes.start()  # which says what is missing; accelerate would wait forever
+    processes.check_launch()
     if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
         raise UserError(
             f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
@@ -71,24 +71,18 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             f"report_to={config.report_to} needs a package that is not installed: "
             f"pip install {config.report_to}"
         )
+    AcceleratorState._reset_state()  # an earlier run of this process may have another precision
     sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
-    try:
-        accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision=config.mixed_precision,
-            # The trainer divides by the number of micro-batches itself.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_dir=config.output_dir,
-        )
-    except ValueError as error:  # accelerate's settings belong to the process
-        raise UserError(
-            f"accelerate refuses the settings of this run ({one_line(error)}): start it in a new "
-            "Python process, for example with `longrnn train`"
-        ) from error
-    finally:
-        if sharded is not None:
-            os.environ[USE_FSDP] = sharded
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=config.mixed_precision,
+        # The trainer divides by the number of micro-batches itself.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_dir=config.output_dir,
+    )
+    if sharded is not None:
+        os.environ[USE_FSDP] = sharded
     processes.start()
     return accelerator
 
@@ -161,30 +155,11 @@ def gathered(tree: Any) -> Any:
     return whole.cpu() if processes.is_main() else None
 
 
-def sharded_weights(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors cut as those of `like` are; unchanged where those are whole."""
-    return {name: _like(tensor, like[name]) for name, tensor in whole.items()}
-
-
-def sharded_optimizer(whole: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict of whole tensors, cut as the parameters of `optimizer` are."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {
-        index: {
-            # A count of steps has no axes and belongs to every process.
-            name: _like(value, parameters[index]) if value.ndim else value
-            for name, value in entries.items()
-        }
-        for index, entries in whole["state"].items()
-    }
-    return {**whole, "state": state}
-
-
-def _like(tensor: Tensor, like: Tensor) -> Tensor:
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every process has read, cut as `like` is."""
     if not isinstance(like, DTensor):
-        return tensor
-    # Every process has read the whole tensor: nothing needs to be sent.
-    local = tensor.to(like.device)
+        return whole
+    local = whole.to(like.device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 

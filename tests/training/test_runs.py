@@ -80,6 +80,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     branch = train(None, f"output_dir={tmp_path / 'three'}", resume=origin)
     assert branch.model().fingerprint() == weights[0]
     assert [row["step"] for row in branch.rows] == [6, 9, 10]
+    still = ["weight_decay=0.5", "max_steps=5", "learning_rate_scale={'*.A_log': 1e-9}"]
+    branch = train(None, f"output_dir={tmp_path / 'still'}", *still, resume=origin)
+    before, after = (model.state_dict() for model in (load(origin), branch.model()))
+    moved = {name for name in after if (after[name] - before[name]).abs().max() > 1e-6}
+    assert moved == {name for name in after if not name.endswith("A_log")}
     for names, overrides, place in (
         (["output_dir"], [], origin),
         (["output_dir"], [f"output_dir={tmp_path / 'four'}"], tmp_path / "one"),
