@@ -12,7 +12,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Collection
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +53,36 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:08d}"
 
 
-def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest undamaged checkpoint (None without any), and the damage of each newer one.
+def newest_whole(output_dir: Path) -> Path | None:
+    """The newest undamaged checkpoint; damaged newer ones are renamed, with a warning.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
+    whole = None
     for folder in reversed(checkpoints(output_dir)):
         wrong = damage(folder)
         if wrong is None:
-            return folder, damaged
+            whole = folder
+            break
         damaged[folder] = wrong
-    if damaged:
+    if damaged and whole is None:
         listed = "; ".join(f"{folder.name}: {wrong}" for folder, wrong in damaged.items())
         raise UserError(
             f"no checkpoint in {output_dir} is whole ({listed}): put one back from a copy, or "
             "begin again in another output_dir"
         )
-    return None, damaged
-
-
-def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint so that it no longer counts as one, without deleting it."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    if aside.exists():
-        shutil.rmtree(aside)
-    os.replace(folder, aside)
-    return aside
+    for folder, wrong in damaged.items():
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        print(
+            f"warning: {folder} is damaged ({wrong}) and now named {aside.name}: continuing from "
+            f"{whole}",
+            file=sys.stderr,
+        )
+    return whole
 
 
 def _beside(output_dir: Path, step: int) -> Path:
@@ -96,10 +98,10 @@ def _publish(output_dir: Path, step: int) -> None:
     sync_folder(output_dir)
 
 
-def prune(output_dir: Path, keep: int, pinned: Collection[int] = ()) -> None:
-    """Removes all checkpoints but the newest `keep` and those of `pinned` steps."""
+def prune(output_dir: Path, keep: int, pinned: int | None) -> None:
+    """Removes all checkpoints but the newest `keep` and that of the step `pinned`."""
     for old in checkpoints(output_dir)[:-keep]:
-        if steps(old) not in pinned:
+        if steps(old) != pinned:
             # Renamed first, so that a partly deleted folder does not count as a checkpoint.
             unnamed = _beside(output_dir, steps(old))
             os.replace(old, unnamed)
@@ -229,17 +231,5 @@ def _write(path: Path, content: Any) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code.
-
-    Raises:
-        UserError: missing or damaged.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("not a file")  # torch.load would wait for a pipe forever
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise UserError(
-            f"{path} is missing or damaged ({type(error).__name__}): give a checkpoint that "
-            "longrnn has written"
-        ) from error
+    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code."""
+    return torch.load(path, weights_only=True, map_location="cpu")

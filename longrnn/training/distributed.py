@@ -16,12 +16,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
 from longrnn.config import as_dict, flat
-from longrnn.errors import Terminated, UserError
+from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
@@ -181,23 +180,19 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
     Args:
         accelerator: of `build_accelerator`.
         config: the run.
-        step: finished steps; the tracker drops later ones, because they run again.
+        step: finished steps; tensorboard drops later ones, because they run again.
     """
-    kind, folder = config.report_to, Path(config.output_dir)
-    if kind in ("none", "tensorboard"):
-        accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
+    folder = Path(config.output_dir)
+    # Under which a tracker knows the run, also when it is resumed.
+    identity = folder / TRACKER_ID
+    if config.report_to == "none" or not processes.is_main():
         return
-
-    def identity() -> str:
-        """The name under which a tracker knows the run, also when it is resumed."""
-        path = folder / TRACKER_ID
-        if not path.is_file():
-            write_atomic(path, secrets.token_hex(4))
-        return path.read_text().strip()
-
-    own = processes.on_main(identity)
+    if not identity.is_file():
+        write_atomic(identity, secrets.token_hex(4))
+    own = identity.read_text().strip()
     name = f"{folder.resolve().name}-{own}"
     options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"purge_step": step + 1},
         "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow"},
     }
@@ -206,39 +201,16 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
         accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
 
 
-class Interrupts:
-    """Within this context, Ctrl-C and SIGTERM are recorded and do not interrupt a step.
-
-    Attributes:
-        received: the first of the two signals, or None.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
-
-    def leave(self, done: str) -> NoReturn:
-        """Ends a run that was asked to stop: raises KeyboardInterrupt, or Terminated with `done`.
-
-        Terminated is raised after SIGTERM, and where another process received the signal.
-        """
-        if self.received == signal.SIGINT:
-            raise KeyboardInterrupt(done)
-        raise Terminated(done)
-
-    def __enter__(self) -> Self:
-        self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Within this context, Ctrl-C and SIGTERM do not interrupt a step; yields those received."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -13,13 +13,28 @@ from pathlib import Path
 from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
-from longrnn.training.config import TrainConfig, read_config, split_values
+from longrnn.text import parse_yaml
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.run import Run
 from longrnn.training.train import train
 
 # The file that a run which diverged leaves in its folder, with the reason.
 DIVERGED = "diverged.txt"
 FINAL = ("model.safetensors", "adapter_model.safetensors")
+
+
+def split_values(text: str) -> list[str]:
+    """The values of `1e-3,3e-4`; a YAML list or mapping is one value."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    for part in parts:
+        parse_yaml(part)
+    return parts
 
 
 def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
@@ -46,7 +61,7 @@ def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
     runs = []
     for values in itertools.product(*choices):
         given = dict(zip(names, values, strict=True))
-        settings = read_config(config, [f"{name}={value}" for name, value in given.items()])
+        settings = configured(config, [f"{name}={value}" for name, value in given.items()])
         title = ",".join(f"{name}={given[name]}" for name in varied)
         settings.output_dir = str(Path(settings.output_dir) / file_name(title))
         runs.append(settings)

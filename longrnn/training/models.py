@@ -23,7 +23,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.text import ByteTokenizer, Tokenizer
-from longrnn.training.config import Adapters, TrainConfig
+from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import INITIAL_STATES
 
 Say = Callable[[str], None]
@@ -50,7 +50,8 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
     _check_vocabulary(plain.vocab_size, config, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
-        _add_adapters(plain, config.peft)
+        r, targets, full = config.peft.r, config.peft.targets, config.peft.full
+        lora.add_adapters(plain, r=r, alpha=2 * r, targets=targets, full=full)
     model = plain
     if config.mitigation is not None:
         model = plain.under(mitigation(config.mitigation))
@@ -94,12 +95,6 @@ def _load(source: str, say: Say) -> RecurrentLM:
             "from before that"
         )
     return model
-
-
-def _add_adapters(model: RecurrentLM, options: Adapters) -> None:
-    lora.add_adapters(
-        model, r=options.r, alpha=2 * options.r, targets=options.targets, full=options.full
-    )
 
 
 def check_adapters(model: RecurrentLM, total: Callable[[Tensor], Tensor]) -> None:
@@ -213,13 +208,7 @@ def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
     """The weights that `save` wrote of such a model.
 
     Raises:
-        UserError: they are damaged, or not finite.
+        UserError: they are damaged.
     """
     is_adapter = lora.describe(model) is not None
-    weights = lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()
-    if (name := first_not_finite(weights)) is not None:
-        raise UserError(
-            f"{folder} holds weights that are not finite (the first is {name}): move it out of the "
-            "run, and resume from the checkpoint before it"
-        )
-    return weights
+    return lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()

@@ -10,6 +10,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,18 +24,18 @@ from torch import Tensor
 
 from longrnn import processes
 from longrnn.data import TASKS, Batch
-from longrnn.errors import DivergedError, UserError
+from longrnn.errors import DivergedError, Terminated, UserError
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.distributed import Interrupts, prepare, start_trackers
+from longrnn.training.distributed import interrupts, prepare, start_trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import fill, learning_rate, scale_rates, set_learning_rate
 from longrnn.training.run import append_metrics
-from longrnn.training.validation import Validation
+from longrnn.training.validation import Best, Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
@@ -162,12 +163,12 @@ class Trainer:
             self.say(reads)
         left = config.max_steps - self.step
         with (
-            Interrupts() as interrupts,
+            interrupts() as received,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
             while self.step < config.max_steps:
                 begun, before = time.monotonic(), self.tokens
-                values = self.train_step(stop=interrupts.received is not None)
+                values = self.train_step(stop=bool(received))
                 self.step += 1
                 stop, last = values.pop("stop") > 0, self.step == config.max_steps
                 for name, value in values.items():
@@ -180,17 +181,18 @@ class Trainer:
                     whole = self.accelerator.unwrap_model(self.objective)
                     found = self.validation.evaluate(whole, self.step, self.total)
                     self._record(found)
-                    improved = config.best_model != "no" and self.validation.improved
+                    improved = config.best_model != "no" and self._best_step() == self.step
                 if last or self.step % config.logging_steps == 0:
                     self._log(rate)
                 if last or stop or improved or self.step % config.save_steps == 0:
                     self._save()
                 if stop and not last:
-                    interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
-            if config.best_model != "no" and self.validation is not None and self.validation.best:
-                best = checkpoint.folder_of(self.output_dir, self.validation.best.step)
-                checkpoint.load_weights(best, self.model)
-                self.say(f"the final model is that of step {self.validation.best.step}, the best")
+                    # SIGTERM, or another process received the signal.
+                    kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
+                    raise kind(f"{self.output_dir}: step {self.step} is done and saved")
+            if config.best_model != "no" and (best := self._best_step()) is not None:
+                checkpoint.load_weights(checkpoint.folder_of(self.output_dir, best), self.model)
+                self.say(f"the final model is that of step {best}, the best")
             checkpoint.save_final(self.output_dir, self.model, self.tokenizer, config.init_from)
         self.accelerator.end_training()
 
@@ -198,6 +200,11 @@ class Trainer:
     def model(self) -> RecurrentLM:
         """The model in training."""
         return self.accelerator.unwrap_model(self.objective).model
+
+    def _best_step(self) -> int | None:
+        """After how many steps the best validation was."""
+        found = self.validation
+        return None if found is None or found.best is None else found.best.step
 
     def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
         """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
@@ -257,14 +264,13 @@ class Trainer:
             )
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         counters |= {"data": self.task.data_sha256(), "best": None}
-        pinned: list[int] = []
         if self.validation is not None and self.validation.best is not None:
             counters["best"] = tuple(self.validation.best)
-            pinned = [self.validation.best.step] if self.config.best_model != "no" else []
         base, carried = self.config.init_from, self.starts.content()
         arguments = (counters, self.model, self.optimizer, carried, self.tokenizer, base)
         checkpoint.save(self.output_dir, *arguments)
         if processes.is_main():
+            pinned = None if self.config.best_model == "no" else self._best_step()
             checkpoint.prune(self.output_dir, self.config.save_total_limit, pinned)
 
     def _restore(self, folder: Path) -> None:
@@ -279,4 +285,4 @@ class Trainer:
         self.starts.restore(carried)
         best = counters["best"]
         if best and self.validation and checkpoint.folder_of(self.output_dir, best[0]).is_dir():
-            self.validation.restore(*best)
+            self.validation.best = Best(*best)
