@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longrnn.config import RECORDED, dump_config, flat, read_recorded
@@ -51,10 +52,23 @@ class Run(NamedTuple):
 
         return load(str(self.folder))
 
+    def values(self, metric: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        found = [row[metric] for row in self.rows if metric in row]
+        return [value for value in found if math.isfinite(value)]
+
     def last(self, metric: str) -> float | None:
-        """The last finite value of a metric; None if there is none."""
-        found = [row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))]
-        return found[-1] if found else None
+        """The last finite value; None if there is none."""
+        return next(reversed(self.values(metric)), None)
+
+    def least(self, metric: str) -> float | None:
+        """The least finite value; None if there is none."""
+        return min(self.values(metric), default=None)
+
+    def median(self, metric: str) -> float | None:
+        """The median of the finite values; None if there are none."""
+        values = self.values(metric)
+        return median(values) if values else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
