@@ -73,19 +73,19 @@ def train(
                 typer.echo(line)
             return
         if dry_run:
-            from longrnn.training.config import configured
+            from longrnn.training.config import read_config
             from longrnn.training.train import dry_run as check
 
-            memory = check(configured(config, overrides), quiet=quiet)
+            memory = check(read_config(config, overrides), quiet=quiet)
             echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
             return
         from longrnn.programs import continuing
-        from longrnn.training.config import configured
+        from longrnn.training.config import read_config
         from longrnn.training.train import resumed
         from longrnn.training.train import train as run
 
         settings = (
-            configured(config, overrides)
+            read_config(config, overrides)
             if resume is None
             else resumed(resume, overrides, quiet=quiet)
         )

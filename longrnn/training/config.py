@@ -241,6 +241,11 @@ class TrainConfig(Documented):
         return INITIAL_STATES[self.initial_state["kind"]].streams
 
 
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Reads a file, given by its path or as the name of a bundled one, see `configured`."""
+    return configured(load_config(dict[str, Any], path), overrides, source=str(path))
+
+
 def configured(
     config: TrainConfig | Mapping[str, Any] | str | Path,
     overrides: Sequence[str] = (),
@@ -250,17 +255,16 @@ def configured(
     """A configuration with overrides; a changed kind drops the options that it does not have.
 
     Args:
-        config: a configuration, its values, or the path or name of a file.
+        config: a configuration, its values, or a file as `read_config` takes it.
         overrides: `key=value` with dotted keys.
-        source: what errors call it; a file goes by its path.
+        source: what errors call it.
 
     Raises:
         UserError: see `longrnn.config.load_config`.
     """
     if isinstance(config, str | Path):
-        values, source = load_config(dict[str, Any], config), str(config)
-    else:
-        values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else config
+        return read_config(config, overrides)
+    values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else config
     given = {override.partition("=")[0] for override in overrides}
     result = overridden(values, overrides)
     for prefix, family in FAMILIES.items():

@@ -12,7 +12,7 @@ import torch
 from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.training.config import TrainConfig, configured
+from longrnn.training.config import TrainConfig, read_config
 from longrnn.training.grid import split_values
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
 from tests.refusals import naming
@@ -105,12 +105,12 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     """A changed kind drops the options that it does not have; lists and lengths are read."""
-    found = configured("reverse_small", ["model.mixer.kind=mamba2", "length.max=1k"])
+    found = read_config("reverse_small", ["model.mixer.kind=mamba2", "length.max=1k"])
     assert found.model["mixer"] == {"kind": "mamba2"}
     assert found.length.max == 1024
-    assert configured("reverse_small", ["task.kind=sort"]).task["kind"] == "sort"
+    assert read_config("reverse_small", ["task.kind=sort"]).task["kind"] == "sort"
     with pytest.raises(UserError, match=naming("max_steps", "many")):
-        configured("reverse_small", ["max_steps=many"])
+        read_config("reverse_small", ["max_steps=many"])
     assert split_values("1e-3,[1,2],{a: 1, b: 2}") == ["1e-3", "[1,2]", "{a: 1, b: 2}"]
     held = tiny("streams", tmp_path, validation="held_out")
     assert isinstance(held.validation, dict)

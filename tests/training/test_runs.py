@@ -16,7 +16,7 @@ import yaml
 from longrnn import load, train
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
-from longrnn.training.config import configured
+from longrnn.training.config import read_config
 from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training import forks
@@ -229,7 +229,7 @@ def test_metrics(tmp_path: Path) -> None:
     assert set(done.rows[0]) == keys | {"tokens_per_second"}
     assert done.settings["length.max"] == 180
     recorded = yaml.safe_load((tmp_path / "run/train.yaml").read_text())
-    again = configured(tmp_path / "run/train.yaml")
+    again = read_config(tmp_path / "run/train.yaml")
     assert json.loads(again.model_dump_json()) == recorded
 
 
