@@ -46,7 +46,7 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
         plain = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
     else:
         own = found is None or config.peft is not None
-        plain = _load(config.init_from if own else str(found), say)
+        plain = _load(config.init_from if own else str(found))
     _check_vocabulary(plain.vocab_size, config, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def spec_of(model: RecurrentLM) -> str | None:
     return None if model.mitigation is None else model.mitigation.describe()
 
 
-def _load(source: str, say: Say) -> RecurrentLM:
+def _load(source: str) -> RecurrentLM:
     model, spec = load_plain(source)
     if spec is not None:
         raise UserError(
@@ -84,10 +84,6 @@ def _load(source: str, say: Say) -> RecurrentLM:
             f"init_from={source} is a Hugging Face model, and longrnn trains its own recurrent "
             "models: train this one with Hugging Face's Trainer"
         )
-    dtypes = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-    if dtypes:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        say(f"{source} holds weights of {names}, which are trained in float32")
     model.float()
     if (name := first_not_finite(model.state_dict())) is not None:
         raise UserError(

@@ -227,13 +227,10 @@ class Trainer:
         there = f"the last healthy checkpoint is {saved[-1]}" if saved else "no checkpoint is saved"
         if self.skipped_in_a_row == MOST_SKIPPED:
             where += f", as in {MOST_SKIPPED} steps in a row"
-        if not saved:
-            remedy = "begin again in another output_dir with a lower learning_rate or max_grad_norm"
-        else:
-            lower = f"learning_rate={self.config.learning_rate / 2:g}"
-            remedy = f"go on with `longrnn train --resume {self.output_dir} {lower}`"
-            remedy += ", or with nonfinite=skip" if self.config.nonfinite == "stop" else ""
-        raise DivergedError(f"{where}; {there}: {remedy}")
+        raise DivergedError(
+            f"{where}; {there}: go on with `longrnn train --resume {self.output_dir} "
+            f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
+        )
 
     def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
