@@ -42,7 +42,7 @@ def check_launch() -> int:
     Raises:
         UserError: they cannot find each other; every one of them would do all the work.
     """
-    launched = _number("WORLD_SIZE", 1)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if launched > 1 and missing:
@@ -86,7 +86,7 @@ def is_main() -> bool:
 
 def local_rank() -> int:
     """Index of this process on its machine, which selects its GPU."""
-    return _number("LOCAL_RANK", 0) if _group.size > 1 else 0
+    return int(os.environ.get("LOCAL_RANK", "0")) if _group.size > 1 else 0
 
 
 def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
@@ -150,10 +150,3 @@ def on_main(work: Callable[[], T]) -> T:
     if failed:
         raise SystemExit(REFUSED)
     return result
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"the environment variable {name} is {text!r}, not a number: {LAUNCH}")
-    return int(text)

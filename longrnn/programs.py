@@ -60,21 +60,16 @@ def new_app() -> typer.Typer:
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
 
 
-def run_script(script: Callable[..., object] | typer.Typer, about: str | None) -> NoReturn:
+def run_script(script: Callable[..., object], about: str | None) -> NoReturn:
     """Runs a script and leaves the process, as `run_to_end` does.
 
     Args:
-        script: a function whose parameters are its options, or an app of several commands.
+        script: a function whose parameters are its options.
         about: the script's own docstring, which `--help` shows; its indented examples stay as they
             are.
     """
-    text = re.sub(r"\n\n(?=    )", "\n\n\b\n", about or "")
-    app = script
-    if not isinstance(app, typer.Typer):
-        app = new_app()
-        app.command(help=text)(script)
-    else:
-        app.info.help = text
+    app = new_app()
+    app.command(help=re.sub(r"\n\n(?=    )", "\n\n\b\n", about or ""))(script)
     run_to_end(app, again=lambda: shlex.join(["python", *sys.argv]))
 
 

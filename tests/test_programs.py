@@ -157,14 +157,14 @@ def test_a_termination_ends_with_code_0(
 
 
 def program(
-    *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+    *arguments: str, stdout: int = subprocess.PIPE, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, **environment},
+        env={**ENVIRONMENT, **(environment or {})},
         check=False,
     )
 
@@ -207,6 +207,6 @@ CTRL_C = (
 def test_a_script_ends(script: str, environment: dict[str, str], code: int, out: str) -> None:
     """All output is there, with escapes for what the encoding lacks, and an error is one line."""
     text = "import os, signal, time\nfrom longrnn.programs import run_script\n"
-    done = program("-c", f"{text}run_script(lambda: {script}, 'x')", **environment)
+    done = program("-c", f"{text}run_script(lambda: {script}, 'x')", environment=environment)
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * (code != 0)

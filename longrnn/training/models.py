@@ -184,20 +184,15 @@ def save(
     """
     spec = spec_of(model)
     if lora.describe(model) is not None:
-        assert base is not None
-        lora.save_adapter(
-            model,
-            folder,
-            weights,
-            base=base,
-            base_fingerprint=str(model.base_fingerprint),
-            mitigation=spec,
-        )
-    elif isinstance(tokenizer, HFTokenizer):
+        fingerprint = str(model.base_fingerprint)
+        known = {"base": str(base), "base_fingerprint": fingerprint, "mitigation": spec}
+        lora.save_adapter(model, folder, weights, **known)
+        return
+    file = {}
+    if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
-        save_model(model, folder, tokenizer="tokenizer.json", weights=weights, mitigation=spec)
-    else:
-        save_model(model, folder, weights=weights, mitigation=spec)
+        file = {"tokenizer": "tokenizer.json"}
+    save_model(model, folder, weights=weights, mitigation=spec, **file)
 
 
 def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:

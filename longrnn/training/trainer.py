@@ -10,6 +10,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -124,18 +125,21 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.peft is not None and self.step == 0:
             models.check_adapters(self.model, self.total)
-        values: dict[str, list[Tensor]] = {"loss": [], "stop": [torch.tensor([float(stop)])]}
+        losses = torch.stack([output.loss for _, output in outputs]).float().cpu()
+        gradient = float(norm) if norm is not None else 0.0
+        is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())
+        flags = {"stop": stop, "nonfinite": not is_finite}
+        values = {
+            "loss": [losses],
+            **{name: [torch.tensor([flag])] for name, flag in flags.items()},
+        }
         done = self.step + 1
         for on_host, output in outputs:
-            values["loss"].append(output.loss.float().cpu()[None])
             for batch, predicted in zip(on_host, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * processes.size()
                 if done % config.logging_steps == 0 or done == config.max_steps:
                     for name, scores in self.task.score(predicted.cpu(), batch).items():
                         values.setdefault(name, []).append(scores)
-        gradient = float(norm) if norm is not None else 0.0
-        finite = torch.stack([torch.tensor(gradient), *[x[0] for x in values["loss"]]]).isfinite()
-        values["nonfinite"] = [1 - finite.all().float()[None]]
         means = self._means(values)
         if means.pop("nonfinite") > 0:
             self._leave_out()
