@@ -36,35 +36,37 @@ class _Group(NamedTuple):
 _group = _Group(0, 1)
 
 
-def start() -> None:
-    """Joins the processes of the launch; does nothing without a launcher, or if it was called.
-
-    Some launch commands start processes that do not find each other; every one of them would
-    evaluate everything.
+def check_launch() -> int:
+    """How many processes the environment names; 1 without a launcher.
 
     Raises:
-        UserError: the environment names several processes which cannot be joined.
+        UserError: they cannot find each other; every one of them would do all the work.
     """
-    global _group
-    launched = _number("WORLD_SIZE", 1)
-    if launched == 1 or _group.size > 1:
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if launched > 1 and missing:
         raise UserError(
             f"{launched} processes were requested (WORLD_SIZE) and this one has no "
             f"{', '.join(missing)}: {LAUNCH}"
         )
+    return launched
+
+
+def start() -> None:
+    """Joins the processes of the launch; does nothing without a launcher, or if it was called.
+
+    Raises:
+        UserError: see `check_launch`.
+    """
+    global _group
+    if check_launch() == 1 or _group.size > 1:
+        return
     import torch.distributed as dist
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=PATIENCE)
-    if dist.get_world_size() != launched:
-        raise UserError(
-            f"{launched} processes were requested and this one sees {dist.get_world_size()}: "
-            f"{LAUNCH}"
-        )
-    _group = _Group(dist.get_rank(), launched)
+    _group = _Group(dist.get_rank(), dist.get_world_size())
 
 
 def rank() -> int:
@@ -84,7 +86,7 @@ def is_main() -> bool:
 
 def local_rank() -> int:
     """Index of this process on its machine, which selects its GPU."""
-    return _number("LOCAL_RANK", 0) if _group.size > 1 else 0
+    return int(os.environ.get("LOCAL_RANK", "0")) if _group.size > 1 else 0
 
 
 def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
@@ -148,10 +150,3 @@ def on_main(work: Callable[[], T]) -> T:
     if failed:
         raise SystemExit(REFUSED)
     return result
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"the environment variable {name} is {text!r}, not a number: {LAUNCH}")
-    return int(text)

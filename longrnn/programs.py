@@ -19,8 +19,10 @@ import site
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import typer
 
@@ -28,8 +30,6 @@ from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
 
 DEBUG = "LONGRNN_DEBUG"
-# The folder in which each process of `longrnn launch` leaves its error, which is printed once.
-ERRORS = "LONGRNN_LAUNCH_ERRORS"
 # Exit codes: an error that the user can fix, Ctrl-C, and an unexpected error.
 REFUSED, INTERRUPTED, UNEXPECTED = 2, 130, 1
 # Characters of another library's message; the traceback has all of it.
@@ -60,21 +60,16 @@ def new_app() -> typer.Typer:
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
 
 
-def run_script(script: Callable[..., object] | typer.Typer, about: str | None) -> NoReturn:
+def run_script(script: Callable[..., object], about: str | None) -> NoReturn:
     """Runs a script and leaves the process, as `run_to_end` does.
 
     Args:
-        script: a function whose parameters are its options, or an app of several commands.
+        script: a function whose parameters are its options.
         about: the script's own docstring, which `--help` shows; its indented examples stay as they
             are.
     """
-    text = re.sub(r"\n\n(?=    )", "\n\n\b\n", about or "")
-    app = script
-    if not isinstance(app, typer.Typer):
-        app = new_app()
-        app.command(help=text)(script)
-    else:
-        app.info.help = text
+    app = new_app()
+    app.command(help=re.sub(r"\n\n(?=    )", "\n\n\b\n", about or ""))(script)
     run_to_end(app, again=lambda: shlex.join(["python", *sys.argv]))
 
 
@@ -85,54 +80,75 @@ def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> No
         program: what to run, such as a typer app.
         again: the command that continues an interrupted one.
     """
-    code: Any = REFUSED
-    errors = os.environ.pop(ERRORS, "")  # not for the processes that this one starts
-    if _open_streams():
-        code = _ending(program, again, errors)
-    else:
-        _complain("standard output is closed: redirect it to a file, or to /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Characters that the encoding lacks are printed as `\\u2013`.
+            stream.reconfigure(errors="backslashreplace")
+    code = _ending(program, again)
     release_all()
-    code = _flush(code)
     if "WORLD_SIZE" in os.environ:
         os._exit(code or 0)  # gloo's threads abort about one normal exit in ten
     sys.exit(code)
 
 
-def _ending(program: Callable[[], object], again: Callable[[], str], errors: str) -> Any:
+def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
     """The exit code of a program, after the sentence about its error."""
+    code: Any = 0
     try:
-        program()
-    except SystemExit as leaving:
-        if leaving.code == INTERRUPTED:  # how typer leaves after Ctrl-C
-            return _fail(_interruption(leaving), again, errors)
-        if isinstance(leaving.__context__, BrokenPipeError):  # which typer swallows
-            return _fail(leaving.__context__, again, errors)
-        return leaving.code
-    except Terminated as reason:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"terminated; {reason}; go on with: {again()}")
+        try:
+            program()
+        except SystemExit as leaving:
+            cause = _cause(leaving)
+            if cause is not None:
+                raise cause from None
+            code = leaving.code
+        except Terminated as reason:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"terminated; {reason}; go on with: {again()}")
+        print(end="", flush=True)
     except BaseException as error:  # the last handler: whatever it is becomes a sentence
-        return _fail(error, again, errors)
-    return 0
+        return _fail(error, again)
+    return code
 
 
-def _interruption(leaving: SystemExit) -> KeyboardInterrupt:
-    """The Ctrl-C that made typer leave; its message, where it has one, says what is kept."""
+def _cause(leaving: SystemExit) -> BaseException | None:
+    """The Ctrl-C or the closed pipe that made typer leave; None for any other reason."""
     cause: BaseException | None = leaving
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt | BrokenPipeError):
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return cause or KeyboardInterrupt()
+    return None
 
 
-def _fail(error: BaseException, again: Callable[[], str], errors: str) -> int:
+def _fail(error: BaseException, again: Callable[[], str]) -> int:
     if os.environ.get(DEBUG, "") not in ("", "0"):
         traceback.print_exception(error)
     sentence, code = describe(error, again())
-    if errors and os.path.isdir(errors):  # not after a launcher that was killed
-        Path(errors, os.environ.get("RANK", "0")).write_text(sentence)
-    else:
-        _complain(sentence)
+    try:
+        print(end="", flush=True)
+    except OSError:  # Python flushes once more at its end, and prints a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if _is_first(sentence):
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
     return code
+
+
+def _is_first(sentence: str) -> bool:
+    """Whether no other process of a launch has printed this error.
+
+    The store in which the processes of `accelerate launch` or torchrun find each other counts it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"longrnn: {sentence}", 1) == 1
+    except RuntimeError:  # the launcher has ended
+        return True
 
 
 def describe(error: BaseException, again: str) -> tuple[str, int]:
@@ -195,55 +211,6 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _open_streams() -> bool:
-    """Prepares the standard streams; false where standard output is closed.
-
-    Characters that the encoding of a stream lacks are printed as `\\u2013`, as Python does on
-    standard error. A closed descriptor is filled, so that no file of results gets its number.
-    """
-    is_open = sys.stdout is not None
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-    return is_open
-
-
-def _complain(sentence: str) -> None:
-    if sys.stderr is None:  # print(file=None) would write to standard output
-        return
-    try:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-    except OSError:
-        _discard(sys.stderr)  # the error cannot be printed any more; the exit code still reports it
-
-
-def _flush(code: Any) -> Any:
-    """Writes what is still buffered; the exit code, of a full disk where that failed."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None:
-            continue
-        try:
-            stream.flush()
-        except OSError as error:
-            _discard(stream)
-            if stream is sys.stdout and not code:
-                sentence, code = describe(error, shlex.join(sys.argv))
-                _complain(sentence)
-    return code
-
-
-def _discard(stream: TextIO) -> None:
-    """Points a stream that cannot be written at nothing, as Python flushes it once more."""
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), stream.fileno())
-
-
 def module_command(module: str, *arguments: str) -> list[str]:
     """The command line of `python -m module` that does not import from the current folder.
 
@@ -258,7 +225,9 @@ def module_environment(module: str) -> dict[str, str]:
     PYTHONPATH stays as it is; the folder that `module` comes from is added at its end where
     neither PYTHONPATH nor the installation has it, as in a checkout that is not installed.
     """
-    values = {**os.environ, "PYTHONSAFEPATH": "1"}
+    # A child of a process of a launch is not itself one of the launch.
+    values = {name: v for name, v in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    values["PYTHONSAFEPATH"] = "1"
     spec = importlib.util.find_spec(module.partition(".")[0])
     if spec is None or spec.origin is None:
         return values

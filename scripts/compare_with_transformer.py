@@ -5,8 +5,9 @@
     python scripts/compare_with_transformer.py books --train data/war_and_peace.txt \\
         --text data/moby_dick.txt
 
-All are trained by the same loop (AdamW, warm-up, cosine, clipping at 1) on the same rows of one
-length: pairs of keys and values to recall, passkeys, or books. Every architecture has a grid of
+The transformer is trained by Hugging Face's Trainer, the others by a loop with the same optimizer
+(AdamW, warm-up, cosine, clipping at 1), on the same rows of one length: pairs of keys and values to
+recall, passkeys, or books. Every architecture has a grid of
 learning rates; the one with the lowest validation loss is repeated with further seeds. These models
 are then measured at multiples of the training length. The transformer (Llama, rotary positions)
 has no limit on its length here; `longrnn compare` has costs and intervals of two checkpoints.
@@ -138,6 +139,64 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
 
 
+def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None:
+    """Trains with `transformers.Trainer`, in which an example is the batch of a step."""
+    from transformers import Trainer, TrainingArguments
+
+    class Steps(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return args.steps
+
+        def __getitem__(self, step: int) -> dict[str, Tensor]:
+            tokens, targets = batch_of(args, seed, step)
+            return {"input_ids": tokens, "labels": targets}
+
+    settings = TrainingArguments(
+        output_dir=str(args.output / "trainer"),
+        max_steps=args.steps,
+        per_device_train_batch_size=1,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=args.steps // 20,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        seed=seed,
+        save_strategy="no",
+        report_to="none",
+        remove_unused_columns=False,
+    )
+    # Not the model's own loss, which predicts labels one place further.
+    Trainer(
+        model,
+        settings,
+        train_dataset=Steps(),
+        data_collator=lambda steps: steps[0],
+        compute_loss_func=lambda output, labels, **_: F.cross_entropy(
+            output.logits.flatten(0, 1).float(), labels.flatten()
+        ),
+    ).train()
+
+
+def by_loop(args: Namespace, model: Any, rate: float, seed: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=args.steps + 1, pct_start=0.05, cycle_momentum=False
+    )
+    for step in range(args.steps):
+        loss_of(model, *batch_of(args, seed, step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def batch_of(args: Namespace, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets of a training step."""
+    rows = max(1, args.step_tokens // args.length)
+    return sample(args, rows, args.length, 10**6 * (seed + 1) + step, False)
+
+
 def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
     """Trains and measures one model, or reads what was recorded of it."""
     kept = args.output / f"{name}-{rate:g}-seed{seed}.json"
@@ -145,19 +204,7 @@ def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
         return json.loads(kept.read_text())
     torch.manual_seed(seed)
     model = build(name, args.size, VOCABULARY[args.task])
-    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=args.steps + 1, pct_start=0.05, cycle_momentum=False
-    )
-    rows = max(1, args.step_tokens // args.length)
-    for step in range(args.steps):
-        loss_of(
-            model, *sample(args, rows, args.length, 10**6 * (seed + 1) + step, False)
-        ).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    (by_hugging_face if name == "transformer" else by_loop)(args, model, rate, seed)
     model.eval()
     with torch.inference_mode():
         validation = float(loss_of(model, *sample(args, VALIDATION, args.length, 1, False)))

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -41,24 +40,13 @@ def launch(
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
 
 
-def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """A process, at its end."""
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
 def launched(
-    *arguments: str | Path,
-    processes: int = 2,
-    flags: tuple[str, ...] = CPU2,
-    before: Callable[[], None] | None = None,
+    *arguments: str | Path, processes: int = 2, flags: tuple[str, ...] = CPU2
 ) -> subprocess.CompletedProcess[str]:
     """The processes that `launch` starts, to their end; the first exit code that is not 0."""
     environment = _variables(processes, flags)
     with tempfile.TemporaryDirectory() as folder:
-        started = group(
-            *arguments, folder=Path(folder), size=processes, before=before, **environment
-        )
+        started = group(*arguments, folder=Path(folder), size=processes, **environment)
         codes = [process.end() for process in started]
         out = "".join(process.out for process in started)
         err = "".join(process.err for process in started)

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Collection
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import (
     gathered,
-    sharded_optimizer,
-    sharded_weights,
+    sharded_like,
     together,
 )
 
@@ -54,34 +53,36 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:08d}"
 
 
-def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest undamaged checkpoint (None without any), and the damage of each newer one.
+def newest_whole(output_dir: Path) -> Path | None:
+    """The newest undamaged checkpoint; damaged newer ones are renamed, with a warning.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
+    whole = None
     for folder in reversed(checkpoints(output_dir)):
         wrong = damage(folder)
         if wrong is None:
-            return folder, damaged
+            whole = folder
+            break
         damaged[folder] = wrong
-    if damaged:
+    if damaged and whole is None:
         listed = "; ".join(f"{folder.name}: {wrong}" for folder, wrong in damaged.items())
         raise UserError(
             f"no checkpoint in {output_dir} is whole ({listed}): put one back from a copy, or "
             "begin again in another output_dir"
         )
-    return None, damaged
-
-
-def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint so that it no longer counts as one, without deleting it."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    if aside.exists():
-        shutil.rmtree(aside)
-    os.replace(folder, aside)
-    return aside
+    for folder, wrong in damaged.items():
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        print(
+            f"warning: {folder} is damaged ({wrong}) and now named {aside.name}: continuing from "
+            f"{whole}",
+            file=sys.stderr,
+        )
+    return whole
 
 
 def _beside(output_dir: Path, step: int) -> Path:
@@ -97,10 +98,10 @@ def _publish(output_dir: Path, step: int) -> None:
     sync_folder(output_dir)
 
 
-def prune(output_dir: Path, keep: int, pinned: Collection[int] = ()) -> None:
-    """Removes all checkpoints but the newest `keep` and those of `pinned` steps."""
+def prune(output_dir: Path, keep: int, pinned: int | None) -> None:
+    """Removes all checkpoints but the newest `keep` and that of the step `pinned`."""
     for old in checkpoints(output_dir)[:-keep]:
-        if steps(old) not in pinned:
+        if steps(old) != pinned:
             # Renamed first, so that a partly deleted folder does not count as a checkpoint.
             unnamed = _beside(output_dir, steps(old))
             os.replace(old, unnamed)
@@ -141,7 +142,12 @@ def save(
     if folder_of(output_dir, step).exists():
         return
     beside = _beside(output_dir, step)
-    weights, moments = gathered(model.state_dict()), gathered(optimizer.state_dict())
+    moments = {
+        name: optimizer.state[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+    weights, moments = gathered(model.state_dict()), gathered(moments)
 
     def write() -> None:
         beside.mkdir(parents=True, exist_ok=True)
@@ -174,7 +180,8 @@ def load_weights(folder: Path, model: RecurrentLM) -> None:
     Raises:
         UserError: the checkpoint is damaged, or its weights are not finite.
     """
-    weights = sharded_weights(models.read(model, folder), model.state_dict())
+    own = model.state_dict()
+    weights = {name: sharded_like(x, own[name]) for name, x in models.read(model, folder).items()}
     # A checkpoint of adapters has the trained weights only.
     model.load_state_dict(weights, strict=lora.describe(model) is None)
 
@@ -200,10 +207,15 @@ def restore(
     carried = read_tensors(folder / f"carry-{processes.rank()}.pt")
     try:
         load_weights(folder, model)
-        optimizer.load_state_dict(sharded_optimizer(content["optimizer"], optimizer))
-    except UserError:
-        raise
-    except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        parameters = dict(model.named_parameters())
+        for name, values in content["optimizer"].items():
+            like = parameters[name]
+            optimizer.state[like] = {
+                # A number of steps has no axes and belongs to every process.
+                key: sharded_like(value, like) if value.ndim else value.to(like.device)
+                for key, value in values.items()
+            }
+    except (KeyError, RuntimeError) as error:
         raise UserError(
             f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
             f"start a new run from it with init_from={folder}"
@@ -219,17 +231,5 @@ def _write(path: Path, content: Any) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code.
-
-    Raises:
-        UserError: missing or damaged.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("not a file")  # torch.load would wait for a pipe forever
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise UserError(
-            f"{path} is missing or damaged ({type(error).__name__}): give a checkpoint that "
-            "longrnn has written"
-        ) from error
+    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code."""
+    return torch.load(path, weights_only=True, map_location="cpu")

@@ -1,7 +1,7 @@
 """The options of a training run: what `configs/train/*.yaml` may hold.
 
 Names are those of Hugging Face's `TrainingArguments` where one exists. Each key is documented here
-alone; `longrnn train --help-config` prints this.
+alone, below it; `longrnn train --help-config` prints this.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from longrnn.cells import MIXERS
 from longrnn.config import Options, build_config, flat, load_config, overridden
@@ -20,7 +30,6 @@ from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
-from longrnn.text import parse_yaml
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.units import TokenCount
 
@@ -29,6 +38,7 @@ HELD_OUT = "held_out"
 No = BeforeValidator(lambda value: "no" if value is False else value)
 Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
 Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[FiniteFloat, Field(ge=0)]
 # Mappings with a `kind`, and the registry with the options of each.
 FAMILIES: dict[str, Registry[Any]] = {
     "model.position": POSITIONS,
@@ -39,155 +49,121 @@ FAMILIES: dict[str, Registry[Any]] = {
 }
 
 
-class Lengths(Options):
+class Documented(Options):
+    """Options whose descriptions are the texts below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Lengths(Documented):
     """Lengths of training rows, in tokens."""
 
-    max: TokenCount = Field(
-        default=256, description="The longest row; of a carried state, a segment."
-    )
-    min: TokenCount | None = Field(
-        default=None,
-        description="Lengths of batches are log-uniform from here to `max`; off by default.",
-    )
+    max: TokenCount = 256
+    """The longest row; of a carried state, a segment."""
+    min: TokenCount | None = None
+    """Lengths of batches are log-uniform from here to `max`; off by default."""
 
 
-class Adapters(Options):
+class Adapters(Documented):
     """Adapters (LoRA) that are trained instead of the weights of `init_from`; alpha is 2 r."""
 
-    r: int = Field(8, ge=1, description="Rank.")
-    targets: list[str] = Field(
-        ["in_proj", "out_proj"],
-        min_length=1,
-        description="Last names of the linear modules that get an adapter.",
-    )
-    full: list[str] = Field(
-        [],
-        description="Last names of parameters or modules that are trained as a whole, such as "
-        "`A_log`, `dt_bias` and `conv1d`; saved in the adapter.",
-    )
+    r: PositiveInt = 8
+    """Rank."""
+    targets: list[str] = Field(["in_proj", "out_proj"], min_length=1)
+    """Last names of the linear modules that get an adapter."""
+    full: list[str] = Field([])
+    """Last names of parameters or modules that are trained as a whole, such as `A_log`, `dt_bias`
+    and `conv1d`; saved in the adapter."""
 
 
-class TrainConfig(Options):
+class TrainConfig(Documented):
     """The configuration of one training run."""
 
-    output_dir: str = Field(
-        "runs/train", description="Where checkpoints, metrics and the final model go."
-    )
-    model: dict[str, Any] = Field(
-        {},
-        description="The recurrent model to build, by the keys of `RecurrentConfig`; `vocab_size` "
-        "is that of the task by default. Not with `init_from`.",
-    )
-    task: dict[str, Any] = Field(
-        {"kind": "passkey"}, description="What to train on: `{kind: NAME, option: value, …}`."
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="`bytes`, a checkpoint or a path; for tasks that read text. By default that of "
-        "`init_from`, or `bytes`.",
-    )
-    init_from: str | None = Field(
-        None, description="A checkpoint to start from; its weights are trained in float32."
-    )
-    length: Lengths = Field(default_factory=Lengths, description="Lengths of rows.")
-    initial_state: dict[str, Any] = Field(
-        {"kind": "zero"},
-        description="From which state rows start: `{kind: zero | carry | pass | fitted_noise | "
-        "random_noise, option: value, …}`.",
-    )
-    segments_per_step: int = Field(
-        1,
-        ge=1,
-        description="With a carried state (truncated BPTT): consecutive segments through which the "
-        "gradient of one step flows.",
-    )
-    seed: int = Field(0, ge=-(2**63), lt=2**64, description="Of the run.")
-    max_steps: int = Field(1000, ge=1, lt=10**8, description="Optimizer steps.")
-    per_device_train_batch_size: int = Field(
-        16, ge=1, description="Rows per process and micro-batch."
-    )
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-batches per step.")
-    learning_rate: float = Field(2e-3, gt=0, allow_inf_nan=False, description="The largest one.")
-    learning_rate_scale: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
-        {},
-        description="Factors of the learning rate by pattern of parameter names, such as "
-        "`{'*.dt_bias': 10}`; 0 freezes, and the last match counts.",
-    )
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Of AdamW; beta1 is 0.9.")
-    adam_epsilon: float = Field(1e-8, gt=0, allow_inf_nan=False, description="Of AdamW.")
-    weight_decay: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Of matrices, kernels and embeddings; not of A_log, dt_bias, D, norms, biases.",
-    )
-    fill: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
-        {},
-        description="Values that parameters are set to before the first step, by pattern, such as "
-        "`{'blocks.0.*.A_log': 3}`; the last match counts.",
-    )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="Shape of the decay after the warm-up."
-    )
-    warmup_steps: int | None = Field(
-        None,
-        ge=0,
-        description="Linear warm-up from 0; a tenth of the steps by default, and at most 100.",
-    )
-    decay_steps: int | None = Field(
-        None,
-        ge=1,
-        description="The last steps, in which the learning rate decays; before them it is constant "
-        "(warm-up, stable, decay). All steps after the warm-up by default.",
-    )
-    min_lr_rate: Share = Field(
-        0.0, description="Learning rate at the end, as a share of the largest one."
-    )
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="Larger gradients are scaled down to this norm; .inf for no limit."
-    )
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="At a step whose loss or gradient is not finite: stop, or skip it and count.",
-    )
-    mitigation: Any = Field(
-        None,
-        description="A mitigation under which the model is trained and validated, such as "
-        "`sliding_window(window=8192)`; saved with the model.",
-    )
-    peft: Adapters | None = Field(None, description="Trains adapters on `init_from`.")
-    validation: dict[str, Any] | Literal["held_out"] | None = Field(
-        None,
-        description="Held-out data, as a task; or `held_out`: the tail of the documents of `task`, "
-        "which then trains on the others. Its rows start from the zero state.",
-    )
-    eval_steps: int = Field(500, ge=1, description="Steps between validations.")
-    eval_length: TokenCount | None = Field(
-        None,
-        description="Tokens of a validation row; by default 16 · `length.max`, halved until the "
-        "model has so many positions and the data such rows.",
-    )
-    eval_samples: int = Field(16, ge=1, description="Validation rows.")
-    best_model: Literal["no", "loss", "loss_inside", "loss_longest"] = Field(
-        "no",
-        description="Ends with the weights of the best validation: by the loss over all positions, "
-        "those up to `length.max`, or those of the last `eval_loss_to_N` in the metrics.",
-    )
-    mixed_precision: Literal["no", "bf16"] = Field("no", description="Dtype of products.")
-    gradient_checkpointing: Literal["no", "block", "segment"] = Field(
-        "no",
-        description="What the backward pass computes again instead of keeping it: each block, or "
-        "all blocks of a segment of tokens at once. Gradients have the same bits.",
-    )
-    save_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    save_total_limit: int = Field(2, ge=1, description="Checkpoints kept, beside the best one.")
-    logging_steps: int = Field(20, ge=1, description="Steps between rows of metrics.jsonl.")
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = Field(
-        "none", description="A tracker that gets the same rows."
-    )
-
-    _no = field_validator("mixed_precision", "best_model", mode="before")(No.func)
-    _recomputed = field_validator("gradient_checkpointing", mode="before")(Recomputed.func)
+    output_dir: str = "runs/train"
+    """Where checkpoints, metrics and the final model go."""
+    model: dict[str, Any] = Field({})
+    """The recurrent model to build, by the keys of `RecurrentConfig`; `vocab_size` is that of the
+    task by default. Not with `init_from`."""
+    task: dict[str, Any] = Field({"kind": "passkey"})
+    """What to train on: `{kind: NAME, option: value, …}`."""
+    tokenizer: str | None = None
+    """`bytes`, a checkpoint or a path; for tasks that read text. By default that of `init_from`, or
+    `bytes`."""
+    init_from: str | None = None
+    """A checkpoint to start from; its weights are trained in float32."""
+    length: Lengths = Field(default_factory=Lengths)
+    """Lengths of rows."""
+    initial_state: dict[str, Any] = Field({"kind": "zero"})
+    """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
+    option: value, …}`."""
+    segments_per_step: PositiveInt = 1
+    """With a carried state (truncated BPTT): consecutive segments through which the gradient of one
+    step flows."""
+    seed: int = Field(0, ge=-(2**63), lt=2**64)
+    """Of the run."""
+    max_steps: PositiveInt = Field(1000, lt=10**8)
+    """Optimizer steps."""
+    per_device_train_batch_size: PositiveInt = 16
+    """Rows per process and micro-batch."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches per step."""
+    learning_rate: Rate = Field(2e-3, gt=0)
+    """The largest one."""
+    learning_rate_scale: dict[str, Rate] = Field({})
+    """Factors of the learning rate by pattern of parameter names, such as `{'*.dt_bias': 10}`; 0
+    freezes, and the last match counts."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """Of AdamW; beta1 is 0.9."""
+    adam_epsilon: Rate = Field(1e-8, gt=0)
+    """Of AdamW."""
+    weight_decay: Rate = 0.0
+    """Of matrices, kernels and embeddings; not of A_log, dt_bias, D, norms, biases."""
+    fill: dict[str, FiniteFloat] = Field({})
+    """Values that parameters are set to before the first step, by pattern, such as
+    `{'blocks.0.*.A_log': 3}`; the last match counts."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup_steps: NonNegativeInt | None = None
+    """Linear warm-up from 0; a tenth of the steps by default, and at most 100."""
+    decay_steps: PositiveInt | None = None
+    """The last steps, in which the learning rate decays; before them it is constant (warm-up,
+    stable, decay). All steps after the warm-up by default."""
+    min_lr_rate: Share = 0.0
+    """Learning rate at the end, as a share of the largest one."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Larger gradients are scaled down to this norm; .inf for no limit."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """At a step whose loss or gradient is not finite: stop, or skip it and count."""
+    mitigation: Any = None
+    """A mitigation under which the model is trained and validated, such as
+    `sliding_window(window=8192)`; saved with the model."""
+    peft: Adapters | None = None
+    """Trains adapters on `init_from`."""
+    validation: dict[str, Any] | Literal["held_out"] | None = None
+    """Held-out data, as a task; or `held_out`: the tail of the documents of `task`, which then
+    trains on the others. Its rows start from the zero state."""
+    eval_steps: PositiveInt = 500
+    """Steps between validations."""
+    eval_length: TokenCount | None = None
+    """Tokens of a validation row; by default 16 · `length.max`, halved until the model has so many
+    positions and the data such rows."""
+    eval_samples: PositiveInt = 16
+    """Validation rows."""
+    best_model: Annotated[Literal["no", "loss"], No] = "no"
+    """Ends with the weights of the best validation, by its loss over all positions."""
+    mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
+    """Dtype of products."""
+    gradient_checkpointing: Annotated[Literal["no", "block", "segment"], Recomputed] = "no"
+    """What the backward pass computes again instead of keeping it: each block, or all blocks of a
+    segment of tokens at once. Gradients have the same bits."""
+    save_steps: PositiveInt = 500
+    """Steps between checkpoints."""
+    save_total_limit: PositiveInt = 2
+    """Checkpoints kept, beside the best one."""
+    logging_steps: PositiveInt = 20
+    """Steps between rows of metrics.jsonl."""
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """A tracker that gets the same rows."""
 
     @field_validator("model")
     @classmethod
@@ -266,37 +242,38 @@ class TrainConfig(Options):
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a training configuration; a changed kind drops the options that it does not have.
+    """Reads a file, given by its path or as the name of a bundled one, see `configured`."""
+    return configured(load_config(dict[str, Any], path), overrides, source=str(path))
+
+
+def configured(
+    config: TrainConfig | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "configuration",
+) -> TrainConfig:
+    """A configuration with overrides; a changed kind drops the options that it does not have.
+
+    Args:
+        config: a configuration, its values, or a file as `read_config` takes it.
+        overrides: `key=value` with dotted keys.
+        source: what errors call it.
 
     Raises:
         UserError: see `longrnn.config.load_config`.
     """
-    return with_overrides(load_config(dict[str, Any], path), overrides, source=str(path))
-
-
-def configured(
-    config: TrainConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]
-) -> TrainConfig:
-    """A configuration, its values, or the path or name of a file, with overrides."""
     if isinstance(config, str | Path):
         return read_config(config, overrides)
-    values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else dict(config)
-    return with_overrides(values, overrides)
-
-
-def with_overrides(
-    values: dict[str, Any], overrides: Sequence[str], *, source: str = "configuration"
-) -> TrainConfig:
-    """A configuration of nested values with `key=value` overrides, see `read_config`."""
+    values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else config
     given = {override.partition("=")[0] for override in overrides}
     result = overridden(values, overrides)
     for prefix, family in FAMILIES.items():
-        spec = result
+        spec: Any = result
         for name in prefix.split("."):
             spec = spec.get(name) if isinstance(spec, dict) else None
         if f"{prefix}.kind" in given and isinstance(spec, dict) and spec.get("kind") in family:
             known = {"kind", *keyword_options(family[spec["kind"]])}
-            for option in [one for one in spec if one not in known]:
+            for option in spec.keys() - known:
                 if f"{prefix}.{option}" not in given:
                     del spec[option]
     return build_config(TrainConfig, result, source=source)
@@ -312,20 +289,6 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     ]
 
 
-def split_values(text: str) -> list[str]:
-    """The values of `1e-3,3e-4`; a YAML list or mapping is one value."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    for part in parts:
-        parse_yaml(part)
-    return parts
-
-
 def help_config() -> str:
     """All keys with their defaults and meanings, as Markdown."""
     lines = ["| key | default | meaning |", "| --- | --- | --- |"]
@@ -334,7 +297,7 @@ def help_config() -> str:
         for name, field in model.model_fields.items():
             inner = {"length": Lengths, "peft": Adapters}.get(prefix + name)
             default = "" if name == "length" else f"`{field.get_default()}`"
-            text = (field.description or "").replace("|", "\\|")
+            text = " ".join((field.description or "").split()).replace("|", "\\|")
             lines.append(f"| `{prefix}{name}` | {default} | {text} |")
             if inner is not None:
                 add(inner, f"{prefix}{name}.")

@@ -16,15 +16,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
 from longrnn.config import as_dict, flat
-from longrnn.errors import Terminated, UserError
-from longrnn.files import one_line, write_atomic
+from longrnn.errors import UserError
+from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
@@ -58,8 +58,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         UserError: the launch and the run have different mixed precision, the processes cannot be
             joined, or the tracker's package is missing.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
-        processes.start()  # which says what is missing; accelerate would wait forever
+    processes.check_launch()
     if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
         raise UserError(
             f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
@@ -71,24 +70,18 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             f"report_to={config.report_to} needs a package that is not installed: "
             f"pip install {config.report_to}"
         )
+    AcceleratorState._reset_state()  # an earlier run of this process may have another precision
     sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
-    try:
-        accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision=config.mixed_precision,
-            # The trainer divides by the number of micro-batches itself.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_dir=config.output_dir,
-        )
-    except ValueError as error:  # accelerate's settings belong to the process
-        raise UserError(
-            f"accelerate refuses the settings of this run ({one_line(error)}): start it in a new "
-            "Python process, for example with `longrnn train`"
-        ) from error
-    finally:
-        if sharded is not None:
-            os.environ[USE_FSDP] = sharded
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=config.mixed_precision,
+        # The trainer divides by the number of micro-batches itself.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_dir=config.output_dir,
+    )
+    if sharded is not None:
+        os.environ[USE_FSDP] = sharded
     processes.start()
     return accelerator
 
@@ -161,30 +154,11 @@ def gathered(tree: Any) -> Any:
     return whole.cpu() if processes.is_main() else None
 
 
-def sharded_weights(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors cut as those of `like` are; unchanged where those are whole."""
-    return {name: _like(tensor, like[name]) for name, tensor in whole.items()}
-
-
-def sharded_optimizer(whole: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict of whole tensors, cut as the parameters of `optimizer` are."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {
-        index: {
-            # A count of steps has no axes and belongs to every process.
-            name: _like(value, parameters[index]) if value.ndim else value
-            for name, value in entries.items()
-        }
-        for index, entries in whole["state"].items()
-    }
-    return {**whole, "state": state}
-
-
-def _like(tensor: Tensor, like: Tensor) -> Tensor:
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every process has read, cut as `like` is."""
     if not isinstance(like, DTensor):
-        return tensor
-    # Every process has read the whole tensor: nothing needs to be sent.
-    local = tensor.to(like.device)
+        return whole
+    local = whole.to(like.device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -206,23 +180,19 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
     Args:
         accelerator: of `build_accelerator`.
         config: the run.
-        step: finished steps; the tracker drops later ones, because they run again.
+        step: finished steps; tensorboard drops later ones, because they run again.
     """
-    kind, folder = config.report_to, Path(config.output_dir)
-    if kind in ("none", "tensorboard"):
-        accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
+    folder = Path(config.output_dir)
+    # Under which a tracker knows the run, also when it is resumed.
+    identity = folder / TRACKER_ID
+    if config.report_to == "none" or not processes.is_main():
         return
-
-    def identity() -> str:
-        """The name under which a tracker knows the run, also when it is resumed."""
-        path = folder / TRACKER_ID
-        if not path.is_file():
-            write_atomic(path, secrets.token_hex(4))
-        return path.read_text().strip()
-
-    own = processes.on_main(identity)
+    if not identity.is_file():
+        write_atomic(identity, secrets.token_hex(4))
+    own = identity.read_text().strip()
     name = f"{folder.resolve().name}-{own}"
     options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"purge_step": step + 1},
         "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow"},
     }
@@ -231,39 +201,16 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
         accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
 
 
-class Interrupts:
-    """Within this context, Ctrl-C and SIGTERM are recorded and do not interrupt a step.
-
-    Attributes:
-        received: the first of the two signals, or None.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
-
-    def leave(self, done: str) -> NoReturn:
-        """Ends a run that was asked to stop: raises KeyboardInterrupt, or Terminated with `done`.
-
-        Terminated is raised after SIGTERM, and where another process received the signal.
-        """
-        if self.received == signal.SIGINT:
-            raise KeyboardInterrupt(done)
-        raise Terminated(done)
-
-    def __enter__(self) -> Self:
-        self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Within this context, Ctrl-C and SIGTERM do not interrupt a step; yields those received."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,7 +11,7 @@ import torch
 from longrnn.config import load_config
 from longrnn.data import TASKS, Text
 from longrnn.hf.names import split_spec
-from longrnn.training.config import TrainConfig, with_overrides
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import tokenizer_of
 
@@ -66,7 +66,7 @@ def finetuning(
         values |= {"mixed_precision": "bf16", "gradient_checkpointing": "block"}
     if is_answers:
         values["eval_samples"] = ANSWERS
-    config = with_overrides(values, overrides, source="longrnn finetune")
+    config = configured(values, overrides, source="longrnn finetune")
     for key in {"eval_steps", "save_steps"} - given:
         setattr(config, key, min(getattr(config, key), max(1, config.max_steps // 5)))
     if "per_device_train_batch_size" not in given:

@@ -7,19 +7,25 @@ a run has one writer. A run that diverged is a result: it is recorded, and not r
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
-from longrnn.training.config import TrainConfig, read_config, split_values
+from longrnn.training.config import TrainConfig, read_config
 from longrnn.training.run import Run
 from longrnn.training.train import train
 
 # The file that a run which diverged leaves in its folder, with the reason.
 DIVERGED = "diverged.txt"
 FINAL = ("model.safetensors", "adapter_model.safetensors")
+
+
+def split_values(text: str) -> list[str]:
+    """The values of `1e-3,3e-4`; a list, mapping or call in brackets is one value."""
+    return re.split(r",(?![^(\[{]*[)\]}])", text)
 
 
 def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:

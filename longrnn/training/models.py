@@ -23,7 +23,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.text import ByteTokenizer, Tokenizer
-from longrnn.training.config import Adapters, TrainConfig
+from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import INITIAL_STATES
 
 Say = Callable[[str], None]
@@ -46,11 +46,12 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
         plain = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
     else:
         own = found is None or config.peft is not None
-        plain = _load(config.init_from if own else str(found), say)
+        plain = _load(config.init_from if own else str(found))
     _check_vocabulary(plain.vocab_size, config, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
-        _add_adapters(plain, config.peft)
+        r, targets, full = config.peft.r, config.peft.targets, config.peft.full
+        lora.add_adapters(plain, r=r, alpha=2 * r, targets=targets, full=full)
     model = plain
     if config.mitigation is not None:
         model = plain.under(mitigation(config.mitigation))
@@ -71,7 +72,7 @@ def spec_of(model: RecurrentLM) -> str | None:
     return None if model.mitigation is None else model.mitigation.describe()
 
 
-def _load(source: str, say: Say) -> RecurrentLM:
+def _load(source: str) -> RecurrentLM:
     model, spec = load_plain(source)
     if spec is not None:
         raise UserError(
@@ -83,10 +84,6 @@ def _load(source: str, say: Say) -> RecurrentLM:
             f"init_from={source} is a Hugging Face model, and longrnn trains its own recurrent "
             "models: train this one with Hugging Face's Trainer"
         )
-    dtypes = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-    if dtypes:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        say(f"{source} holds weights of {names}, which are trained in float32")
     model.float()
     if (name := first_not_finite(model.state_dict())) is not None:
         raise UserError(
@@ -94,12 +91,6 @@ def _load(source: str, say: Say) -> RecurrentLM:
             "from before that"
         )
     return model
-
-
-def _add_adapters(model: RecurrentLM, options: Adapters) -> None:
-    lora.add_adapters(
-        model, r=options.r, alpha=2 * options.r, targets=options.targets, full=options.full
-    )
 
 
 def check_adapters(model: RecurrentLM, total: Callable[[Tensor], Tensor]) -> None:
@@ -193,33 +184,22 @@ def save(
     """
     spec = spec_of(model)
     if lora.describe(model) is not None:
-        assert base is not None
-        lora.save_adapter(
-            model,
-            folder,
-            weights,
-            base=base,
-            base_fingerprint=str(model.base_fingerprint),
-            mitigation=spec,
-        )
-    elif isinstance(tokenizer, HFTokenizer):
+        fingerprint = str(model.base_fingerprint)
+        known = {"base": str(base), "base_fingerprint": fingerprint, "mitigation": spec}
+        lora.save_adapter(model, folder, weights, **known)
+        return
+    file = {}
+    if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
-        save_model(model, folder, tokenizer="tokenizer.json", weights=weights, mitigation=spec)
-    else:
-        save_model(model, folder, weights=weights, mitigation=spec)
+        file = {"tokenizer": "tokenizer.json"}
+    save_model(model, folder, weights=weights, mitigation=spec, **file)
 
 
 def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
     """The weights that `save` wrote of such a model.
 
     Raises:
-        UserError: they are damaged, or not finite.
+        UserError: they are damaged.
     """
     is_adapter = lora.describe(model) is not None
-    weights = lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()
-    if (name := first_not_finite(weights)) is not None:
-        raise UserError(
-            f"{folder} holds weights that are not finite (the first is {name}): move it out of the "
-            "run, and resume from the checkpoint before it"
-        )
-    return weights
+    return lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,30 +101,35 @@ def read_metrics(folder: Path) -> list[Row]:
         there = "a run that has logged nothing yet: wait for its first logging_steps"
         missing = "no training run: give the output_dir of one"
         raise UserError(f"{folder} holds {there if begun else missing}")
-    rows: list[Row] = []
-    # Not `str.splitlines`, which also splits at characters that JSON may hold.
-    for line in path.read_text(errors="replace").split("\n")[:-1]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if row is None or not _is_row(row):
-            raise UserError(
-                f"{path}, line {len(rows) + 1} is not a row of metrics: remove that line"
-            )
-        rows.append(row)
+    rows, damaged = _parsed(path)
+    if damaged:
+        raise UserError(f"{path}, line {damaged[0]} is not a row of metrics: remove that line")
     if not rows:
         raise UserError(f"{path} has no complete row yet: wait for the run's first logging_steps")
     return rows
 
 
-def _is_row(row: Any) -> bool:
-    """Whether a line of JSON names its step and holds nothing but numbers."""
-    return (
-        isinstance(row, dict)
-        and set(COUNTS) <= row.keys()
-        and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in row.values())
-    )
+def _parsed(path: Path) -> tuple[list[Row], list[int]]:
+    """The rows of a file, and the numbers of the lines that are not rows of metrics.
+
+    What follows the last line end is a torn row and is left out.
+    """
+    rows, damaged = [], []
+    # Not `str.splitlines`, which also splits at characters that JSON may hold.
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and set(COUNTS) <= row.keys() and _are_numbers(row.values()):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    return rows, damaged
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
 
 
 def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
@@ -170,13 +175,8 @@ def _drop_metrics(folder: Path, step: int) -> None:
     path = folder / METRICS
     if not path.is_file():
         return
-    kept = []
-    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
-        try:
-            done = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            print(f"warning: {path}, line {number}, is damaged and left out", file=sys.stderr)
-            continue
-        if done <= step:
-            kept.append(f"{line}\n")
+    rows, damaged = _parsed(path)
+    for number in damaged:
+        print(f"warning: {path}, line {number}, is damaged and left out", file=sys.stderr)
+    kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
     write_atomic(path, "".join(kept))

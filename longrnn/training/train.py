@@ -117,15 +117,7 @@ def _find(lock: Lock, resume: Path | None) -> Path | None:
             beside.rename(folder / resume.name)
         return folder / resume.name
     checkpoint.clean(folder)
-    newest, damaged = checkpoint.newest_whole(folder)
-    for path, wrong in damaged.items():
-        aside = checkpoint.set_aside(path)
-        print(
-            f"warning: {path} is damaged ({wrong}) and now named {aside.name}: continuing from "
-            f"{newest}",
-            file=sys.stderr,
-        )
-    return newest
+    return checkpoint.newest_whole(folder)
 
 
 def dry_run(config: TrainConfig, *, quiet: bool = False) -> str:

@@ -10,6 +10,8 @@ Notable choices:
 
 from __future__ import annotations
 
+import math
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,18 +25,18 @@ from torch import Tensor
 
 from longrnn import processes
 from longrnn.data import TASKS, Batch
-from longrnn.errors import DivergedError, UserError
+from longrnn.errors import DivergedError, Terminated, UserError
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.distributed import Interrupts, prepare, start_trackers
+from longrnn.training.distributed import interrupts, prepare, start_trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import fill, learning_rate, scale_rates, set_learning_rate
 from longrnn.training.run import append_metrics
-from longrnn.training.validation import Validation
+from longrnn.training.validation import Best, Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
@@ -123,18 +125,21 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.peft is not None and self.step == 0:
             models.check_adapters(self.model, self.total)
-        values: dict[str, list[Tensor]] = {"loss": [], "stop": [torch.tensor([float(stop)])]}
+        losses = torch.stack([output.loss for _, output in outputs]).float().cpu()
+        gradient = float(norm) if norm is not None else 0.0
+        is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())
+        flags = {"stop": stop, "nonfinite": not is_finite}
+        values = {
+            "loss": [losses],
+            **{name: [torch.tensor([flag])] for name, flag in flags.items()},
+        }
         done = self.step + 1
         for on_host, output in outputs:
-            values["loss"].append(output.loss.float().cpu()[None])
             for batch, predicted in zip(on_host, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * processes.size()
                 if done % config.logging_steps == 0 or done == config.max_steps:
                     for name, scores in self.task.score(predicted.cpu(), batch).items():
                         values.setdefault(name, []).append(scores)
-        gradient = float(norm) if norm is not None else 0.0
-        finite = torch.stack([torch.tensor(gradient), *[x[0] for x in values["loss"]]]).isfinite()
-        values["nonfinite"] = [1 - finite.all().float()[None]]
         means = self._means(values)
         if means.pop("nonfinite") > 0:
             self._leave_out()
@@ -162,12 +167,12 @@ class Trainer:
             self.say(reads)
         left = config.max_steps - self.step
         with (
-            Interrupts() as interrupts,
+            interrupts() as received,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
             while self.step < config.max_steps:
                 begun, before = time.monotonic(), self.tokens
-                values = self.train_step(stop=interrupts.received is not None)
+                values = self.train_step(stop=bool(received))
                 self.step += 1
                 stop, last = values.pop("stop") > 0, self.step == config.max_steps
                 for name, value in values.items():
@@ -180,17 +185,18 @@ class Trainer:
                     whole = self.accelerator.unwrap_model(self.objective)
                     found = self.validation.evaluate(whole, self.step, self.total)
                     self._record(found)
-                    improved = config.best_model != "no" and self.validation.improved
+                    improved = config.best_model != "no" and self._best_step() == self.step
                 if last or self.step % config.logging_steps == 0:
                     self._log(rate)
                 if last or stop or improved or self.step % config.save_steps == 0:
                     self._save()
                 if stop and not last:
-                    interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
-            if config.best_model != "no" and self.validation is not None and self.validation.best:
-                best = checkpoint.folder_of(self.output_dir, self.validation.best.step)
-                checkpoint.load_weights(best, self.model)
-                self.say(f"the final model is that of step {self.validation.best.step}, the best")
+                    # SIGTERM, or another process received the signal.
+                    kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
+                    raise kind(f"{self.output_dir}: step {self.step} is done and saved")
+            if config.best_model != "no" and (best := self._best_step()) is not None:
+                checkpoint.load_weights(checkpoint.folder_of(self.output_dir, best), self.model)
+                self.say(f"the final model is that of step {best}, the best")
             checkpoint.save_final(self.output_dir, self.model, self.tokenizer, config.init_from)
         self.accelerator.end_training()
 
@@ -198,6 +204,11 @@ class Trainer:
     def model(self) -> RecurrentLM:
         """The model in training."""
         return self.accelerator.unwrap_model(self.objective).model
+
+    def _best_step(self) -> int | None:
+        """After how many steps the best validation was."""
+        found = self.validation
+        return None if found is None or found.best is None else found.best.step
 
     def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
         """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
@@ -220,13 +231,10 @@ class Trainer:
         there = f"the last healthy checkpoint is {saved[-1]}" if saved else "no checkpoint is saved"
         if self.skipped_in_a_row == MOST_SKIPPED:
             where += f", as in {MOST_SKIPPED} steps in a row"
-        if not saved:
-            remedy = "begin again in another output_dir with a lower learning_rate or max_grad_norm"
-        else:
-            lower = f"learning_rate={self.config.learning_rate / 2:g}"
-            remedy = f"go on with `longrnn train --resume {self.output_dir} {lower}`"
-            remedy += ", or with nonfinite=skip" if self.config.nonfinite == "stop" else ""
-        raise DivergedError(f"{where}; {there}: {remedy}")
+        raise DivergedError(
+            f"{where}; {there}: go on with `longrnn train --resume {self.output_dir} "
+            f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
+        )
 
     def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
@@ -257,14 +265,13 @@ class Trainer:
             )
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         counters |= {"data": self.task.data_sha256(), "best": None}
-        pinned: list[int] = []
         if self.validation is not None and self.validation.best is not None:
             counters["best"] = tuple(self.validation.best)
-            pinned = [self.validation.best.step] if self.config.best_model != "no" else []
         base, carried = self.config.init_from, self.starts.content()
         arguments = (counters, self.model, self.optimizer, carried, self.tokenizer, base)
         checkpoint.save(self.output_dir, *arguments)
         if processes.is_main():
+            pinned = None if self.config.best_model == "no" else self._best_step()
             checkpoint.prune(self.output_dir, self.config.save_total_limit, pinned)
 
     def _restore(self, folder: Path) -> None:
@@ -279,4 +286,4 @@ class Trainer:
         self.starts.restore(carried)
         best = counters["best"]
         if best and self.validation and checkpoint.folder_of(self.output_dir, best[0]).is_dir():
-            self.validation.restore(*best)
+            self.validation.best = Best(*best)

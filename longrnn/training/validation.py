@@ -12,10 +12,9 @@ Notable choices:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ from longrnn.models import RecurrentLM
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, rows_of
 
-logger = logging.getLogger(__name__)
-
 # Tokens of a row that are read at a time.
 PIECE = 4096
 # By default, validation rows are this many times as long as the longest training row.
@@ -36,10 +33,10 @@ BEYOND = 16
 
 
 class Best(NamedTuple):
-    """The best evaluation: the number of steps, and the value of `best_model`."""
+    """The best evaluation: the number of steps, and the loss over all positions."""
 
     step: int
-    value: float
+    loss: float
 
 
 class Validation:
@@ -54,11 +51,9 @@ class Validation:
     Attributes:
         edges: positions between which losses are averaged: 0, the training length, twice that, …
         best: the best evaluation; None before the first.
-        improved: whether the last evaluation was the best.
 
     Raises:
-        UserError: rows cannot be made, overlap with the training data, or have nothing to score
-            at the positions of `best_model`.
+        UserError: rows cannot be made, or overlap with the training data.
     """
 
     def __init__(self, config: TrainConfig, model: RecurrentLM, training: Task, task: Task) -> None:
@@ -69,35 +64,37 @@ class Validation:
                 f"{model.vocab_size}: give validation data of the same kind as the task"
             )
         _refuse_overlap(training, task)
-        self.length = self._longest(model.max_length)
-        self.rows = self._draw()
-        whole = self.rows.tokens.shape[1]
-        trained = min(config.length.max, self.length)
-        doubled = (trained * 2**k for k in range(self.length.bit_length()))
-        self.edges = [0, *(edge for edge in doubled if edge < whole), max(whole, self.length)]
+        length, self.rows = self._draw(model.max_length)
+        whole = max(self.rows.tokens.shape[1], length)
+        trained = min(config.length.max, length)
+        doubled = (trained * 2**k for k in range(whole.bit_length()))
+        self.edges = [0, *(edge for edge in doubled if edge < whole), whole]
         self.best: Best | None = None
-        self.improved = False
         # Between which edges each token lies, `(rows, t)`.
         ends = torch.tensor(self.edges[1:])
         self._parts = torch.bucketize(_positions(self.rows).contiguous(), ends, right=True)
-        scored = self._parts[self.rows.targets != UNSCORED].tolist()
-        if self.metric not in {"eval_loss"} | {f"eval_loss_to_{self.edges[k + 1]}" for k in scored}:
+
+    def _draw(self, positions: int | None) -> tuple[int, Batch]:
+        """The length of rows, and the rows; by default as long as model and data have them."""
+        length, trained = self.config.eval_length, self.config.length.max
+        if length is None:
+            length = min(BEYOND * trained, positions or math.inf)
+        elif positions is not None and length > positions:
             raise UserError(
-                f"best_model={config.best_model} has no scored token in the validation rows of "
-                f"{self.length} tokens: set best_model=loss"
+                f"the model has {positions} positions and validation rows have eval_length="
+                f"{length} tokens: set eval_length={positions} or less"
             )
+        while True:
+            try:
+                return int(length), self.task.held_out(self.config.eval_samples, length=int(length))
+            except LengthError as error:
+                if self.config.eval_length is not None or length // 2 < trained:
+                    raise LengthError(
+                        f"validation rows of {length} tokens cannot be made: {error}"
+                    ) from error
+                length //= 2
 
-    @property
-    def metric(self) -> str:
-        """The key of `best_model` in the metrics."""
-        places = {"loss_inside": self.edges[1], "loss_longest": self.edges[-1]}
-        place = places.get(self.config.best_model)
-        return "eval_loss" if place is None else f"eval_loss_to_{place}"
-
-    def restore(self, step: int, value: float) -> None:
-        """Takes an evaluation of an earlier part of the run as the best one."""
-        self.best = Best(step, value)
-
+    @torch.no_grad()
     def evaluate(
         self, objective: Objective, step: int, total: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
@@ -112,52 +109,6 @@ class Validation:
             Metrics: `eval_loss` in nats per scored token; `eval_loss_to_N`, that between the
             previous edge and position N; and `eval_…`, the scores of the task.
         """
-        objective.eval()
-        try:
-            values = self._measure(objective, total)
-        finally:
-            objective.train()
-        value = values[self.metric]
-        self.improved = math.isfinite(value) and (self.best is None or value < self.best.value)
-        if self.improved:
-            self.best = Best(step, value)
-        return values
-
-    def _longest(self, limit: int | None) -> int:
-        """Tokens of a validation row, as far as the model and the data have so many."""
-        wanted = self.config.eval_length
-        if wanted is None:
-            usual = BEYOND * self.config.length.max
-            return usual if limit is None else min(usual, limit)
-        if limit is not None and wanted > limit:
-            raise UserError(
-                f"the model has {limit} positions and validation rows have eval_length={wanted} "
-                f"tokens: set eval_length={limit} or less"
-            )
-        return wanted
-
-    def _draw(self) -> Batch:
-        """The rows; by default they are shorter where the held-out data has too few tokens."""
-        wanted = self.length
-        while True:
-            try:
-                rows = self.task.held_out(self.config.eval_samples, length=self.length)
-                break
-            except LengthError as error:
-                if self.config.eval_length is not None or self.length // 2 < self.config.length.max:
-                    raise LengthError(
-                        f"validation rows of {self.length} tokens cannot be made: {error}"
-                    ) from error
-                self.length //= 2
-        if self.length < wanted and processes.is_main():
-            logger.warning(
-                f"the validation data has no row of {wanted:,} tokens: the loss is measured on "
-                f"rows of {self.length:,}"
-            )
-        return rows
-
-    @torch.no_grad()
-    def _measure(self, objective: Objective, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         device = next(objective.parameters()).device
         n_parts, count = len(self.edges) - 1, self.config.per_device_train_batch_size
         names = sorted(self.task.score(self.rows.row(0).targets, self.rows.row(0)))
@@ -190,6 +141,9 @@ class Validation:
         for name, right, of in zip(names, *whole[2 * n_parts :].view(2, -1).tolist(), strict=True):
             if of:
                 values[f"eval_{name}"] = right / of
+        loss = values["eval_loss"]
+        if math.isfinite(loss) and (self.best is None or loss < self.best.loss):
+            self.best = Best(step, loss)
         return values
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -218,15 +172,11 @@ def _refuse_overlap(training: Task, validation: Task) -> None:
     if not isinstance(training, Text) or not isinstance(validation, Text):
         return
     one, other = training.documents, validation.documents
-    if one.corpus.header.sha256 == other.corpus.header.sha256:
-        if {one.part, other.part} != {"training", "held_out"}:
-            raise UserError(
-                "validation reads the data that the run trains on: set validation=held_out, or "
-                "give it data of its own"
-            )
-        return
-    both: set[Any] = {*one.corpus.header.sources} & {*other.corpus.header.sources}
-    if both:
+    same = one.corpus.header.sha256 == other.corpus.header.sha256
+    both = {*one.corpus.header.sources} & {*other.corpus.header.sources}
+    divided = same and {one.part, other.part} == {"training", "held_out"}
+    if (same or both) and not divided:
         raise UserError(
-            f"validation reads {min(both)}, which the run trains on: give it data of its own"
+            f"validation reads {min(both, default='the data')}, which the run trains on: set "
+            "validation=held_out, or give it data of its own"
         )

@@ -31,23 +31,14 @@ LIMIT = 100  # seconds that anything may take
 
 
 class Fork:
-    """`longrnn …` as a process; its output goes to files in `folder`.
+    """`longrnn …` as a process; its output goes to files in `folder`."""
 
-    `before` is a function of a module, which the process calls first.
-    """
-
-    def __init__(
-        self,
-        *arguments: str | Path,
-        folder: Path,
-        before: Callable[[], None] | None = None,
-        **environment: str,
-    ) -> None:
+    def __init__(self, *arguments: str | Path, folder: Path, **environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._out, self._err = folder / "out", folder / "err"
         variables = {**ENVIRONMENT, **environment}
         self.process: ForkServerProcess = SERVER.Process(
-            target=_main, args=([*map(str, arguments)], self._out, self._err, variables, before)
+            target=_main, args=([*map(str, arguments)], self._out, self._err, variables)
         )
         self.process.start()
 
@@ -82,20 +73,12 @@ class Fork:
         return self.process.exitcode
 
 
-def _main(
-    arguments: list[str],
-    out: Path,
-    err: Path,
-    environment: dict[str, str],
-    before: Callable[[], None] | None,
-) -> None:
+def _main(arguments: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.argv = ["longrnn", *arguments]
-    if before is not None:
-        before()
     from longrnn.cli.app import run as run_command
 
     run_command()
@@ -104,18 +87,12 @@ def _main(
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """One process, to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        process = Fork(*arguments, folder=Path(folder), before=None, **environment)
+        process = Fork(*arguments, folder=Path(folder), **environment)
         code = process.end()
         return subprocess.CompletedProcess(arguments, code, process.out, process.err)
 
 
-def group(
-    *arguments: str | Path,
-    folder: Path,
-    size: int,
-    before: Callable[[], None] | None = None,
-    **environment: str,
-) -> list[Fork]:
+def group(*arguments: str | Path, folder: Path, size: int, **environment: str) -> list[Fork]:
     """Processes that gloo joins, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -123,15 +100,12 @@ def group(
     world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": port, **environment}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [
-        Fork(*arguments, folder=folder / own["RANK"], before=before, **world, **own)
-        for own in ranks
-    ]
+    return [Fork(*arguments, folder=folder / own["RANK"], **world, **own) for own in ranks]
 
 
 def pair(*arguments: str | Path, folder: Path, **environment: str) -> list[Fork]:
     """Two processes that gloo joins, as a launcher starts them."""
-    return group(*arguments, folder=folder, size=2, before=None, **environment)
+    return group(*arguments, folder=folder, size=2, **environment)
 
 
 def rows(output: Path) -> int:

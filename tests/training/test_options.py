@@ -12,7 +12,8 @@ import torch
 from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.training.config import TrainConfig, read_config, split_values
+from longrnn.training.config import TrainConfig, read_config
+from longrnn.training.grid import split_values
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -111,6 +112,8 @@ def test_overrides(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming("max_steps", "many")):
         read_config("reverse_small", ["max_steps=many"])
     assert split_values("1e-3,[1,2],{a: 1, b: 2}") == ["1e-3", "[1,2]", "{a: 1, b: 2}"]
+    assert split_values("none,sliding_window(window=8, sinks=4)")[0] == "none"
+    assert all(field.description for field in TrainConfig.model_fields.values())
     held = tiny("streams", tmp_path, validation="held_out")
     assert isinstance(held.validation, dict)
     assert (held.task["part"], held.validation["part"]) == ("training", "held_out")

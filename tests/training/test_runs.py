@@ -27,8 +27,6 @@ from tests.training.runs import (
     crash,
     last_checkpoint,
     metrics,
-    signal_after,
-    start,
     tiny,
     write_config,
 )
@@ -58,7 +56,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("kind", ["carry", "streams", "pass"])
+@pytest.mark.parametrize("kind", ["carry", "streams"])
 def test_recomputed_activations_have_the_same_bits(kind: str, way: str, tmp_path: Path) -> None:
     """Weights, optimizer, carried states and metrics do not change."""
     how = {"max_steps": 4, "per_device_train_batch_size": 8}
@@ -80,6 +78,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     branch = train(None, f"output_dir={tmp_path / 'three'}", resume=origin)
     assert branch.model().fingerprint() == weights[0]
     assert [row["step"] for row in branch.rows] == [6, 9, 10]
+    still = ["weight_decay=0.5", "max_steps=5", "learning_rate_scale={'*.A_log': 1e-9}"]
+    branch = train(None, f"output_dir={tmp_path / 'still'}", *still, resume=origin)
+    before, after = (model.state_dict() for model in (load(origin), branch.model()))
+    moved = {name for name in after if (after[name] - before[name]).abs().max() > 1e-6}
+    assert moved == {name for name in after if not name.endswith("A_log")}
     for names, overrides, place in (
         (["output_dir"], [], origin),
         (["output_dir"], [f"output_dir={tmp_path / 'four'}"], tmp_path / "one"),
@@ -129,19 +132,12 @@ def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
         train(None, "max_steps=6", resume=tmp_path / "two")
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({}, ["--resume"]),
-        ({"max_steps": 20}, ["--resume"]),
-    ],
-)
-def test_a_folder_holds_one_run(changes: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     """A folder with something in it is not overwritten."""
     run(tiny("reverse", tmp_path / "run", max_steps=3))
     before = (tmp_path / "run/model.safetensors").read_bytes()
-    with pytest.raises(UserError, match=naming(str(tmp_path / "run"), *names)):
-        run(tiny("reverse", tmp_path / "run", **changes))
+    with pytest.raises(UserError, match=naming(str(tmp_path / "run"), "--resume")):
+        run(tiny("reverse", tmp_path / "run"))
     assert (tmp_path / "run/model.safetensors").read_bytes() == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("mine")
@@ -155,11 +151,11 @@ def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: P
     long = {"max_steps": 60, "save_steps": 30, "logging_steps": 1}
     run(tiny("reverse", tmp_path / "one", **long))
     path = write_config(tiny("reverse", tmp_path / "two", **long), tmp_path / "config.yaml")
-    process = start("train", path, "--quiet")
-    signal_after(process, tmp_path / "two/metrics.jsonl", number, lines=3)
-    out, err = process.communicate()
-    assert process.returncode == (0 if number == signal.SIGTERM else 130), err
-    assert f"longrnn train --resume {tmp_path / 'two'}" in out + err
+    process = Fork("train", path, "--quiet", folder=tmp_path / "log")
+    assert process.when(lambda: forks.rows(tmp_path / "two") >= 3)
+    process.send(number)
+    assert process.end() == (0 if number == signal.SIGTERM else 130), process.err
+    assert f"longrnn train --resume {tmp_path / 'two'}" in process.out + process.err
     assert last_checkpoint(tmp_path / "two").is_dir()
     train(None, resume=tmp_path / "two")
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -184,21 +180,6 @@ def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "one", folder)
     assert not list(folder.glob(".checkpoint-*"))
-
-
-def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    """A second process that trains into the folder is refused, and the first one is named."""
-    config = tiny("reverse", tmp_path / "run", max_steps=4000, logging_steps=1)
-    path = write_config(config, tmp_path / "config.yaml")
-    process = start("train", path, "--quiet")
-    try:
-        signal_after(process, tmp_path / "run/metrics.jsonl", signal.SIGCONT, lines=1)
-        with pytest.raises(UserError, match=naming(process.pid, "output_dir")):
-            train(None, resume=tmp_path / "run")
-    finally:
-        process.kill()
-        process.communicate()
-    assert train(None, "max_steps=40", resume=tmp_path / "run").rows[-1]["step"] >= 40
 
 
 def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -274,13 +255,3 @@ def test_the_end_of_a_tracker(tmp_path: Path) -> None:
     assert list((tmp_path / "run").rglob("events.*"))
     with pytest.raises(UserError, match=naming("report_to")):
         run(tiny("reverse", tmp_path / "other", report_to="mlflow"))
-
-
-def test_help_lists_every_key() -> None:
-    """The table of the keys is that of the model."""
-    from longrnn.training.config import TrainConfig
-
-    done = forks.run("train", "--help-config")
-    for name, field in TrainConfig.model_fields.items():
-        assert f"| `{name}` |" in done.stdout
-        assert field.description

@@ -66,33 +66,22 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_near(actual[name], value, 1e-10, name, scale=scale)
 
 
+STARTS = {1: [False, True, False], 2: [True, False, False], 3: [False, True, False]}
+
+
 @cells
-@pytest.mark.parametrize("position", ["none", "sinusoidal"])
-def test_k_segments_are_one_long_call(mixer: str, position: str) -> None:
-    """The gradient through k segments equals that of one long call."""
+@pytest.mark.parametrize(("position", "starts"), [("none", {}), ("sinusoidal", STARTS)])
+def test_segments_are_one_long_call_per_document(
+    mixer: str, position: str, starts: dict[int, list[bool]]
+) -> None:
+    """The gradient through k segments is that of one call, and of each document by itself.
+
+    With STARTS, row 0 begins a document with segment 2, row 1 with segments 1 and 3, row 2 none.
+    """
     model = build_model(mixer, position)
     tokens = random_tokens(ROWS, K * LENGTH + 1)
-    state = differentiable(random_state(model, ROWS))
-    # The first segment starts where the initial state says, is_document_start or not.
-    output = Objective(model)(segments(tokens, {0: [True] * ROWS}), state)
-    loss, after = summed(model, tokens, state)
-    loss = loss / (ROWS * K * LENGTH)
-    assert_near(output.loss, loss, 1e-12)
-    compare(gradients(model, output.loss, state), gradients(model, loss, state))
-    for (name, ours), (_, theirs) in zip(leaves(output.state), leaves(after), strict=True):
-        assert_near(ours, theirs, 1e-10, name)
-    assert len(output.predictions) == K
-
-
-@cells
-def test_resets_inside_a_step_are_exact(mixer: str) -> None:
-    """Loss and gradient of a document do not depend on the document before it.
-
-    Row 0 begins a document with segment 2, row 1 with segments 1 and 3, row 2 none.
-    """
-    model = build_model(mixer, "sinusoidal")
-    tokens = random_tokens(ROWS, K * LENGTH + 1)
-    is_document_start = {1: [False, True, False], 2: [True, False, False], 3: [False, True, False]}
+    # The first segment starts where the initial state says, document start or not.
+    is_document_start = {0: [True] * ROWS, **starts}
     state = differentiable(random_state(model, ROWS))
     output = Objective(model)(segments(tokens, is_document_start), state)
 

@@ -1,0 +1,292 @@
+"""The states from which training rows start (arXiv 2507.02782; 2410.07145 for carried ones).
+
+Notable choices:
+- Random choices are a function of (seed, step, micro-batch, row of the global batch), and what a
+  policy remembers is in `content`, which goes into checkpoints: a resumed run is identical bit for
+  bit.
+- A state is passed on as a whole: hidden and cell vectors, the state of the recurrence and that of
+  the convolution. It is always detached: no gradient reaches an earlier step.
+- Rows are selected by `torch.where` (`state.reset`): no NaN or infinity survives a zero start, and
+  a row whose state holds one starts from zero.
+- Positions start at 0 in every row, except where a state is carried: there, they continue.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from longrnn.data import Batch
+from longrnn.registry import Registry
+from longrnn.seeds import mix, seeded
+from longrnn.state import LMState, PyTree, detach, leaves, reset, take, tree_map, unflatten
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Context(NamedTuple):
+    """What a policy knows about its run.
+
+    Attributes:
+        init_state: returns the zero states of a number of rows, on the run's device.
+        seed: of the run.
+        rank: of this process.
+        world_size: number of processes, each with the same number of rows.
+        total: sums a tensor over processes.
+    """
+
+    init_state: Callable[[int], LMState]
+    seed: int
+    rank: int
+    world_size: int
+    total: Callable[[Tensor], Tensor]
+
+
+class InitialState(ABC):
+    """A policy: from which state each training row starts.
+
+    Args of every member's constructor: `context`; options are keyword-only.
+
+    Attributes:
+        streams: whether rows are streams: consecutive segments of documents.
+        whole_states: whether states are zero or reached by reading tokens, with all that a
+            mitigation remembers of them.
+    """
+
+    streams = False
+    whole_states = True
+
+    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
+        self.context, self.zero_share = context, zero_share
+
+    def before(self, batch: Batch, step: int, micro: int) -> LMState:
+        """The states from which the rows of a micro-batch start."""
+        rows = len(batch.tokens)
+        zero = self.context.init_state(rows)
+        # The seed depends on the row's index in the global batch, not on the number of processes.
+        first = self.context.rank * rows
+        seeds = [mix(self.context.seed, step, micro, first + row) for row in range(rows)]
+        state = self._draw(zero, batch.begins, seeds, micro)
+        zeros = [random.Random(seed).random() < self.zero_share for seed in seeds]
+        return reset(state, zero, torch.tensor(zeros).to(zero.position.device) | ~_finite(state))
+
+    def after(self, state: LMState, micro: int) -> None:  # noqa: B027 (most remember nothing)
+        """Receives the states after the last tokens of a micro-batch."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Makes carried rows start from zero: a batch between them and their state was left out."""
+
+    def content(self) -> dict[str, Tensor]:
+        """The remembered tensors, on the CPU; `restore` reads them back."""
+        return {}
+
+    def restore(self, content: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Restores what `content` returned."""
+
+    @abstractmethod
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        """The states of rows that do not start from zero.
+
+        Args:
+            zero: the zero states of the rows.
+            starts: `(b,)` bool, rows that begin a document, see `Batch.begins`.
+            seeds: one per row.
+            micro: index of the micro-batch.
+        """
+
+
+INITIAL_STATES: Registry[InitialState] = Registry("initial state")
+
+
+@INITIAL_STATES.register("zero")
+class Zero(InitialState):
+    """Every row starts from zero."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, zero_share=1.0)
+
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        return zero
+
+
+class Remembering(InitialState):
+    """A policy that remembers the final states of the last step, one per micro-batch."""
+
+    def __init__(self, context: Context, *, zero_share: float) -> None:
+        super().__init__(context, zero_share=zero_share)
+        self.states: dict[int, LMState] = {}
+
+    def after(self, state: LMState, micro: int) -> None:
+        self.states[micro] = detach(state)
+
+    def forget(self) -> None:
+        self.states.clear()
+
+    def content(self) -> dict[str, Tensor]:
+        return {
+            f"{micro}/{name}": leaf.cpu()
+            for micro, state in self.states.items()
+            for name, leaf in leaves(state)
+        }
+
+    def restore(self, content: Mapping[str, Tensor]) -> None:
+        for micro in sorted({int(name.split("/")[0]) for name in content}):
+            like = self.context.init_state(len(content[f"{micro}/position"]))
+            kept = [content[f"{micro}/{n}"].to(leaf.device) for n, leaf in leaves(like)]
+            self.states[micro] = unflatten(like, kept)
+
+
+@INITIAL_STATES.register("carry")
+class Carry(Remembering):
+    """Truncated backpropagation through time: rows are streams that continue where they stopped.
+
+    Args:
+        context: of the run.
+        zero_share: share of segments that start from zero in the middle of a document.
+    """
+
+    streams = True
+
+    def __init__(self, context: Context, *, zero_share: Share = 0.0) -> None:
+        super().__init__(context, zero_share=zero_share)
+
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        return reset(self.states.get(micro, zero), zero, starts)
+
+
+@INITIAL_STATES.register("pass")
+class Pass(Remembering):
+    """State passing: independent rows start from the final states of the previous batch, shuffled.
+
+    Rows are shuffled within each process, so that no state moves to another one: a run on two
+    processes differs from a run on one process with twice the batch.
+
+    Args:
+        context: of the run.
+        zero_share: share of rows that start from zero.
+    """
+
+    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
+        super().__init__(context, zero_share=zero_share)
+
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        if micro not in self.states:
+            return zero
+        last = self.states[micro]
+        order = torch.randperm(len(last.position), generator=seeded(seeds[0]))
+        return take(last, order)._replace(position=zero.position)
+
+
+@INITIAL_STATES.register("fitted_noise")
+class FittedNoise(InitialState):
+    """Normal noise with the running mean and standard deviation of final states.
+
+    Both are taken for each layer and head of a recurrence's state `(b, h, p, n)`, and for each
+    layer and unit of any other vector. Until the first step has ended, rows start from zero.
+
+    Args:
+        context: of the run.
+        zero_share: share of rows that start from zero.
+        momentum: weight of the past when a batch is added to the running moments.
+    """
+
+    whole_states = False
+
+    def __init__(
+        self, context: Context, *, zero_share: Share = 0.1, momentum: Momentum = 0.99
+    ) -> None:
+        super().__init__(context, zero_share=zero_share)
+        self.momentum = momentum
+        # By leaf: running means of x and x², `(2, units)` float64, both too small by `weight`.
+        self.moments: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def after(self, state: LMState, micro: int) -> None:
+        found = {name: _moments(leaf.detach()) for name, leaf in leaves(state.layers)}
+        flat = torch.cat([pair.flatten() for pair in found.values()])
+        flat = self.context.total(flat) / self.context.world_size
+        if not bool(flat.isfinite().all()):
+            return  # the moments of a failed step are not used
+        parts = flat.split([pair.numel() for pair in found.values()])
+        for (name, pair), part in zip(found.items(), parts, strict=True):
+            before = self.moments.get(name, torch.zeros_like(pair))
+            self.moments[name] = before.lerp(part.view_as(pair), 1 - self.momentum)
+        self.weight += (1 - self.weight) * (1 - self.momentum)
+
+    def content(self) -> dict[str, Tensor]:
+        weight = torch.tensor(self.weight, dtype=torch.float64)
+        return {"weight": weight} | {name: pair.cpu() for name, pair in self.moments.items()}
+
+    def restore(self, content: Mapping[str, Tensor]) -> None:
+        device = self.context.init_state(1).position.device
+        self.moments = {n: pair.to(device) for n, pair in content.items() if n != "weight"}
+        self.weight = float(content["weight"])
+
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        if not self.moments:
+            return zero
+        drawn = []
+        for name, noise in leaves(_noise(zero.layers, seeds)):
+            mean, square = self.moments[name] / self.weight
+            deviation = (square - mean.square()).clamp(min=0).sqrt()
+            mean, deviation = (_spread(values, noise) for values in (mean, deviation))
+            drawn.append(noise * deviation + mean)
+        return zero._replace(layers=unflatten(zero.layers, drawn))
+
+
+@INITIAL_STATES.register("random_noise")
+class RandomNoise(InitialState):
+    """Normal noise of mean 0 and standard deviation `std` in every entry of every state.
+
+    Args:
+        context: of the run.
+        zero_share: share of rows that start from zero.
+        std: the standard deviation.
+    """
+
+    whole_states = False
+
+    def __init__(self, context: Context, *, zero_share: Share = 0.1, std: Deviation = 0.1) -> None:
+        super().__init__(context, zero_share=zero_share)
+        self.std = std
+
+    def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+        layers = tree_map(lambda leaf: self.std * leaf, _noise(zero.layers, seeds))
+        return zero._replace(layers=layers)
+
+
+def _noise(like: PyTree, seeds: Sequence[int]) -> PyTree:
+    """Standard normal entries in the shape of `like`, each row from its own seed."""
+
+    def row(seed: int) -> PyTree:
+        draw = seeded(seed, next(leaf.device for _, leaf in leaves(like)))
+        return tree_map(lambda leaf: torch.empty_like(leaf[0]).normal_(generator=draw), like)
+
+    return tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
+
+
+def _moments(leaf: Tensor) -> Tensor:
+    """Means of x and x² for each head of `(b, h, p, n)`, or unit of `(…, d)`: `(2, units)`."""
+    kept = 1 if leaf.ndim == 4 else leaf.ndim - 1
+    others = [axis for axis in range(leaf.ndim) if axis != kept]
+    wide = leaf.double()
+    return torch.stack([wide.mean(others), wide.square().mean(others)])
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    """`(units,)` reshaped to broadcast against `like`; undoes the reduction of `_moments`."""
+    return values.view((-1, 1, 1) if like.ndim == 4 else (-1,)).to(like.dtype)
+
+
+def _finite(state: LMState) -> Tensor:
+    """`(b,)` bool: rows without NaN and infinity."""
+    rows = [x.isfinite().reshape(len(x), -1).all(1) for _, x in leaves(state)]
+    return torch.stack(rows).all(0)
