@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.errors import UserError
 from longrnn.files import (
-    check_name,
     file_name,
     leftovers,
     naming,
@@ -132,23 +130,6 @@ def test_sha256(tmp_path: Path) -> None:
     assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     path.write_bytes(b"0123456789" * 100_000)
     assert sha256(path) == hashlib.sha256(b"0123456789" * 100_000).hexdigest()
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "...", " ", "a/b", "/tmp", "..\\x", "a\0b", "CON", "nul.txt", "x" * 101]
-)
-def test_names_that_mean_another_place_are_refused(name: str) -> None:
-    """A name that the user gave never leaves the folder that its file belongs in."""
-    with pytest.raises(UserError):
-        check_name(name, "a suite")
-
-
-@pytest.mark.parametrize("name", ["books", "in book text", "a.b", "ü", "v1+x=2"])
-def test_names_of_files_are_accepted(name: str) -> None:
-    """Names that people give."""
-    assert check_name(name, "a suite") == name
-    with pytest.raises(UserError):
-        check_name(name, "a suite", [name])
 
 
 def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 
-NO_KIND = "a shape is described by a mapping with 'kind', one of"
+NO_KIND = "the shape is described by a mapping with 'kind', one of"
 
 
 class Shape:
@@ -161,7 +161,7 @@ def test_options_of_the_members(registry: Registry) -> None:
     for kind, member in registry.items():
         defaults = member.__init__.__kwdefaults__ or {}
         assert defaults.keys() == keyword_options(member).keys(), kind
-        assert registry.check(kind, defaults) == defaults, kind
+        assert registry.complete({"kind": kind, **defaults}) == {"kind": kind, **defaults}
 
 
 def test_families() -> None:

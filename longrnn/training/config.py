@@ -269,9 +269,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a training configuration; a changed kind drops the options that it does not have.
 
     Raises:
-        UserError: see `longrnn.config.load_config`.
+        UserError: no such file, or as `longrnn.config.build_config`.
     """
-    return with_overrides(load_config(dict[str, Any], path), overrides, source=str(path))
+    return with_overrides(load_config(path), overrides, source=str(path))
 
 
 def configured(
