@@ -81,7 +81,7 @@ def command(
 
 
 # Fields that are arguments instead of options.
-ARGUMENTS = ("checkpoints", "checkpoint", "source", "destination")
+ARGUMENTS = ("checkpoints", "checkpoint", "source", "destination", "data")
 
 
 def flag(name: str, field: FieldInfo) -> str:

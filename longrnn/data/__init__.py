@@ -9,5 +9,4 @@ from longrnn.data.batch import Task as Task
 from longrnn.data.passkey import Passkey as Passkey
 from longrnn.data.sequences import SequenceTask as SequenceTask
 from longrnn.data.text import Instruct as Instruct
-from longrnn.data.text import PlainText as PlainText
 from longrnn.data.text import Text as Text

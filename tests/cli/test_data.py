@@ -61,7 +61,7 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
         (["new", "organisation/name/more"], "no file organisation/name/more"),
         (["new", "--append-eos", texts[0]], "the tokenizer has no end-of-sequence token"),
         (
-            ["new", "--instruct", "--no-append-eos", texts[0]],
+            ["new", "--instruct", texts[0]],
             "is a text and rows with prompts and answers are needed",
         ),
         (["new", texts[0], "binary"], "binary is binary (a NUL at byte 4)"),
@@ -69,7 +69,7 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
         (["new", "empty.txt"], "no document has 2 tokens or more"),
         (["new", "--min-length", "4k", texts[0]], "no document has 4096 tokens or more"),
         (["new", "--min-length", "0", texts[0]], "'0' is not a valid length"),
-        (["new", "--split-on", "", texts[0]], "a split_on that is not empty"),
+        (["new", "--split-on", "", texts[0]], "--split-on"),
         (["new", "--split-on", "<end>", texts[0]], "'<end>' is in none of the files"),
         (["new", "--tokenizer", "gpt9", texts[0]], "no tokenizer at gpt9"),
         (["binary/new", texts[0]], "choose another folder"),

@@ -17,7 +17,7 @@ from tests.training.runs import assert_equal
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"data": TEXTS},
-    "instruct": {"data": "pairs.jsonl", "append_eos": False},
+    "instruct": {"data": "pairs.jsonl"},
     "passkey": {"max_segments": 3},
     "reverse_variable": {"min_length": 3},
 }
@@ -83,7 +83,7 @@ def test_perfect_predictions_score_perfectly(kind: str) -> None:
         ({"kind": "text", "data": TEXTS, "part": "held"}, ["part", "held_out"]),
         ({"kind": "text", "data": TEXTS, "splt": "x"}, ["splt", "split"]),
         ({"kind": "text", "data": TEXTS, "append_eos": True}, ["end-of-sequence"]),
-        ({"kind": "instruct", "data": TEXTS[0], "append_eos": False}, ["prompts", ".jsonl"]),
+        ({"kind": "instruct", "data": TEXTS[0]}, ["prompts", ".jsonl"]),
         ({"kind": "copy", "vocab_size": 1}, ["vocab_size"]),
     ],
 )

@@ -11,10 +11,9 @@ import pytest
 
 from longrnn.data import build as building
 from longrnn.data.build import build
-from longrnn.data.sources import Reading
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer
+from longrnn.text import ByteTokenizer, Reading
 from tests.refusals import naming
 
 TEXTS = ["one", "two two", "drei\n\n"]
@@ -81,7 +80,7 @@ def test_files_and_folders_of_text() -> None:
 def test_prompts_and_answers() -> None:
     """The tokens of a completion are marked, and no others."""
     source = write("jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
-    assert documents(source, answers=True) == ["2+2=4", "3+3=6!"]
+    assert documents(source, instruct=True) == ["2+2=4", "3+3=6!"]
     found = Corpus(sorted(Path().glob("corpus*"))[-1])
     assert found.scored is not None
     assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
@@ -106,12 +105,12 @@ def test_conversations() -> None:
     roles = ("user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "wxyz", strict=True)]
     source = write("jsonl", [{"messages": messages}])
-    assert documents(source, tokenizer=Chat(), answers=True) == ["qwaXqyaZ"]
+    assert documents(source, tokenizer=Chat(), instruct=True) == ["qwaXqyaZ"]
     with pytest.raises(UserError, match=naming("template", "prompt")):
-        documents(source, answers=True)
+        documents(source, instruct=True)
     broken = write("jsonl", [{"messages": [{"role": "user"}]}])
     with pytest.raises(UserError, match=naming("row 1", "content")):
-        documents(broken, tokenizer=Chat(), answers=True)
+        documents(broken, tokenizer=Chat(), instruct=True)
 
 
 @pytest.mark.parametrize(

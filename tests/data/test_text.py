@@ -13,9 +13,8 @@ import torch
 
 from longrnn.data import TASKS, UNSCORED, Batch, Text
 from longrnn.data.build import corpus_of
-from longrnn.data.sources import Reading
 from longrnn.errors import LengthError, UserError
-from longrnn.text import ByteTokenizer
+from longrnn.text import ByteTokenizer, Reading
 from tests.data.drawings import drawing
 from tests.refusals import naming
 
@@ -144,7 +143,7 @@ def answers(folder: Path) -> Path:
 
 
 def instruct_task(answers: Path) -> Any:
-    return TASKS.build({"kind": "instruct", "data": str(answers), "append_eos": False}, None)
+    return TASKS.build({"kind": "instruct", "data": str(answers)}, None)
 
 
 def test_only_answers_are_scored(answers: Path) -> None:
