@@ -10,8 +10,8 @@ import pytest
 
 from longrnn.cells import MIXERS
 from longrnn.config import Options, build_config, dump_config, load_config
-from longrnn.errors import UserError, nearest
-from longrnn.training.config import TrainConfig, read_config
+from longrnn.errors import UserError
+from longrnn.training.config import read_config
 from tests.refusals import naming
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
@@ -149,23 +149,8 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("key", ["length.max", "eval_length", "task.max_tokens"])
-def test_numbers_of_tokens_are_lengths(key: str) -> None:
-    """`2k` is 2048 in a file and in an override."""
-    how = {"task": {"kind": "text", "data": "a"}}
-    found = build_config(TrainConfig, how, [f"{key}=2k"]).model_dump()
-    *above, last = key.split(".")
-    assert (found[above[0]] if above else found)[last] == 2048
-
-
 def test_options_of_a_kind_are_numbers_and_words() -> None:
     """A NaN or a boolean for an option of a cell is refused."""
     for options in ({"dt_min": "nan"}, {"A_init": [1, float("nan")]}, {"init": False}):
         with pytest.raises(UserError, match="option '(dt_min|A_init|init)'"):
             MIXERS.complete({"kind": "mamba2", **options})
-
-
-def test_the_nearest_name() -> None:
-    """The nearest name is suggested, or all names if none is near."""
-    assert "mamba2" in nearest("mamba", ["lstm", "mamba2"])
-    assert nearest("zzz", ["lstm", "gru"]) == "known: gru, lstm"

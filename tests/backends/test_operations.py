@@ -288,34 +288,6 @@ def test_window(w: int, starts: bool, dtype: torch.dtype) -> None:
         assert_near(found, [torch.stack(wanted, 1), state], TOLERANCE[dtype])
 
 
-def test_window_remembers_what_was_read_and_not_its_length() -> None:
-    """The memory of a window much longer than the text is that of the text."""
-    inputs, _ = inputs_of((1, 50, 2, 3, 1, 5), torch.float32)
-    _, recent = windowed(inputs, no_tokens(inputs, 1), 10**8, TORCH.scan)
-    assert recent.x.entries.shape[1] == 50
-
-
-def test_window_has_gradients_through_what_it_remembers() -> None:
-    """The gradient of a later call reaches the inputs of an earlier one."""
-    inputs, _ = inputs_of((2, 60, 2, 3, 1, 5), torch.float64)
-
-    def run(sizes: Sequence[int]) -> Callable[..., Any]:
-        def call(*tensors: Tensor) -> list[Tensor]:
-            given, start, outputs = ScanInputs(*tensors), 0, []
-            recent = no_tokens(given, 2)
-            for size in sizes:
-                part = given.slice(start, start + size)
-                y, recent = windowed(part, recent, 9, TORCH.scan)
-                outputs.append(y)
-                start += size
-            return [torch.cat(outputs, 1), state_of(recent, given)]
-
-        return call
-
-    found = results(run([17, 1, 20, 22]), *inputs, gradients=True)
-    assert_near(found, results(run([60]), *inputs, gradients=True), 1e-10)
-
-
 def test_choice_of_a_backend() -> None:
     """`auto` takes what covers the call; a named backend is used or refused with the reason."""
     inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)

@@ -20,14 +20,12 @@ from longrnn.state import LMState
 from tests.contracts.builders import (
     assert_near,
     assert_trees_equal,
-    build_mitigated,
     build_model,
     mitigation_spec,
     random_tokens,
     random_tree,
-    spec_id,
 )
-from tests.contracts.subjects import DEFINED, Subject, assert_same, every_subject, outcome, started
+from tests.contracts.subjects import Subject, every_subject, outcome, started
 from tests.devices import GPU
 
 pytestmark = pytest.mark.core
@@ -158,25 +156,6 @@ def test_copies_compute_the_same(subject: Subject, duplicate: Callable[..., Recu
         other.embedding.weight.add_(1)
         changed = not torch.equal(model(TOKENS, state).logits, expected.logits)
         assert changed == (duplicate is copy.copy)
-
-
-@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
-def test_weights_of_one_call_are_used_by_this_call(spec: Any, mixer: Any) -> None:
-    """`functional_call` and `torch.func.grad` work on a mitigated model."""
-    ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
-    before, state = run(ours), started(rebuilt, 2)
-    weights = {name: one.detach() for name, one in rebuilt.named_parameters()}
-
-    def given(weights: dict[str, Tensor]) -> LMOutput:
-        return torch.func.functional_call(ours, weights, (TOKENS, state))
-
-    assert_near(given(weights).logits, rebuilt(TOKENS, state).logits, 1e-12)
-    assert_trees_equal(run(ours), before)
-    found = torch.func.grad(lambda one: given(one).logits.square().sum())(weights)
-    loss = rebuilt(TOKENS, state).logits.square().sum()
-    wanted = torch.autograd.grad(loss, list(rebuilt.parameters()))
-    pairs = zip(rebuilt.named_parameters(), wanted, strict=True)
-    assert_same(found, {name: one for (name, _), one in pairs}, torch.float64)
 
 
 def test_a_mitigation_serves_models_in_inference_mode_and_in_training() -> None:

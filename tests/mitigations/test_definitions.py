@@ -347,22 +347,6 @@ def test_what_has_no_meaning_together_is_refused(first: str, second: str, heads:
     build_model().under(apart)(random_tokens(1, 3))
 
 
-def outputs(*specs: Spec) -> Tensor:
-    return build_mitigated(specs)(random_tokens(2, 40)).logits
-
-
-def test_the_filter_compares_steps_scaled_by_earlier_members() -> None:
-    """`scale_delta` before the filter changes what it compares; scaling rates does not."""
-    threshold, scaled = mitigation_spec("token_filter"), mitigation_spec("scale_delta")
-    after = outputs(scaled, threshold)
-    assert not torch.allclose(after, outputs(threshold, scaled))
-    lower = threshold | {"threshold": threshold["threshold"] / scaled["scale"]}
-    torch.testing.assert_close(after, outputs(lower, scaled), rtol=1e-11, atol=1e-12)
-    for kind in ("scale_decay", "power_decay", "forget_more"):
-        other = mitigation_spec(kind)
-        torch.testing.assert_close(outputs(other, threshold), outputs(threshold, other))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=spec_id)
 def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
     """In all heads: dt itself is compared. The memory of the head does not change."""
@@ -381,19 +365,6 @@ def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
             ours = model.under(mitigation({"kind": "token_filter", "threshold": threshold}))
             after = ours.memories(ours(tokens, state).state)[0]
             assert torch.equal(after[:, head], before[:, head]) == ignored
-
-
-def test_power_decay_gradient_has_the_factor() -> None:
-    """The gradient of A_log is s times that of a model whose rates are the powers."""
-    direct, scale, tokens = build_model(), 3.0, random_tokens(2, 23)
-    ours = build_mitigated([{"kind": "power_decay", "scale": scale}])
-    with torch.no_grad():
-        for mixer in direct.cells:
-            mixer.A_log.mul_(scale)  # type: ignore[union-attr]
-    found = gradients(ours(tokens).logits, parameters(ours))
-    for name, gradient in gradients(direct(tokens).logits, parameters(direct)).items():
-        factor = scale if name.endswith("A_log") else 1.0
-        torch.testing.assert_close(found[name], factor * gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_options_are_frozen_values() -> None:
