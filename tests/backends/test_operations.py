@@ -214,6 +214,23 @@ def cell_arguments(
     return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
 
 
+def layer(
+    projected: Tensor, weights: Weights, state: Mamba2State
+) -> tuple[list[Tensor], Callable[[Backend], Callable[..., list[Tensor]]]]:
+    """Tensors of a Mamba-2 layer, and its cell as a function of them, given a backend."""
+    named = {name: one for name, one in weights._asdict().items() if isinstance(one, Tensor)}
+
+    def run(ops: Backend) -> Callable[..., list[Tensor]]:
+        def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
+            changed = weights._replace(**dict(zip(named, tensors, strict=True)))
+            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
+            return [y, *after]
+
+        return call
+
+    return [projected, *state, *named.values()], run
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 131])
@@ -221,23 +238,10 @@ def cell_arguments(
 @pytest.mark.parametrize("ops", [CPU, CPU_GRADIENTS, CPU.composed()], ids=["cpu", "grad", "parts"])
 def test_cell(ops: Backend, sizes: Any, tokens: int, dtype: torch.dtype) -> None:
     """The layer between its projections, fused and composed of its parts."""
-    projected, weights, state = cell_arguments(dtype, tokens=tokens, sizes=sizes)
-    bias = [] if weights.conv_bias is None else [weights.conv_bias]
-
-    def run(ops: Backend) -> Callable[..., Any]:
-        def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
-            filters, *rest = tensors
-            own = dict(zip(Weights._fields[1 if bias else 2 : 6], rest, strict=True))
-            changed = weights._replace(conv_weight=filters, **own)
-            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
-            return [y, *after]
-
-        return call
-
-    given = (projected, *state, weights.conv_weight, *bias, *weights[2:6])
+    given, cell = layer(*cell_arguments(dtype, tokens=tokens, sizes=sizes))
     gradients = ops is CPU_GRADIENTS
-    found = results(run(ops), *given, gradients=gradients)
-    wanted = results(run(TORCH), *(one.double() for one in given), gradients=gradients)
+    found = results(cell(ops), *given, gradients=gradients)
+    wanted = results(cell(TORCH), *(one.double() for one in given), gradients=gradients)
     assert_near(found, wanted, TOLERANCE[dtype] * (20 if gradients else 1))
 
 
