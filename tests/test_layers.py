@@ -111,7 +111,7 @@ def test_import_is_light() -> None:
     script = (
         "import sys, longrnn\n"
         "assert 'RecurrentLM' in dir(longrnn) and longrnn.__version__\n"
-        "heavy = {'torch', 'numpy', 'omegaconf', 'transformers', 'accelerate', 'matplotlib'}\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'transformers', 'accelerate', 'matplotlib'}\n"
         "print(*sorted(heavy & sys.modules.keys()))\n"
     )
     done = subprocess.run(
