@@ -118,7 +118,7 @@ def test_every_file_of_a_run_is_covered(
             path.name for path in folder.iterdir() if path.name != CHECKSUMS
         }
     for name in listed:
-        for place, bit in flips(folder / name, 60):
+        for place, bit in flips(folder / name, 6):
             assert repr(name) in str(damage(folder)), (place, bit)
     assert damage(folder) is None
 
@@ -152,7 +152,7 @@ def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
     network, path = model().eval(), tmp_path / "state"
     states.save(network(torch.arange(6)[None]).state, path, model=network)
     whole = states.load(path, network)
-    for place, bit in flips(path, 400):
+    for place, bit in flips(path, 100):
         with pytest.raises(UserError) as error:
             states.load(path, network)
         assert str(path) in str(error.value), (place, bit)
