@@ -77,13 +77,21 @@ def test_files_and_folders_of_text() -> None:
     assert documents("long.txt") == [long]
 
 
+class Ended(ByteTokenizer):
+    """A tokenizer with a token that ends a text."""
+
+    eos_id = ord("$")
+
+
 def test_prompts_and_answers() -> None:
-    """The tokens of a completion are marked, and no others."""
+    """The tokens of a completion are marked, and no others; it ends with the last token."""
     source = write("jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
     assert documents(source, instruct=True) == ["2+2=4", "3+3=6!"]
     found = Corpus(sorted(Path().glob("corpus*"))[-1])
     assert found.scored is not None
     assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert documents(source, tokenizer=Ended(), instruct=True) == ["2+2=4$", "3+3=6!$"]
+    assert documents(source, tokenizer=Ended(), instruct=True, append_eos=False)[0] == "2+2=4"
 
 
 class Chat(ByteTokenizer):

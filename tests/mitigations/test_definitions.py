@@ -202,6 +202,7 @@ CHAINS: list[list[Spec]] = [
         mitigation_spec("state_norm") | {"heads": [0, 1]},
         mitigation_spec("sliding_window") | {"heads": [2]},
     ],
+    [{"kind": "state_norm", "threshold": threshold} for threshold in (0.015, 0.4)],
 ]
 CASES = cases()
 
