@@ -108,6 +108,16 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("insert_at", [0, 1, 97, 338])
+def test_a_key_after_a_number_of_tokens(insert_at: int) -> None:
+    """So many bytes of filler are between the header and the line of the key."""
+    task, line = Passkey(), KEY_LINE.format(key="01234")
+    needle = task.needle_at("01234", insert_at, length=494)
+    text = task.tokenizer.decode(task.prompt_of([needle], 0, length=494).tolist())
+    assert text.index(line) == len(HEADER) + insert_at
+    assert task.free("01234", 494) == 494 - len(HEADER) - len(line) - len(QUESTION)
+
+
 def test_no_key_of_evaluation_is_one_of_training() -> None:
     """Training and evaluation share no key, and both use every digit at every place."""
     held_out, train = set(keys(True)), set(keys(False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from longrnn.data import build as building
+from longrnn.data import sources as reading
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
@@ -75,6 +77,21 @@ def test_files_and_folders_of_text() -> None:
     long = "".join(f" line {k}\n" if k % 7 else f"word {k}\n" for k in range(200_000))
     Path("long.txt").write_text(long)
     assert documents("long.txt") == [long]
+
+
+class Indents(ByteTokenizer):
+    """A tokenizer with one token, 1, for the end of a line and the spaces behind it."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(re.sub("\n +", "\x01", text))
+
+
+def test_long_texts_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tokenized in pieces, which begin with a line that is not indented."""
+    monkeypatch.setattr(reading, "PIECE_CHARACTERS", 50)
+    text = "a line\n  that goes on\n    and on\nthe next\n" * 20
+    Path("long.txt").write_text(text)
+    assert documents("long.txt", tokenizer=Indents()) == [re.sub("\n +", "\x01", text)]
 
 
 class Ended(ByteTokenizer):
