@@ -378,6 +378,20 @@ def test_options_are_frozen_values() -> None:
         one.threshold = 3.0  # type: ignore[union-attr, misc]
 
 
+def test_a_chain_keeps_the_order_of_its_spec() -> None:
+    """The filter compares other steps before a change of them than after it."""
+    for names in (["token_filter", "scale_delta"], ["scale_delta", "token_filter"]):
+        spec = "+".join(str(mitigation(mitigation_spec(name))) for name in names)
+        assert [part.name for part in mitigation(spec).parts()] == names
+
+
+@pytest.mark.parametrize("numbers", [[1.0], [1.0] * 3, [[1.0] * 3, 1.0], [1.0, [1.0] * 5]])
+def test_lists_for_another_model_are_refused(numbers: list[Any]) -> None:
+    """The model has two layers of four heads."""
+    with pytest.raises(UserError, match="threshold"):
+        build_model().under(mitigation({"kind": "state_norm", "threshold": numbers}))
+
+
 def test_every_mitigation_has_a_definition_and_an_effect() -> None:
     """The tables above contain every mitigation, with options that change a small model."""
     assert DEFINITIONS.keys() == MITIGATIONS.keys()
