@@ -67,25 +67,7 @@ _HOMES = {
     "train": "longrnn.training.train",
 }
 
-__all__ = [
-    "MITIGATIONS",
-    "MIXERS",
-    "POSITIONS",
-    "TASKS",
-    "LMOutput",
-    "LMState",
-    "LanguageModel",
-    "Mitigated",
-    "RecurrentConfig",
-    "RecurrentLM",
-    "__version__",
-    "evaluate",
-    "generate",
-    "load",
-    "load_tokenizer",
-    "mitigation",
-    "train",
-]
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrnn.errors import UserError
-from longrnn.files import naming, sha256, write_atomic
+from longrnn.files import sha256, write_atomic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,16 +26,15 @@ CHECKSUMS = "checksums.json"
 # What loading a model reads; pickles only where there are no safetensors.
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 PICKLES = ("pytorch_model*.bin",)
+READ = (*MODEL_FILES, *PICKLES)
 # The key of a file's own checksum in the metadata of safetensors, and what stands there while it is
 # computed.
 KEY, BLANK = "sha256", "0" * 64
-# Bytes that are hashed at a time.
-CHUNK = 2**20
 
 
 def write_checksums(
     folder: Path,
-    patterns: Iterable[str] = (*MODEL_FILES, *PICKLES),
+    patterns: Iterable[str] = READ,
     *,
     known: Mapping[str, str] | None = None,
 ) -> None:
@@ -98,29 +97,17 @@ def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
     return None
 
 
-def damage_of_model(folder: Path) -> str | None:
-    """`damage` of the files that loading a model reads; None where nothing has a checksum."""
-    if not (folder / CHECKSUMS).is_file():
-        return None
-    return damage(folder, (*MODEL_FILES, *PICKLES))
-
-
-def refusal(folder: Path, wrong: str) -> str:
-    """Why a folder with this `damage` is not read, and what to do."""
-    return (
-        f"{folder} is damaged ({wrong}): copy it again, or, if you changed it on purpose, delete "
-        f"{folder / CHECKSUMS}"
-    )
-
-
-def verify_folder(folder: Path, patterns: Iterable[str]) -> None:
+def verify_folder(folder: Path, patterns: Iterable[str] = READ) -> None:
     """Compares files of a folder with their checksums, where there are any.
 
     Raises:
         UserError: one is damaged or missing.
     """
     if (folder / CHECKSUMS).is_file() and (wrong := damage(folder, patterns)) is not None:
-        raise UserError(refusal(folder, wrong))
+        raise UserError(
+            f"{folder} is damaged ({wrong}): copy it again, or, if you changed it on purpose, "
+            f"delete {folder / CHECKSUMS}"
+        )
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -130,12 +117,9 @@ def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """
     from safetensors.torch import save
 
-    content = bytearray(save(dict(tensors), metadata={**metadata, KEY: BLANK}))
-    header = 8 + int.from_bytes(content[:8], "little")
-    place = content.index(BLANK.encode(), 8, header)
-    digest = hashlib.sha256(content).hexdigest()
-    content[place : place + len(BLANK)] = digest.encode()
-    return bytes(content)
+    content = save(dict(tensors), metadata={**metadata, KEY: BLANK})
+    # The header comes first, so this is the first place with 64 zeros.
+    return content.replace(BLANK.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
 
 
 def verify_sealed(path: Path, metadata: Mapping[str, str]) -> None:
@@ -149,14 +133,8 @@ def verify_sealed(path: Path, metadata: Mapping[str, str]) -> None:
         UserError: it is damaged.
     """
     digest = metadata.get(KEY, "")
-    found = hashlib.sha256()
-    with naming(path), open(path, "rb") as file:
-        size = file.read(8)
-        header = file.read(int.from_bytes(size, "little"))
-        found.update(size + header.replace(digest.encode(), BLANK.encode(), 1))
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
-    if len(digest) != len(BLANK) or found.hexdigest() != digest:
+    content = path.read_bytes().replace(digest.encode(), BLANK.encode(), 1)
+    if len(digest) != len(BLANK) or hashlib.sha256(content).hexdigest() != digest:
         raise UserError(f"{path} is damaged (its SHA-256 does not fit): save it again")
 
 
@@ -164,11 +142,9 @@ def fits(path: Path, digest: str) -> bool:
     """Whether a file has a SHA-256, or, for 40 digits, the SHA-1 that git gives its content."""
     if len(digest) == len(BLANK):
         return sha256(path) == digest
-    found = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
-    return found.hexdigest() == digest
+    content = path.read_bytes()  # the Hub names only small files so
+    blob = b"blob %d\0%b" % (len(content), content)
+    return hashlib.sha1(blob, usedforsecurity=False).hexdigest() == digest
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

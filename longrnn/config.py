@@ -7,10 +7,10 @@ with the nearest known name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -19,17 +19,9 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
 from longrnn.text import parse_yaml, read_mapping
 
+TRAIN = "configs/train"
 C = TypeVar("C")
-# Where a run records its configuration, and what its commands read there.
-RECORDED = "train.yaml"
-RECORDED_TYPES: dict[str, tuple[type, ...]] = {
-    "task": (dict,),
-    "task.kind": (str,),
-    "length": (dict,),
-    "length.max": (int,),
-    "max_grad_norm": (int, float),
-}
-TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
+RECORDED = "train.yaml"  # where a run records its configuration
 
 
 class Options(BaseModel):
@@ -38,35 +30,38 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
-def load_config(
-    kind: type[C],
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    examples: str = "configs/train",
-) -> C:
-    """Reads a YAML file as a configuration.
+class InvalidKeyError(UserError):
+    """A key of a configuration that is unknown, or has a value that is not valid."""
 
-    Args:
-        kind: the model or dataclass.
-        path: the YAML file, or the name of one in `examples`.
-        overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
-        examples: the bundled folder with files of this kind.
+    def __init__(self, where: str, key: str, reason: str) -> None:
+        super().__init__(f"{where}, key {key!r}: {reason}")
+        self.key, self.reason = key, reason
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """The values in a YAML file, given by its path or as the name of one in `configs/train`.
 
     Raises:
-        UserError: no such file, no YAML, an unknown key (the nearest is named), or a value of the
-            wrong type.
+        UserError: no such file, or no YAML.
     """
-    path = find(path, examples)
-    remedy = f"see {bundled(examples)} for ones that run"
-    values = read_mapping(path, remedy, kind="configuration file")
-    return build_config(kind, values, overrides, source=str(path))
+    remedy = f"see {bundled(TRAIN)} for ones that run"
+    return read_mapping(find(path, TRAIN), remedy, kind="configuration file")
 
 
 def build_config(
     kind: type[C], values: Any, overrides: Sequence[str] = (), *, source: str = "configuration"
 ) -> C:
-    """`load_config` from a mapping; `source` names it in errors."""
+    """A configuration from nested values.
+
+    Args:
+        kind: a pydantic model, or a dataclass whose `__pydantic_config__` forbids unknown keys.
+        values: a mapping.
+        overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
+        source: names the values in errors.
+
+    Raises:
+        UserError: an unknown key (the nearest is named), or a value that is not valid.
+    """
     if not isinstance(values, dict):
         raise UserError(
             f"{source} must be a mapping of keys to values: write one `key: value` per line"
@@ -117,8 +112,8 @@ def _copied(value: Any) -> Any:
 @lru_cache(256)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     # An option that takes texts, such as a list of lengths, may be written without quotes.
-    has_own = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
-    return TypeAdapter(kind, config=None if has_own else ConfigDict(coerce_numbers_to_str=True))
+    config = None if _keys(kind) else ConfigDict(coerce_numbers_to_str=True)
+    return TypeAdapter(kind, config=config)
 
 
 def validated(kind: Any, value: Any, where: str) -> Any:
@@ -132,87 +127,80 @@ def validated(kind: Any, value: Any, where: str) -> Any:
     Raises:
         UserError: it does not fit.
     """
-    if is_dataclass(kind) and isinstance(value, Mapping):
-        _check_names(value, [field.name for field in fields(kind)], where)
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         raise _refusal(error, kind, where) from error
 
 
-def _check_names(
-    value: Mapping[str, Any], known: Sequence[str], where: str, above: str = ""
-) -> None:
-    for name in value:
-        if name not in known:
-            raise UserError(f"{where}: unknown key {above}{name}: {nearest(str(name), known)}")
-
-
 def _refusal(error: ValidationError, kind: Any, where: str) -> UserError:
     """The sentence for the first thing that does not fit."""
     first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    names = [str(part) for part in first["loc"]]
     # The members of a union have their names there, too.
-    key = ".".join(name for name in names if "[" not in name)
-    if first["type"] == "extra_forbidden":
-        known = _known(kind, names[:-1])
-        return UserError(f"{where}: unknown key {key}: {nearest(names[-1], known)}")
-    is_config = any(hasattr(kind, name) for name in ("model_fields", "__dataclass_fields__"))
-    at = f"{where}, key {key!r}" if key and is_config else where
-    own = first.get("ctx", {}).get("error")
-    if isinstance(own, UserError):
-        return UserError(str(own) if is_config and not key else f"{at}: {own}")
+    names = [str(part) for part in first["loc"] if "[" not in str(part)] if _keys(kind) else []
+    key, own, given = ".".join(names), first.get("ctx", {}).get("error"), first["input"]
     wanted = first["msg"].removeprefix("Input ").replace("should be", "it must be")
-    given = first["input"]
     shown = f", not {given!r}" if not isinstance(given, dict | list) else ""
-    return UserError(f"{at}: {wanted[:1].lower()}{wanted[1:]}{shown}; give such a value")
+    reason = f"{wanted[:1].lower()}{wanted[1:]}{shown}; give such a value"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        for name in names[:-1]:
+            kind = _keys(kind)[name]
+        reason = f"it is unknown; {nearest(names[-1], _keys(kind))}"
+    elif isinstance(own, InvalidKeyError):
+        key, reason = ".".join([*names, own.key]), own.reason
+    elif isinstance(own, UserError):
+        reason = str(own)
+        if _keys(kind) and not key:
+            return own
+    return InvalidKeyError(where, key, reason) if key else UserError(f"{where}: {reason}")
 
 
-def _known(kind: Any, path: Sequence[str]) -> list[str]:
-    """The keys of a model, or of one inside it."""
-    for name in path:
-        kind = kind.model_fields[name].annotation
-        kind = next(
-            (one for one in (kind, *getattr(kind, "__args__", ())) if hasattr(one, "model_fields")),
-            kind,
-        )
-    return list(getattr(kind, "model_fields", {}))
+def _keys(kind: Any) -> dict[str, Any]:
+    """The keys of a model or dataclass, or of the one in a union, and their types."""
+    for one in (kind, *get_args(kind)):
+        if isinstance(one, type) and (issubclass(one, BaseModel) or is_dataclass(one)):
+            return get_type_hints(one)
+    return {}
 
 
-def as_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain values."""
-    return config.model_dump(mode="json") if isinstance(config, BaseModel) else asdict(config)
-
-
-def dump_config(config: Any) -> str:
-    """The YAML text that `load_config` reads back to an equal configuration."""
+def dump_config(config: BaseModel) -> str:
+    """The YAML text that reads back to an equal configuration."""
     import yaml
 
-    return yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _Kind(BaseModel, extra="allow", strict=True):
+    kind: str | None = None
+
+
+class _Length(BaseModel, extra="allow", strict=True):
+    max: int | None = None
+
+
+class _Recorded(BaseModel, extra="allow", strict=True):
+    """What commands read of a recorded configuration."""
+
+    task: _Kind | None = None
+    length: _Length | None = None
+    max_grad_norm: float | None = None
 
 
 def read_recorded(folder: Path) -> dict[str, Any]:
     """The configuration that a run recorded in its folder; empty where it recorded none.
 
-    Keys of other versions stay. Those that commands read have the right type.
+    Keys of other versions stay. Those that commands read have the right type, or are missing.
 
     Raises:
         UserError: the file is damaged.
     """
-    path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
+    path = folder / RECORDED
     if not path.exists():
         return {}
-    found = read_mapping(path, remedy)
-    for key, kind in RECORDED_TYPES.items():
-        head, _, rest = key.partition(".")
-        value = found.get(head)
-        if rest and isinstance(value, dict):
-            value = value.get(rest)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-            wanted = " or ".join(TYPE_NAMES[one] for one in kind)
-            raise UserError(f"{path}, key {key!r}: it must be {wanted}, not {value!r}; {remedy}")
-    # A mapping that is null is one that was not given.
-    return {k: v for k, v in found.items() if v is not None or RECORDED_TYPES.get(k) != (dict,)}
+    found = read_mapping(path, "put it back from a copy, or remove it")
+    validated(_Recorded, found, str(path))
+    given = {"task", "length"}
+    return {key: value for key, value in found.items() if value is not None or key not in given}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +18,6 @@ from longrnn.errors import UserError
 
 # Bytes of a file's name, of the 255 that file systems take; endings come on top.
 LONGEST_NAME = 100
-# Names that Windows keeps for devices, with any ending.
-RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def expand_home(word: str) -> str:
@@ -80,10 +78,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({one_line(error)}): copy it again") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is not JSON (nested too deeply): copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a mapping of keys to values: copy it again")
     return content
@@ -127,8 +123,7 @@ def sha256(path: Path) -> str:
 def plain_name(text: str) -> str:
     """`text` with underscores for what a file name should not contain; not always unique."""
     plain = re.sub(r"[^\w.,=()+-]+", "_", text)
-    # Dots alone mean a folder, and some systems keep names for devices.
-    return f"{plain}_" if not plain.strip(".") or RESERVED.fullmatch(plain) else plain
+    return plain if plain.strip(".") else f"{plain}_"  # dots alone mean a folder
 
 
 def file_name(text: str) -> str:
@@ -138,23 +133,3 @@ def file_name(text: str) -> str:
         return plain
     digest = hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
     return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
-
-
-def check_name(text: str, what: str, taken: Iterable[str] = ()) -> str:
-    """Returns a name that the user gave to something that becomes a file or folder.
-
-    Args:
-        text: the name.
-        what: it names, for the message.
-        taken: names of other files in that folder.
-
-    Raises:
-        UserError: it is empty, a path, or means another place than a new file in a folder.
-    """
-    unfit = not text.strip(". ") or re.search(r"[/\\\x00-\x1f]", text) or RESERVED.fullmatch(text)
-    if unfit or text in taken or len(text.encode()) > LONGEST_NAME:
-        raise UserError(
-            f"{text!r} is not a valid name for {what}, because it becomes the name of a file: "
-            "give a short name without slashes, such as 'books'"
-        )
-    return text

@@ -58,7 +58,9 @@ class Lock:
         return cls(path.with_name(f".{path.name}.lock"), path, instead=instead)
 
     def acquire(self) -> None:
-        """Takes the lock; does nothing if this object holds it already.
+        """Takes the lock until `release`, or until the process ends.
+
+        Does nothing if this object holds it already.
 
         Raises:
             LockedError: another process holds it.
@@ -98,14 +100,6 @@ class Lock:
         with suppress(OSError):  # a folder with content stays
             for folder in self._made:
                 folder.rmdir()
-
-    def hold_until_exit(self) -> None:
-        """Takes the lock until `release_all`, or until the process ends.
-
-        Raises:
-            UserError: another process holds it.
-        """
-        self.acquire()
 
     def __enter__(self) -> Self:
         self.acquire()

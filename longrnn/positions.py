@@ -124,8 +124,21 @@ class Sinusoidal(PositionalEncoding):
         return (torch.cat([angle.sin(), angle.cos()], -1) / (self.d_model / 2) ** 0.5).to(x.dtype)
 
 
+class Table(PositionalEncoding):
+    """e = table[position], the rows of a parameter or buffer `table`."""
+
+    table: Tensor
+
+    @property
+    def n_positions(self) -> int:
+        return len(self.table)
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.table[positions].to(x.dtype)
+
+
 @POSITIONS.register("learned")
-class Learned(PositionalEncoding):
+class Learned(Table):
     """e = table[position], entries drawn from N(0, 1) (arXiv 2402.00236) and trained.
 
     A position past the end of the table raises `UserError`.
@@ -140,20 +153,11 @@ class Learned(PositionalEncoding):
         self, d_model: int, *, max_length: TokenCount = 128, combine: str = "concat"
     ) -> None:
         super().__init__(d_model, combine)
-        if max_length < 1:
-            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
         self.table = nn.Parameter(torch.randn(max_length, d_model))
-
-    @property
-    def n_positions(self) -> int:
-        return len(self.table)
-
-    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.table[positions].to(x.dtype)
 
 
 @POSITIONS.register("random")
-class Random(PositionalEncoding):
+class Random(Table):
     """e = table[position], random rows of unit norm that are not trained (arXiv 2402.00236).
 
     The table is saved in the checkpoint. A position past its end raises `UserError`.
@@ -165,8 +169,6 @@ class Random(PositionalEncoding):
         combine: `concat` or `add`.
     """
 
-    table: Tensor
-
     def __init__(
         self,
         d_model: int,
@@ -176,18 +178,8 @@ class Random(PositionalEncoding):
         combine: str = "concat",
     ) -> None:
         super().__init__(d_model, combine)
-        if max_length < 1:
-            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
-        generator = seeded(seed)
-        rows = torch.randn(max_length, d_model, generator=generator)
+        rows = torch.randn(max_length, d_model, generator=seeded(seed))
         self.register_buffer("table", F.normalize(rows, dim=-1))
-
-    @property
-    def n_positions(self) -> int:
-        return len(self.table)
-
-    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.table[positions].to(x.dtype)
 
 
 @POSITIONS.register("duplicate")

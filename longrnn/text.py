@@ -10,7 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import Field
+
 from longrnn.errors import UserError
+from longrnn.options import Options, Tokens
 
 # What counts as text in a folder.
 TEXT_SUFFIXES = (".txt", ".text", ".md")
@@ -90,6 +93,52 @@ class ByteTokenizer:
 
     def fingerprint(self) -> str:
         return "bytes"
+
+
+class Reading(Options):
+    """How documents are made of data."""
+
+    instruct: bool = Field(
+        default=False,
+        description="Read rows with prompt and completion, or messages, for the task instruct.",
+    )
+    text_column: str = Field(default="text", description="Column of a table that holds the text.")
+    split: str = Field(default="train", description="Split of a dataset.")
+    subset: str | None = Field(
+        default=None, description="Configuration of a dataset that has several."
+    )
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of a dataset on the Hub."
+    )
+    split_on: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Text that separates documents inside a file, such as '<|endoftext|>' "
+        "(default: one document per file, or per row of a table).",
+    )
+    append_eos: bool | None = Field(
+        default=None,
+        description="End each document with the end-of-sequence token (default: only answers).",
+    )
+    min_length: Tokens = Field(default=2, description="Drop documents with fewer tokens than this.")
+    max_tokens: Tokens | None = Field(
+        default=None, description="Stop after the document that reaches this many tokens."
+    )
+
+    def appends_eos(self, tokenizer: Tokenizer) -> bool:
+        """Whether documents, or completions, end with the end-of-sequence token.
+
+        Raises:
+            UserError: they should, and the tokenizer has none.
+        """
+        if self.append_eos is None:
+            return self.instruct and tokenizer.eos_id is not None
+        if self.append_eos and tokenizer.eos_id is None:
+            raise UserError(
+                "the tokenizer has no end-of-sequence token to append: leave append_eos out, or "
+                "name the eos_token in its tokenizer_config.json"
+            )
+        return self.append_eos
 
 
 def files_below(folder: Path, suffixes: Collection[str] = TEXT_SUFFIXES) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 import signal
@@ -119,19 +118,9 @@ def test_every_file_of_a_run_is_covered(
             path.name for path in folder.iterdir() if path.name != CHECKSUMS
         }
     for name in listed:
-        for place, bit in flips(folder / name, 60):
+        for place, bit in flips(folder / name, 6):
             assert repr(name) in str(damage(folder)), (place, bit)
     assert damage(folder) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_folders_without_checksums_are_read(
-    kind: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """Folders of earlier versions and other programs load."""
-    shutil.copytree(folders[kind], tmp_path / kind)
-    (tmp_path / kind / CHECKSUMS).unlink()
-    load(tmp_path / kind)
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -163,7 +152,7 @@ def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
     network, path = model().eval(), tmp_path / "state"
     states.save(network(torch.arange(6)[None]).state, path, model=network)
     whole = states.load(path, network)
-    for place, bit in flips(path, 400):
+    for place, bit in flips(path, 100):
         with pytest.raises(UserError) as error:
             states.load(path, network)
         assert str(path) in str(error.value), (place, bit)
@@ -324,10 +313,3 @@ def test_verify_knows_every_kind_of_file(
     (tmp_path / checkpoint / "carry-0.pt").unlink()
     result = cli("info", "run", "--verify")
     assert f"missing      {checkpoint}/carry-0.pt" in result.out
-
-
-def test_checksums_are_those_of_other_programs(folders: dict[str, Path]) -> None:
-    """`sha256sum` gives the same digits."""
-    for name, digest in json.loads((folders["hf"] / CHECKSUMS).read_text()).items():
-        done = subprocess.run(["sha256sum", folders["hf"] / name], capture_output=True, text=True)
-        assert done.stdout.split()[0] == digest

@@ -63,36 +63,20 @@ def test_the_graph_in_contributing_is_the_code() -> None:
     assert with_graph(text) == text
 
 
-def test_there_are_modules() -> None:
-    """The parametrisation above finds the modules of the package."""
-    assert {"longrnn.state", "longrnn.ops.scan", "longrnn.models.recurrent"} <= SOURCES.keys()
-
-
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("longrnn.state", "import longrnn.ops.norm"),
-        ("longrnn.state", "from longrnn.ops import norm"),
         ("longrnn.state", "from longrnn import ops"),
         ("longrnn.state", "from .ops.norm import rms_norm"),
-        ("longrnn.state", "from . import ops"),
-        ("longrnn.ops.norm", "from ..cells import MIXERS"),
         ("longrnn.ops.norm", "def f():\n    from longrnn.models import generate"),
         ("longrnn.ops.norm", "try:\n    import longrnn.hf\nexcept ImportError:\n    pass"),
-        ("longrnn.ops.norm", "import longrnn"),
         ("longrnn.ops.norm", "from longrnn import RecurrentLM"),
         ("longrnn.ops.norm", "from importlib import import_module\nimport_module('longrnn.cli')"),
         ("longrnn.cells.recurrent", "from longrnn.data import TASKS"),
         ("longrnn.data.sequences", "from longrnn.cells import Cell"),
         ("longrnn.models.base", "if TYPE_CHECKING:\n    pass\nelse:\n    import longrnn.hf"),
-        ("longrnn.hf.load", "from longrnn.training import optim"),
         ("longrnn.models.base", "import transformers"),
-        ("longrnn.training.batches", "from transformers import AutoModel"),
-        ("longrnn.evaluation.passkey", "import accelerate.utils"),
-        ("longrnn.training.batches", "from datasets import load_dataset"),
-        ("longrnn.hf.load", "from mamba_ssm import Mamba2"),
-        ("longrnn.evaluation.passkey", "import lm_eval"),
-        ("longrnn.training.run", "from matplotlib import pyplot"),
     ],
 )
 def test_the_checker_finds(module: str, source: str) -> None:
@@ -106,12 +90,8 @@ def test_the_checker_finds(module: str, source: str) -> None:
         ("longrnn.ops.norm", "from longrnn.errors import UserError"),
         ("longrnn.ops.norm", "from longrnn import state, __version__"),
         ("longrnn.cells.recurrent", "from longrnn.cells import Cell\nfrom .base import MIXERS"),
-        ("longrnn.cli.train", "import longrnn\nfrom longrnn import load"),
         ("longrnn.ops.norm", "if TYPE_CHECKING:\n    from longrnn.hf import load"),
-        ("longrnn.ops.norm", "import typing\nif typing.TYPE_CHECKING:\n    import transformers"),
         ("longrnn.training.trainer", "from longrnn.evaluation import passkey\nimport accelerate"),
-        ("longrnn.evaluation.harness", "import lm_eval.api"),
-        ("longrnn.ops.gpu", "import mamba_ssm.ops"),
         ("longrnn.hf.load", "import transformers_extra, torch"),
     ],
 )
@@ -131,7 +111,7 @@ def test_import_is_light() -> None:
     script = (
         "import sys, longrnn\n"
         "assert 'RecurrentLM' in dir(longrnn) and longrnn.__version__\n"
-        "heavy = {'torch', 'numpy', 'omegaconf', 'transformers', 'accelerate', 'matplotlib'}\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'transformers', 'accelerate', 'matplotlib'}\n"
         "print(*sorted(heavy & sys.modules.keys()))\n"
     )
     done = subprocess.run(

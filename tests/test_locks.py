@@ -13,16 +13,9 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.locks import Lock, release_all
+from tests.holders import HOLD, holder
 from tests.refusals import naming
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from longrnn.locks import Lock
-Lock.of_folder(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-time.sleep(100)
-"""
 RACE = """
 import sys, time
 from pathlib import Path
@@ -39,16 +32,14 @@ for _ in range(200):
 """
 
 
-def start(script: str, *arguments: Path) -> subprocess.Popen[str]:
+def start(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_an_owner_is_named_and_a_killed_one_has_no_lock(tmp_path: Path) -> None:
     """A second process is refused with the first one's id, command and the remedy."""
-    owner = start(HOLD, tmp_path / "run")
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "held\n"
+    owner = holder(tmp_path / "run")
     lock = Lock.of_folder(tmp_path / "run", instead="choose another output_dir")
     try:
         names = [tmp_path / "run", owner.pid, "choose another output_dir"]
@@ -98,7 +89,7 @@ def test_a_process_may_take_its_lock_twice(tmp_path: Path) -> None:
     with one:
         with two:
             pass
-        other = start(HOLD, tmp_path / "run")
+        other = start(HOLD, "folder", tmp_path / "run")
         _, err = other.communicate()
         assert other.returncode == 1
         assert "being written by another process" in err

@@ -11,7 +11,6 @@ from longrnn.errors import UserError
 from longrnn.hf.packing import document_starts, document_starts_of_positions
 from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near, build_model, random_tokens
-from tests.refusals import naming
 
 
 def test_starts_from_bounds() -> None:
@@ -79,18 +78,3 @@ def test_positions_that_do_not_follow_are_refused(positions: torch.Tensor, messa
         document_starts_of_positions(positions)
     with pytest.raises(UserError, match="is_token"):
         document_starts_of_positions(torch.tensor([[0, 1]]), torch.ones(1, 2))
-
-
-def test_masks_that_do_not_fit_are_refused() -> None:
-    """Integers, another shape, and a document that starts at padding."""
-    model, tokens = build_model("gru"), random_tokens(2, 3)
-    good = torch.ones(2, 3, dtype=torch.bool)
-    wrong: list[Any] = [good.long(), [[True] * 3] * 2]
-    for mask in wrong:
-        for name in ("is_token", "is_document_start"):
-            with pytest.raises(UserError, match=naming(name)):
-                model(tokens, rows=Rows(**{name: mask}))
-    with pytest.raises(UserError, match=naming((2, 2), (2, 3))):
-        model(tokens, rows=Rows(good[:, :2]))
-    with pytest.raises(UserError, match="is_document_start"):
-        model(tokens, rows=Rows(~good, good))

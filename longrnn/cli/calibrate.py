@@ -61,7 +61,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
             ".yaml"
         )
     settings.check()
-    Lock.of_file(path, instead="choose another --output").hold_until_exit()
+    Lock.of_file(path, instead="choose another --output").acquire()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     documents = read_documents(calibration.texts, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=output.quiet)

@@ -11,12 +11,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from longrnn.data.sources import Reading, Source, documents, sources
+from longrnn.data.sources import Source, documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
     HEADER,
@@ -31,7 +30,7 @@ from longrnn.errors import UserError
 from longrnn.files import plain_name, sha256, sync_folder, write_atomic
 from longrnn.locks import Lock
 from longrnn.progress import Progress
-from longrnn.text import Tokenizer
+from longrnn.text import Reading, Tokenizer
 
 
 def corpus_of(
@@ -80,13 +79,11 @@ def build(
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
             something else. Nothing is left behind.
     """
-    if reading.append_eos and tokenizer.eos_id is None:
+    if reading.instruct and (reading.split_on is not None or reading.text_column != "text"):
         raise UserError(
-            "the tokenizer has no end-of-sequence token to append: set append_eos=false, or name "
-            "the eos_token in its tokenizer_config.json"
+            "prompts and answers are read from prompt and completion, or messages: leave out "
+            "split_on and text_column"
         )
-    if reading.split_on == "":
-        raise UserError("an empty text splits nothing: give a split_on that is not empty")
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
     with Lock.of_file(folder, instead="choose another --out"):
@@ -110,9 +107,10 @@ def build(
 
 
 def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -> str:
-    # The fingerprint of a tokenizer does not cover its template.
+    # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
-    used = [asdict(reading), tokenizer.fingerprint(), template if reading.answers else None]
+    options = reading.model_dump(include=set(Reading.model_fields))
+    used = [options, tokenizer.fingerprint(), tokenizer.eos_id, template]
     return digest([[source.identity() for source in found], *used])
 
 
@@ -130,18 +128,13 @@ def _write(
         tokenizer=name,
         fingerprint=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
-        documents=0,
-        tokens=0,
-        scored_tokens=0 if reading.answers else None,
-        dropped_documents=0,
-        dropped_tokens=0,
         identity=identity,
         sources=[source.name for source in found],
-        sha256={},
+        scored_tokens=0 if reading.instruct else None,
     )
     sizes = [sum(path.stat().st_size for path in source.files) or None for source in found]
     total = None if None in sizes else sum(size or 0 for size in sizes)
-    names = [TOKENS, DOCUMENTS, *([SCORED] if reading.answers else [])]
+    names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
     count, most = 0, reading.max_tokens or sys.maxsize
     with (
         ExitStack() as stack,
@@ -158,7 +151,7 @@ def _write(
                 read = min(left, document.size)  # a compressed table has more text than bytes
                 left -= read
                 progress.advance(read, len(ids), Path(source.name).name)
-                if len(ids) < reading.min_length or (reading.answers and not scored[1:].any()):
+                if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
                     header.dropped_tokens += len(ids)
                     continue
@@ -185,7 +178,7 @@ def _write(
             r"(a file with the line ends of Windows has \r\n where others have \n)"
         )
     if not header.documents:
-        answer = " and an answer" if reading.answers else ""
+        answer = " and an answer" if reading.instruct else ""
         raise UserError(
             f"no document has {reading.min_length} tokens or more{answer} "
             f"({header.dropped_documents:,} were dropped): give other files or a smaller "

@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 from longrnn.data.stream import HEADER
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.text import TEXT_SUFFIXES, Tokenizer, files_below, read_text
+from longrnn.text import TEXT_SUFFIXES, Reading, Tokenizer, files_below, read_text
 
 PIECE_CHARACTERS, PIECES = 2**20, 64
 # The formats of tables, as `datasets` names them, by suffix. In folders .json is left out, where it
@@ -42,31 +41,6 @@ TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet
 # Files by which a folder of `save_to_disk` of the datasets library is known.
 SAVED = ("state.json", "dataset_dict.json")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How documents are made of data.
-
-    Attributes:
-        answers: whether documents are prompts with answers, and not texts.
-        split, subset, revision: of datasets.
-        text_column: of tables.
-        split_on: text that separates documents inside a text.
-        append_eos: whether a text, or a completion, ends with the end-of-sequence token.
-        min_length: documents of fewer tokens are dropped and counted.
-        max_tokens: no document is read after the one that reaches this many tokens.
-    """
-
-    answers: bool = False
-    split: str = "train"
-    subset: str | None = None
-    revision: str | None = None
-    text_column: str = "text"
-    split_on: str | None = None
-    append_eos: bool = False
-    min_length: int = 2
-    max_tokens: int | None = None
 
 
 class Source(NamedTuple):
@@ -158,12 +132,13 @@ def documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterato
     ids: list[NDArray[np.int64]] = []
     scored: list[NDArray[np.bool_]] = []
     size, pieces = 0, _pieces(source, tokenizer, reading)
+    end = [tokenizer.eos_id] if reading.appends_eos(tokenizer) else []
     while group := list(islice(pieces, PIECES)):
         made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
         for piece in group:
             own = next(made) if piece.ids is None else piece.ids
-            if piece.ends and piece.ids is None and own and reading.append_eos:
-                own = [*own, tokenizer.eos_id]
+            if piece.ends and piece.ids is None and own:
+                own = [*own, *end]
             ids.append(np.asarray(own, dtype=np.int64))
             scored.append(np.asarray(piece.scored or [piece.is_answer] * len(own), dtype=bool))
             size += len(piece.text.encode(errors="surrogatepass"))
@@ -174,7 +149,7 @@ def documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterato
 
 def _pieces(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Piece]:
     """The documents of a source."""
-    if source.kind == "text" and reading.answers:
+    if source.kind == "text" and reading.instruct:
         raise UserError(
             f"{source.name} is a text and rows with prompts and answers are needed: give a .jsonl, "
             ".json, .csv or .parquet file, or a dataset"
@@ -184,7 +159,7 @@ def _pieces(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[
             yield from _text(read_text(source.files[0])[0], reading.split_on)
         return
     for number, row in enumerate(_rows(source, reading), 1):
-        if reading.answers:
+        if reading.instruct:
             yield from _answered(row, tokenizer, f"{source.name}, row {number},")
             continue
         text = row.get(reading.text_column)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,27 +49,27 @@ class Header:
         tokenizer: its name, as given by the user.
         fingerprint: of the tokenizer, see `longrnn.text.Tokenizer`.
         vocab_size: number of ids of the tokenizer.
-        documents: number of documents.
-        tokens: number of tokens.
-        scored_tokens: number of tokens of answers; None for a corpus of texts.
-        dropped_documents: number of documents that were too short, or had nothing to learn.
-        dropped_tokens: number of their tokens.
         identity: hash of what determined the content.
         sources: the files and datasets that the documents came from.
+        scored_tokens: number of tokens of answers; None for a corpus of texts.
+        documents: number of documents.
+        tokens: number of tokens.
+        dropped_documents: number of documents that were too short, or had nothing to learn.
+        dropped_tokens: number of their tokens.
         sha256: hexadecimal checksums of the other files, by name.
     """
 
     tokenizer: str
     fingerprint: str
     vocab_size: int
-    documents: int
-    tokens: int
-    scored_tokens: int | None
-    dropped_documents: int
-    dropped_tokens: int
     identity: str
     sources: list[str]
-    sha256: dict[str, str]
+    scored_tokens: int | None
+    documents: int = 0
+    tokens: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +13,37 @@ from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task
 from longrnn.data.build import corpus_of
-from longrnn.data.sources import Reading
 from longrnn.data.stream import Documents, Whole, shuffled
 from longrnn.errors import LengthError, UserError
-from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.text import ByteTokenizer, Reading, Tokenizer
 from longrnn.units import TokenCount
 
 
+@TASKS.register("text")
 class Text(Task):
-    """The documents of a corpus.
+    """Predict the next token of a text at every token.
+
+    With the text `to be` and length 4, one byte per token:
+
+        tokens   t o   b
+        targets  o   b e
+
+    Documents of any length follow each other in a row, each from the zero state. The last token of
+    a document is predicted and predicts nothing. Every token is read once per epoch.
+
+    Args:
+        tokenizer: makes the ids of the text; bytes by default.
+        data: a corpus of `longrnn data build`; or files, folders and datasets, which are tokenized
+            when training starts (`longrnn.data.sources`). The other options but `part` say how.
+        part: `all` documents; or `training` and `held_out`, which divide them.
+        text_column: of tables: the column with the text.
+        split: of datasets: the split to train on.
+        subset: of datasets: the configuration, for those that have several.
+        revision: of datasets on the Hub: a branch, tag or commit.
+        split_on: text that separates documents inside a file; by default a file is a document.
+        append_eos: whether each document ends with the tokenizer's end-of-sequence token; by
+            default an answer does, if the tokenizer has one, and a text does not.
+        max_tokens: stop reading `data` after the document that reaches this many tokens.
 
     Attributes:
         documents: those of the part to train on.
@@ -31,10 +53,31 @@ class Text(Task):
     answers = False
 
     def __init__(
-        self, tokenizer: Tokenizer | None, data: str | list[str], part: str, reading: Reading
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        data: str | list[str],
+        part: str = "all",
+        text_column: str = "text",
+        split: str = "train",
+        subset: str | None = None,
+        revision: str | None = None,
+        split_on: str | None = None,
+        append_eos: bool | None = None,
+        max_tokens: TokenCount | None = None,
     ) -> None:
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size
+        reading = Reading(
+            instruct=self.answers,
+            text_column=text_column,
+            split=split,
+            subset=subset,
+            revision=revision,
+            split_on=split_on,
+            append_eos=append_eos,
+            max_tokens=max_tokens,
+        )
         corpus = corpus_of(data, reading, tokenizer)
         corpus.check_tokenizer(tokenizer)
         if self.answers and corpus.scored is None:
@@ -127,58 +170,6 @@ class Text(Task):
         return self.documents.sha256
 
 
-@TASKS.register("text")
-class PlainText(Text):
-    """Predict the next token of a text at every token.
-
-    With the text `to be` and length 4, one byte per token:
-
-        tokens   t o   b
-        targets  o   b e
-
-    Documents of any length follow each other in a row, each from the zero state. The last token of
-    a document is predicted and predicts nothing. Every token is read once per epoch.
-
-    Args:
-        tokenizer: makes the ids of the text; bytes by default.
-        data: a corpus of `longrnn data build`; or files, folders and datasets, which are tokenized
-            when training starts (`longrnn.data.sources`).
-        part: `all` documents; or `training` and `held_out`, which divide them.
-        text_column: of tables: the column with the text.
-        split: of datasets: the split to train on.
-        subset: of datasets: the configuration, for those that have several.
-        revision: of datasets on the Hub: a branch, tag or commit.
-        split_on: text that separates documents inside a file; by default a file is a document.
-        append_eos: whether each document ends with the tokenizer's end-of-sequence token.
-        max_tokens: stop reading `data` after the document that reaches this many tokens.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        data: str | list[str],
-        part: str = "all",
-        text_column: str = "text",
-        split: str = "train",
-        subset: str | None = None,
-        revision: str | None = None,
-        split_on: str | None = None,
-        append_eos: bool = False,
-        max_tokens: TokenCount | None = None,
-    ) -> None:
-        reading = Reading(
-            split=split,
-            subset=subset,
-            revision=revision,
-            text_column=text_column,
-            split_on=split_on,
-            append_eos=append_eos,
-            max_tokens=max_tokens,
-        )
-        super().__init__(tokenizer, data, part, reading)
-
-
 class Packed(NamedTuple):
     """Rows of whole documents.
 
@@ -210,52 +201,29 @@ class Instruct(Text):
     Every token of an answer has the same weight, whatever row it is in: the loss of a row is the
     sum over its answer tokens, divided by their mean number per row of the data.
 
-    Args:
-        tokenizer: makes the ids; bytes by default.
-        data: tables or datasets whose rows have `prompt` and `completion`, or `messages`, or a
-            corpus of them (`longrnn.data.sources`).
-        part: `all` documents; or `training` and `held_out`, which divide them.
-        split: of datasets: the split to train on.
-        subset: of datasets: the configuration, for those that have several.
-        revision: of datasets on the Hub: a branch, tag or commit.
-        append_eos: whether a completion ends with the tokenizer's end-of-sequence token.
-        max_tokens: stop reading `data` after the document that reaches this many tokens.
+    `data` are tables or datasets whose rows have `prompt` and `completion`, or `messages`, or a
+    corpus of them. The options are those of the task `text`, without `text_column` and `split_on`.
     """
 
     answers = True
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        data: str | list[str],
-        part: str = "all",
-        split: str = "train",
-        subset: str | None = None,
-        revision: str | None = None,
-        append_eos: bool = True,
-        max_tokens: TokenCount | None = None,
-    ) -> None:
-        reading = Reading(
-            answers=True,
-            split=split,
-            subset=subset,
-            revision=revision,
-            append_eos=append_eos,
-            max_tokens=max_tokens,
-        )
-        super().__init__(tokenizer, data, part, reading)
-        self._scored = self.documents.answer_tokens()
-        self.packed = lru_cache(4)(self._packed)
+    @cached_property
+    def packed(self) -> Callable[[int, Any], Packed]:
+        """The rows of a length and a seed."""
+        return lru_cache(4)(self._packed)
+
+    @cached_property
+    def _answer_tokens(self) -> int:
+        return int(self.documents.answer_tokens().sum())
 
     def batch(
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
     ) -> Batch:
         batch = super().batch(index, rows, of=of, length=length, seed=seed, carried=carried)
-        share = self._scored.sum() / (
+        share = self._answer_tokens / (
             self.documents.places / length if carried else self._row_count(length, seed)
         )
-        return batch._replace(weights=batch.answers().float() / float(share))
+        return batch._replace(weights=batch.answers().float() / share)
 
     def held_out(self, count: int, *, length: int) -> Batch:
         """One document per row, all different while there are enough of them."""
@@ -279,7 +247,7 @@ class Instruct(Text):
     def _row_count(self, length: int, seed: int) -> int:
         return len(self.packed(length, seed).cuts) - 1
 
-    def _packed(self, length: int, seed: int) -> Packed:
+    def _packed(self, length: int, seed: Any) -> Packed:
         order = shuffled(len(self.documents.lengths), f"{seed}/packed")
         sizes = np.minimum(self.documents.lengths - 1, length)
         ends, cuts = np.cumsum(sizes[order]).tolist(), [0]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from longrnn.checksums import damage_of_model, refusal
+from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
@@ -117,16 +117,15 @@ def load_plain(
     folder = resolve(name, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
-        damaged = pool.submit(damage_of_model, folder)
+        verified = pool.submit(verify_folder, folder)
         try:
             model = _open(folder, backend, dtype or named, device)
         except UserError as error:
             # The defect itself is more informative than a wrong checksum: both are reported.
-            if wrong := damaged.result():
-                raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
-            raise
-        if wrong := damaged.result():
-            raise UserError(refusal(folder, wrong))
+            if (damage := verified.exception()) is None:
+                raise
+            raise UserError(f"{error}; besides, {damage}") from error
+        verified.result()
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
         if device == BALANCED:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -27,6 +27,8 @@ class RecurrentConfig:
         residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
             weights are narrower.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     vocab_size: Count = 256
     d_model: Count = 128

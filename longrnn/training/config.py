@@ -243,7 +243,7 @@ class TrainConfig(Documented):
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a file, given by its path or as the name of a bundled one, see `configured`."""
-    return configured(load_config(dict[str, Any], path), overrides, source=str(path))
+    return configured(load_config(path), overrides, source=str(path))
 
 
 def configured(
@@ -260,7 +260,7 @@ def configured(
         source: what errors call it.
 
     Raises:
-        UserError: see `longrnn.config.load_config`.
+        UserError: no such file, or as `longrnn.config.build_config`.
     """
     if isinstance(config, str | Path):
         return read_config(config, overrides)

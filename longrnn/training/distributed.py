@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
-from longrnn.config import as_dict, flat
+from longrnn.config import flat
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
@@ -196,7 +196,7 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
         "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow"},
     }
-    values = {key: str(value) for key, value in flat(as_dict(config)).items()}
+    values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
     with redirect_stdout(sys.stderr):  # standard output is that of the command
         accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
 

@@ -47,7 +47,7 @@ def finetuning(
     Raises:
         UserError: an invalid value, or data that cannot be read.
     """
-    values = load_config(dict[str, Any], RECIPE)
+    values = load_config(RECIPE)
     given = {override.partition("=")[0] for override in overrides}
     is_answers = "task.kind=instruct" in overrides
     task: dict[str, Any] = {"kind": "instruct" if is_answers else "text", "data": list(data)}

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longrnn.errors import UserError
 from longrnn.ops import delta, gpu
 from longrnn.ops.backend import BACKENDS, FLA, MAMBA_SSM, TORCH, choose
-from longrnn.ops.mamba2 import Mamba2State, Weights
 from longrnn.ops.scan import ScanInputs, loop
 from longrnn.ops.window import no_tokens, windowed
+from tests.backends.test_operations import assert_near, cell_arguments, layer, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
 
@@ -45,13 +45,7 @@ def random_inputs(
 
 def outcome(function: Callable[..., Any], given: Sequence[Tensor]) -> list[Tensor]:
     """What a function returns, and the gradients of its arguments of a random loss."""
-    given = [one.detach().clone().requires_grad_() for one in given]
-    results = function(*given)
-    draw = torch.Generator().manual_seed(1)
-    weights = [torch.randn(one.shape, generator=draw) for one in results]
-    pairs = zip(results, weights, strict=True)
-    loss = torch.stack([(one * weight).sum() for one, weight in pairs]).sum()
-    return [one.detach() for one in (*results, *torch.autograd.grad(loss, given))]
+    return [one.detach() for one in results(function, *given, gradients=True)]
 
 
 def of_scan(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,11 +55,6 @@ def of_scan(scan: Callable[..., Any]) -> Callable[..., Any]:
 def error(ours: Tensor, exact: Tensor) -> float:
     """The largest difference, relative to the largest entry."""
     return ((ours.double() - exact).abs().max() / exact.abs().max()).item()
-
-
-def assert_near(ours: Sequence[Tensor], exact: Sequence[Tensor], tolerance: float) -> None:
-    found = [error(*pair) for pair in zip(ours, exact, strict=True)]
-    assert max(found) < tolerance, found
 
 
 def wide(given: Sequence[Tensor]) -> list[Tensor]:
@@ -226,31 +215,9 @@ def test_fla_computes_edited_recurrences(fla: list[str], edited: Callable[..., A
     assert fla
 
 
-def random_cell() -> tuple[list[Tensor], Callable[..., Callable[..., Any]]]:
-    """Tensors of a Mamba-2 layer, and its cell as a function of them, given a backend."""
-    draw = torch.Generator().manual_seed(0)
-    h, p, g, n, k, time = 4, 3, 2, 5, 4, 20
-    c = h * p + 2 * g * n
-    shapes = [(2, time, h * p + c + h), (c, k), (c,), (h,), (h,), (h,), (h * p,)]
-    shapes += [(2, k - 1, c), (2, h, p, n)]
-
-    def function(ops: Any) -> Callable[..., Any]:
-        def compute(projected: Tensor, *given: Tensor) -> list[Tensor]:
-            conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, *state = given
-            weights = Weights(
-                conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, g, 1e-5, (0.0, 10.0)
-            )
-            y, after = ops.cell(projected, weights, Mamba2State(*state))
-            return [y, *after]
-
-        return compute
-
-    return [torch.randn(shape, generator=draw) for shape in shapes], function
-
-
 def test_mamba_ssm_computes_layers_without_edits(mamba_ssm: list[int]) -> None:
     """Outputs, states and the gradients of all weights; edited layers have the scan of torch."""
-    given, cell = random_cell()
+    given, cell = layer(*cell_arguments(torch.float32, tokens=20))
     assert_near(outcome(cell(MAMBA_SSM), given), outcome(cell(TORCH), wide(given)), 1e-5)
     assert mamba_ssm == [20]
     gated = MAMBA_SSM._replace(gate=lambda y, *others: y.flatten(2)).composed()
@@ -277,7 +244,7 @@ def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> No
 @pytest.mark.usefixtures("fla", "mamba_ssm")
 @pytest.mark.parametrize("ops", [FLA, MAMBA_SSM], ids=["fla", "mamba_ssm"])
 def test_second_derivatives_are_refused(ops: Any) -> None:
-    given, cell = random_cell()
+    given, cell = layer(*cell_arguments(torch.float32, tokens=20))
     given = [one.requires_grad_() for one in given]
     y, *_ = cell(ops)(*given)
     with pytest.raises(UserError, match="torch"):

@@ -214,6 +214,23 @@ def cell_arguments(
     return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
 
 
+def layer(
+    projected: Tensor, weights: Weights, state: Mamba2State
+) -> tuple[list[Tensor], Callable[[Backend], Callable[..., list[Tensor]]]]:
+    """Tensors of a Mamba-2 layer, and its cell as a function of them, given a backend."""
+    named = {name: one for name, one in weights._asdict().items() if isinstance(one, Tensor)}
+
+    def run(ops: Backend) -> Callable[..., list[Tensor]]:
+        def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
+            changed = weights._replace(**dict(zip(named, tensors, strict=True)))
+            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
+            return [y, *after]
+
+        return call
+
+    return [projected, *state, *named.values()], run
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 131])
@@ -221,23 +238,10 @@ def cell_arguments(
 @pytest.mark.parametrize("ops", [CPU, CPU_GRADIENTS, CPU.composed()], ids=["cpu", "grad", "parts"])
 def test_cell(ops: Backend, sizes: Any, tokens: int, dtype: torch.dtype) -> None:
     """The layer between its projections, fused and composed of its parts."""
-    projected, weights, state = cell_arguments(dtype, tokens=tokens, sizes=sizes)
-    bias = [] if weights.conv_bias is None else [weights.conv_bias]
-
-    def run(ops: Backend) -> Callable[..., Any]:
-        def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
-            filters, *rest = tensors
-            own = dict(zip(Weights._fields[1 if bias else 2 : 6], rest, strict=True))
-            changed = weights._replace(conv_weight=filters, **own)
-            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
-            return [y, *after]
-
-        return call
-
-    given = (projected, *state, weights.conv_weight, *bias, *weights[2:6])
+    given, cell = layer(*cell_arguments(dtype, tokens=tokens, sizes=sizes))
     gradients = ops is CPU_GRADIENTS
-    found = results(run(ops), *given, gradients=gradients)
-    wanted = results(run(TORCH), *(one.double() for one in given), gradients=gradients)
+    found = results(cell(ops), *given, gradients=gradients)
+    wanted = results(cell(TORCH), *(one.double() for one in given), gradients=gradients)
     assert_near(found, wanted, TOLERANCE[dtype] * (20 if gradients else 1))
 
 
@@ -286,34 +290,6 @@ def test_window(w: int, starts: bool, dtype: torch.dtype) -> None:
             start += size
         found = [torch.cat(outputs, 1), state_of(recent, inputs)]
         assert_near(found, [torch.stack(wanted, 1), state], TOLERANCE[dtype])
-
-
-def test_window_remembers_what_was_read_and_not_its_length() -> None:
-    """The memory of a window much longer than the text is that of the text."""
-    inputs, _ = inputs_of((1, 50, 2, 3, 1, 5), torch.float32)
-    _, recent = windowed(inputs, no_tokens(inputs, 1), 10**8, TORCH.scan)
-    assert recent.x.entries.shape[1] == 50
-
-
-def test_window_has_gradients_through_what_it_remembers() -> None:
-    """The gradient of a later call reaches the inputs of an earlier one."""
-    inputs, _ = inputs_of((2, 60, 2, 3, 1, 5), torch.float64)
-
-    def run(sizes: Sequence[int]) -> Callable[..., Any]:
-        def call(*tensors: Tensor) -> list[Tensor]:
-            given, start, outputs = ScanInputs(*tensors), 0, []
-            recent = no_tokens(given, 2)
-            for size in sizes:
-                part = given.slice(start, start + size)
-                y, recent = windowed(part, recent, 9, TORCH.scan)
-                outputs.append(y)
-                start += size
-            return [torch.cat(outputs, 1), state_of(recent, given)]
-
-        return call
-
-    found = results(run([17, 1, 20, 22]), *inputs, gradients=True)
-    assert_near(found, results(run([60]), *inputs, gradients=True), 1e-10)
 
 
 def test_choice_of_a_backend() -> None:

@@ -52,7 +52,7 @@ def model() -> Iterator[RecurrentLM]:
     try:
         yield build_model({"kind": "mine", "bias": False})
     finally:
-        del MIXERS._members["mine"], sys.modules["guide"]
+        del MIXERS["mine"], sys.modules["guide"]
 
 
 def members() -> Iterator[Any]:

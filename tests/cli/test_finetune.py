@@ -49,7 +49,7 @@ def test_answers_are_evaluated_where_answers_are_trained(models: Path, cli: CLI)
     """The table has the loss and the exact matches of the held-out answers, paired."""
     rows = [{"prompt": f"{k} and {k} are", "completion": " same"} for k in range(120)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    more = ["max_steps=60", "task.kind=instruct", "task.append_eos=false", "segments_per_step=1"]
+    more = ["max_steps=60", "task.kind=instruct", "segments_per_step=1"]
     command = ["finetune", models / "text", *SMALL, *more, "--initial-state", "zero"]
     done = cli(*command, "--data", "pairs.jsonl", "--output", "run")
     assert done.code == 0, done.err

@@ -17,10 +17,9 @@ from tests.refusals import naming
 
 pytestmark = pytest.mark.core
 
-FAMILIES: tuple[Registry[Any], ...] = (MITIGATIONS, MIXERS, POSITIONS, TASKS)
 COUNTS = [
     pytest.param(family, kind, name, id=f"{family.family}-{kind}-{name}")
-    for family in FAMILIES
+    for family in (MITIGATIONS, MIXERS, POSITIONS, TASKS)
     for kind in family
     for name, hint in keyword_options(family[kind], annotated=True).items()
     if TokenCount in (hint, *get_args(hint))

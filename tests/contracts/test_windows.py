@@ -19,7 +19,7 @@ from tests.contracts.builders import (
     random_tokens,
     random_tree,
 )
-from tests.contracts.subjects import BACKENDS, assert_same, cell_leaves, outcome, started
+from tests.contracts.subjects import BACKENDS, cell_leaves, started
 
 pytestmark = pytest.mark.core
 
@@ -32,19 +32,6 @@ every_mixer = pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 
 def windowed(mixer: dict[str, Any], window: int, **more: Any) -> RecurrentLM:
     return build_mitigated([{"kind": "sliding_window", "window": window}], mixer, **more)
-
-
-@every_mixer
-@pytest.mark.parametrize("window", [1, 2, 17, 1000])
-def test_calls_of_every_length_give_what_single_tokens_give(mixer: dict, window: int) -> None:
-    """Around the width of the window, and where another way of computing it begins."""
-    model, total = windowed(mixer, window, n_layers=1), 3 * min(window, 20) + 3
-    state, tokens = started(model, 2), random_tokens(2, total)
-    expected = outcome(model, tokens, state, [1] * total)
-    for first in sorted({1, 16, 17, window - 1, window, window + 1, total}):
-        if 0 < first <= total:
-            sizes = [first] * (total // first) + [total % first] * (total % first > 0)
-            assert_same(outcome(model, tokens, state, sizes), expected, torch.float64)
 
 
 @every_mixer

@@ -12,7 +12,6 @@ import torch
 from longrnn import load, state
 from longrnn.cells import MIXERS
 from longrnn.diagnostics.gradients import Run, norms
-from longrnn.inference.engine import token_losses
 from longrnn.state import tree_map
 from longrnn.training.batches import segments
 from longrnn.training.config import TrainConfig
@@ -105,17 +104,6 @@ def test_a_state_is_saved_on_one_device_and_loaded_on_another(
         assert_trees_equal(tree_map(torch.Tensor.cpu, loaded), tree_map(torch.Tensor.cpu, after))
     more = random_tokens(2, 3, seed=1)
     assert_near(there(more.to(device), back).logits.cpu(), model(more, on_cpu).logits, 1e-9)
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_losses_of_windows(name: str, device: torch.device) -> None:
-    """The losses of an evaluation, which are computed in parts."""
-    windows = random_tokens(2, 150)
-    wanted, found = (
-        torch.cat([nats for _, nats in token_losses(model, windows)], 1)
-        for model in (BUILDS[name](), BUILDS[name]().to(device))
-    )
-    assert_near(found, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("kind", MIXERS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longrnn.data import TASKS, UNSCORED, Task
+from longrnn.data.batch import joined
 from longrnn.errors import UserError
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -17,7 +18,7 @@ from tests.training.runs import assert_equal
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"data": TEXTS},
-    "instruct": {"data": "pairs.jsonl", "append_eos": False},
+    "instruct": {"data": "pairs.jsonl"},
     "passkey": {"max_segments": 3},
     "reverse_variable": {"min_length": 3},
 }
@@ -62,6 +63,19 @@ def test_two_processes_read_what_one_reads(kind: str) -> None:
         assert not torch.equal(again.tokens, whole[0].tokens)
 
 
+def test_rows_of_several_widths_are_joined() -> None:
+    """What is added at the end of a row has no target."""
+    task = build("passkey", n_keys=[1, 4], n_queries=3)
+    how: dict[str, Any] = {"of": 6, "length": 300, "seed": 3, "carried": False}
+    parts = [task.batch(0, range(row, row + 1), **how) for row in range(6)]
+    whole = joined(parts)
+    assert len({part.tokens.shape[1] for part in parts}) > 1
+    for row, part in enumerate(parts):
+        width = part.tokens.shape[1]
+        assert torch.equal(whole.targets[row, :width], part.targets[0])
+        assert (whole.targets[row, width:] == UNSCORED).all()
+
+
 @tasks
 def test_perfect_predictions_score_perfectly(kind: str) -> None:
     """Each score of the targets themselves is 1, or 0 for a distance; validation rows are fixed."""
@@ -83,7 +97,7 @@ def test_perfect_predictions_score_perfectly(kind: str) -> None:
         ({"kind": "text", "data": TEXTS, "part": "held"}, ["part", "held_out"]),
         ({"kind": "text", "data": TEXTS, "splt": "x"}, ["splt", "split"]),
         ({"kind": "text", "data": TEXTS, "append_eos": True}, ["end-of-sequence"]),
-        ({"kind": "instruct", "data": TEXTS[0], "append_eos": False}, ["prompts", ".jsonl"]),
+        ({"kind": "instruct", "data": TEXTS[0]}, ["prompts", ".jsonl"]),
         ({"kind": "copy", "vocab_size": 1}, ["vocab_size"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 from longrnn.data import build as building
+from longrnn.data import sources as reading
 from longrnn.data.build import build
-from longrnn.data.sources import Reading
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer
+from longrnn.text import ByteTokenizer, Reading
 from tests.refusals import naming
 
 TEXTS = ["one", "two two", "drei\n\n"]
@@ -78,13 +79,36 @@ def test_files_and_folders_of_text() -> None:
     assert documents("long.txt") == [long]
 
 
+class Indents(ByteTokenizer):
+    """A tokenizer with one token, 1, for the end of a line and the spaces behind it."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(re.sub("\n +", "\x01", text))
+
+
+def test_long_texts_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tokenized in pieces, which begin with a line that is not indented."""
+    monkeypatch.setattr(reading, "PIECE_CHARACTERS", 50)
+    text = "a line\n  that goes on\n    and on\nthe next\n" * 20
+    Path("long.txt").write_text(text)
+    assert documents("long.txt", tokenizer=Indents()) == [re.sub("\n +", "\x01", text)]
+
+
+class Ended(ByteTokenizer):
+    """A tokenizer with a token that ends a text."""
+
+    eos_id = ord("$")
+
+
 def test_prompts_and_answers() -> None:
-    """The tokens of a completion are marked, and no others."""
+    """The tokens of a completion are marked, and no others; it ends with the last token."""
     source = write("jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
-    assert documents(source, answers=True) == ["2+2=4", "3+3=6!"]
+    assert documents(source, instruct=True) == ["2+2=4", "3+3=6!"]
     found = Corpus(sorted(Path().glob("corpus*"))[-1])
     assert found.scored is not None
     assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert documents(source, tokenizer=Ended(), instruct=True) == ["2+2=4$", "3+3=6!$"]
+    assert documents(source, tokenizer=Ended(), instruct=True, append_eos=False)[0] == "2+2=4"
 
 
 class Chat(ByteTokenizer):
@@ -106,12 +130,12 @@ def test_conversations() -> None:
     roles = ("user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "wxyz", strict=True)]
     source = write("jsonl", [{"messages": messages}])
-    assert documents(source, tokenizer=Chat(), answers=True) == ["qwaXqyaZ"]
+    assert documents(source, tokenizer=Chat(), instruct=True) == ["qwaXqyaZ"]
     with pytest.raises(UserError, match=naming("template", "prompt")):
-        documents(source, answers=True)
+        documents(source, instruct=True)
     broken = write("jsonl", [{"messages": [{"role": "user"}]}])
     with pytest.raises(UserError, match=naming("row 1", "content")):
-        documents(broken, tokenizer=Chat(), answers=True)
+        documents(broken, tokenizer=Chat(), instruct=True)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from longrnn.data.build import build
-from longrnn.data.sources import Reading
 from longrnn.errors import UserError
 from longrnn.evaluation.answers import Answers
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import proportion, ratio
 from longrnn.models import generate
-from longrnn.text import ByteTokenizer
+from longrnn.text import ByteTokenizer, Reading
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, small_model
 
 Document = list[tuple[list[int], bool]]
@@ -59,7 +58,7 @@ def corpus(folder: Path, written: list[Document]) -> str:
                 for ids, is_answer in document
             ]
             print(json.dumps({"messages": messages}), file=file)
-    build([str(rows)], Turns(), folder, reading=Reading(answers=True), quiet=True)
+    build([str(rows)], Turns(), folder, reading=Reading(instruct=True), quiet=True)
     return str(folder)
 
 

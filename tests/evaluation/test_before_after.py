@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.data import PlainText
+from longrnn.data import Text
 from longrnn.data.stream import Documents
 from longrnn.evaluation.before_after import held_out_text, write_suite
 from longrnn.evaluation.passkey import PasskeyRetrieval
@@ -23,7 +23,7 @@ def shelf(folder: Path, sizes: dict[str, int]) -> list[str]:
 
 
 def documents(*files: str) -> Documents:
-    return PlainText(data=list(files)).documents
+    return Text(data=list(files)).documents
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_the_loss_is_measured_where_there_are_several_windows(
 ) -> None:
     """Up to the longest length of which five windows fit, which a warning says."""
     files = shelf(tmp_path, {"a": 400, "b": 400, "c": 50})
-    task = PlainText(data=files)
+    task = Text(data=files)
     suite = write_suite(task, ByteTokenizer(), tmp_path / "out", length=128)
     losses, passkeys = suite.evaluations
     assert isinstance(losses, Perplexity)

@@ -100,15 +100,3 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
     x, weight = draw(64, 128), draw(96, 128)
     x[3, 5], x[9, 1] = torch.nan, torch.inf
     assert (~linear(x, weight).isfinite()).any(1).nonzero()[:, 0].tolist() == [3, 9]
-
-
-def test_weights_of_torch_func_are_accepted() -> None:
-    """`torch.func.grad` through the layer equals autograd."""
-    layer, x = Linear(128, 96, bias=False), draw(64, 128)
-
-    def loss(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(layer, weights, (x,)).square().sum()
-
-    weights = {"weight": layer.weight.detach()}
-    expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
-    assert_near(torch.func.grad(loss)(weights)["weight"], expected, 1e-6)

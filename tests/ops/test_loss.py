@@ -73,6 +73,8 @@ def test_loss_is_zero_if_no_token_is_scored() -> None:
     assert not torch.autograd.grad(none.loss, head)[0].any()
     empty = weighted_cross_entropy(hidden[:, :0], head, targets[:, :0], weights[:, :0])
     assert (empty.loss.item(), empty.predictions.shape) == (0, (3, 0))
+    losses, predictions = token_cross_entropy(hidden[:, :0], head, targets[:, :0])
+    assert losses.shape == predictions.shape == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -180,13 +182,6 @@ def test_losses_of_narrow_weights_are_not_rounded() -> None:
     )
     torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-4)
     assert exact.max() > 20
-
-
-def test_no_token_has_no_loss() -> None:
-    """An empty sequence gives empty tensors."""
-    hidden, head, targets, _ = draw(torch.float64)
-    losses, predictions = token_cross_entropy(hidden[:, :0], head, targets[:, :0])
-    assert losses.shape == predictions.shape == (3, 0)
 
 
 def test_a_loss_without_a_forward_derivative_is_refused() -> None:

@@ -94,18 +94,13 @@ def test_a_position_past_the_end_is_refused(kind: str) -> None:
 
 def test_random_is_fixed() -> None:
     """Rows have unit norm, depend on the seed alone, are not trained, and are saved."""
+    before = torch.get_rng_state()
     encoding, same, other = build("random"), build("random"), build("random", seed=1)
     torch.testing.assert_close(encoding.table.norm(dim=-1), torch.ones(len(encoding.table)))
     assert torch.equal(encoding.table, same.table)
     assert not torch.equal(encoding.table, other.table)
     assert not list(encoding.parameters())
     assert "table" in encoding.state_dict()
-
-
-def test_random_leaves_the_global_generator() -> None:
-    """Building a table draws nothing from the global generator."""
-    before = torch.get_rng_state()
-    build("random")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -123,14 +118,6 @@ def test_duplicate_repeats_the_vector() -> None:
     assert torch.equal(build("duplicate")(x, positions_from(0, 4)), torch.cat([x, x], -1))
     assert torch.equal(build("duplicate")(x, positions_from(99, 4)), torch.cat([x, x], -1))
     assert torch.equal(build("duplicate", combine="add")(x, positions_from(0, 4)), 2 * x)
-
-
-def test_none_returns_the_vector() -> None:
-    """The vector is unchanged."""
-    x = vectors(4)
-    encoding = build("none")
-    assert encoding.d_output == D_MODEL
-    assert torch.equal(encoding(x, positions_from(0, 4)), x)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in POSITIONS if kind != "none"])
@@ -165,17 +152,3 @@ def test_positions_come_from_the_state(kind: str, block: str) -> None:
         [[0, 1, 2], [40, 41, 42]],
         [[3, 4], [43, 44]],
     ]
-
-
-@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "random"])
-def test_position_matters(kind: str) -> None:
-    """Logits depend on the position; without an encoding, they do not."""
-    tokens = random_tokens(1, 1)
-
-    def logits_at(model, position: int) -> Tensor:
-        state = model.init_state(1)._replace(position=torch.tensor([position]))
-        return model(tokens, state).logits
-
-    model, blind = build_model("rnn", kind), build_model("rnn", "none")
-    assert not torch.allclose(logits_at(model, 3), logits_at(model, 4))
-    assert torch.equal(logits_at(blind, 3), logits_at(blind, 4))

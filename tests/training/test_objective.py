@@ -48,7 +48,7 @@ def by_token(model: RecurrentLM, batch: Batch) -> Tensor:
     "spec",
     [
         {"kind": "text", "data": TEXTS[:3]},
-        {"kind": "instruct", "data": "pairs.jsonl", "append_eos": False},
+        {"kind": "instruct", "data": "pairs.jsonl"},
         {"kind": "passkey", "n_keys": 2, "n_queries": 2, "text_weight": 0.3},
         {"kind": "recall", "vocab_size": 16},
     ],
