@@ -176,7 +176,7 @@ def load_weights(folder: Path, model: RecurrentLM) -> None:
     """
     weights = sharded_weights(models.read(model, folder), model.state_dict())
     # A checkpoint of adapters has the trained weights only.
-    model.load_state_dict(weights, strict=lora.describe(model) is None)
+    model.load_state_dict(weights, strict=not lora.has_adapters(model))
 
 
 def restore(

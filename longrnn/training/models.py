@@ -102,21 +102,6 @@ def _add_adapters(model: RecurrentLM, options: Adapters) -> None:
     )
 
 
-def check_adapters(model: RecurrentLM, total: Callable[[Tensor], Tensor]) -> None:
-    """Refuses adapters that the model does not use, after a backward pass.
-
-    Args:
-        model: with adapters.
-        total: sums a tensor over processes.
-
-    Raises:
-        UserError: an adapter without a gradient.
-    """
-    flags = lora.without_gradient(model)
-    device = next(model.parameters()).device
-    lora.check_reached([*flags], total(torch.stack([*flags.values()]).to(device)).tolist())
-
-
 def _check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
     """Refuses a model without the ids of the task, or with many more than the tokenizer."""
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
@@ -192,7 +177,7 @@ def save(
         base: the checkpoint whose adapters are trained, if they are; only they are written.
     """
     spec = spec_of(model)
-    if lora.describe(model) is not None:
+    if lora.has_adapters(model):
         assert base is not None
         lora.save_adapter(
             model,
@@ -215,7 +200,7 @@ def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
     Raises:
         UserError: they are damaged, or not finite.
     """
-    is_adapter = lora.describe(model) is not None
+    is_adapter = lora.has_adapters(model)
     weights = lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()
     if (name := first_not_finite(weights)) is not None:
         raise UserError(

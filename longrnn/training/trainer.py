@@ -121,8 +121,6 @@ class Trainer:
                 self.accelerator.backward(output.loss / n_micro)
             outputs.append((on_host, output._replace(loss=output.loss.detach())))
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if config.peft is not None and self.step == 0:
-            models.check_adapters(self.model, self.total)
         values: dict[str, list[Tensor]] = {"loss": [], "stop": [torch.tensor([float(stop)])]}
         done = self.step + 1
         for on_host, output in outputs:
