@@ -23,13 +23,12 @@ def own_tokenizers() -> Iterator[None]:
     before = AutoTokenizer.from_pretrained
 
     def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
-        if not options.get("trust_remote_code"):
-            return before(name, *arguments, **options)
         checkpoint = split_spec(str(name))[0]
-        if checkpoint in embedded() or os.path.exists(checkpoint):
+        is_own = checkpoint in embedded() or os.path.exists(checkpoint)
+        if options.get("trust_remote_code") and is_own:
             found = load_tokenizer(checkpoint)
             return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
-        return before(name, *arguments, **{**options, "trust_remote_code": False})
+        return before(name, *arguments, **options | {"trust_remote_code": False})
 
     AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
     try:
