@@ -22,10 +22,11 @@ class Block(nn.Module, ABC):
 
     Attributes:
         mixer: its cell.
-        recompute: whether the backward pass computes the layer again.
+        gradient_checkpointing: whether the backward pass computes the layer again; transformers
+            sets it too.
     """
 
-    recompute = False
+    gradient_checkpointing = False
     mixer: Cell
 
     @abstractmethod
@@ -38,7 +39,7 @@ class Block(nn.Module, ABC):
         self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None
     ) -> tuple[Tensor, PyTree]:
         """`run`, inside the module so that its hooks (shards, DDP) run with recomputation too."""
-        if not (self.recompute and torch.is_grad_enabled()):
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.run(x, state, edit, rows)
         found = checkpoint(
             self.run, x, state, edit, rows, use_reentrant=False, preserve_rng_state=False

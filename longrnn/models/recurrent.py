@@ -127,7 +127,7 @@ class RecurrentLM(LanguageModel):
             )
         self.recomputation = every
         for block in self.blocks:
-            block.recompute = every == "block"  # type: ignore[assignment]
+            block.gradient_checkpointing = every == "block"  # type: ignore[assignment]
 
     def gradient_checkpointing_disable(self) -> None:
         """Keeps all activations, as by default."""

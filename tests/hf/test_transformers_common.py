@@ -21,7 +21,7 @@ from longrnn.cells import MIXERS
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.models.blocks import Block
 from longrnn.state import leaves
-from tests.contracts.builders import mitigation_spec, mixer_spec
+from tests.contracts.builders import mixer_spec
 from tests.hf import transformers_source
 
 pytestmark = pytest.mark.slow
@@ -113,7 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mitigated": {
         "mixer": mixer_spec("mamba2"),
         "position": {"kind": "learned", "max_length": 512},
-        "mitigation": mitigation_spec("state_norm"),
+        "mitigation": "state_norm(threshold=0.015)",
     },
 }
 
