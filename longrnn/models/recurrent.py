@@ -167,8 +167,10 @@ class RecurrentLM(LanguageModel):
         if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is not None:
-            pairs = zip(self.cells, self.edits, strict=True)
-            check_state(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
+            cells = self.cells
+            edits = [None] * len(cells) if self._edits is None else self._edits
+            like = tuple(cell.like(edit) for cell, edit in zip(cells, edits, strict=True))
+            check_state(state, like, len(tokens))
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
@@ -177,7 +179,7 @@ class RecurrentLM(LanguageModel):
         source = tokens if rows is None else rows.arrange(tokens)
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])
-        width, kept = self._segment_width(len(tokens)), []
+        width, kept = 1 if time == 1 else self._segment_width(len(tokens)), []
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
