@@ -169,9 +169,8 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
             raise UserError("give either input_ids, (batch, time), or inputs_embeds, with a width")
         time = read.shape[1]
         is_token = padding(attention_mask, read)
-        if attention_mask is not None:
-            position_ids = None  # it counts the tokens of the mask
-        starts = packed_documents(position_ids, cu_seq_lens_q, read)
+        positions = position_ids if attention_mask is None else None  # else it counts the mask
+        starts = packed_documents(positions, cu_seq_lens_q, read)
         if cache.pending is not None:  # of assisted decoding, which has neither of the two
             read = torch.cat([cache.pending, read], 1)
         model = self.language_model
@@ -205,14 +204,14 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         return output.to_tuple() if return_dict is False else output
 
     def _prepare_cache_for_generation(  # pyright: ignore
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, config: Any, model_kwargs: dict[str, Any], *rest: Any
     ) -> None:
         """Puts a `StateCache` where transformers would put a `DynamicCache`.
 
         With `use_cache=False` there is none, and each call reads the whole text again.
 
         Raises:
-            UserError: another kind of cache, or padding after which a row cannot be continued.
+            UserError: another cache, or padding after which a row cannot be continued.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
@@ -220,16 +219,13 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
                 "the attention_mask has padding on the right, and a row is continued after its "
                 "last column: set padding_side='left' in the tokenizer"
             )
-        if generation_config.cache_implementation is not None:
-            raise UserError(
-                f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
-                "out cache_implementation"
-            )
-        if generation_config.use_cache is not False:
+        if config.use_cache is not False:
             given = model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None)
             cache = model_kwargs["past_key_values"] = cache_of(*given)
-            if generation_config.is_assistant:
+            if config.is_assistant:
                 cache.activate_past_recording()
+        # It refuses a cache_implementation.
+        super()._prepare_cache_for_generation(config, model_kwargs, *rest)  # pyright: ignore
 
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)

@@ -16,8 +16,8 @@ from longrnn.ops.rows import Rows
 from longrnn.state import LMState, expand, take
 
 # Arguments of the loss, and what collators and `generate` add for other models.
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "tokenizer")
+KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "output_attentions", "tokenizer"}
+KNOWN |= {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 class StateCache(Cache):
@@ -102,20 +102,16 @@ class StateCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects the rows of beams."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps some rows, in the order of `indices`."""
-        assert self.state is not None
-        self.state = take(self.state, indices)
+        if self.state is not None:
+            self.state = take(self.state, beam_idx)
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
     """Refuses arguments that would have no effect."""
     if kwargs.get("output_attentions"):
         raise UserError("a recurrent model has no attentions: leave out output_attentions")
-    for name in kwargs.keys() - {*LOSS, *UNUSED, "output_attentions"}:
-        raise UserError(f"unknown argument {name}: {nearest(name, LOSS)}")
+    for name in kwargs.keys() - KNOWN:
+        raise UserError(f"unknown argument {name}: {nearest(name, KNOWN)}")
 
 
 def cache_of(given: Any, state: LMState | None) -> StateCache:
@@ -176,22 +172,19 @@ def packed_documents(
     """
     rows, time = read.shape[:2]
     if cu_seq_lens is not None:
-        if rows != 1:
-            raise UserError(
-                f"cu_seq_lens_q divides one row, and {rows} were given: give position_ids"
-            )
         starts = document_starts(cu_seq_lens, time)
     elif position_ids is not None:
         starts = document_starts_of_positions(position_ids)
-        if starts.shape[1] != time or len(starts) not in (1, rows):
-            raise UserError(
-                f"position_ids has shape {tuple(position_ids.shape)}, and {rows} rows of {time} "
-                "tokens were given: give one position per token"
-            )
+        starts = starts.expand(rows, -1) if len(starts) == 1 else starts
     else:
         return None
+    if starts.shape != (rows, time):
+        raise UserError(
+            f"position_ids or cu_seq_lens_q describe {tuple(starts.shape)} tokens, and {rows} rows "
+            f"of {time} were given: give one position per token, or cu_seq_lens_q for a single row"
+        )
     # A row of one document continues the given state.
-    return starts.expand(rows, -1) if bool(starts[:, 1:].any()) else None
+    return starts if bool(starts[:, 1:].any()) else None
 
 
 def with_hidden_states(

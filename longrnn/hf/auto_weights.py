@@ -134,8 +134,7 @@ class LongRNNPreTrainedModel(PreTrainedModel):
                 "transformers cannot save this adapter completely: copy its folder, or save the "
                 "merged model of longrnn.load(folder) with LongRNNForCausalLM.of"
             )
-        folder = Path(save_directory)
-        is_main = kwargs.get("is_main_process", True)
+        folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
         if is_main:
             remove_checksums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,8 +98,8 @@ class HFTokenizer:
             parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
         else:
             whole = json.loads(backend.to_str())
-            parts = [whole[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")]
-            parts.append(whole["model"])
+            names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+            parts = [whole[name] for name in names]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -194,3 +195,29 @@ def fits(ids: int, size: int) -> bool:
     that a model may have somewhat more ids than its tokenizer.
     """
     return ids <= size and size - ids <= max(MAX_PADDING, size * MAX_PADDING_SHARE)
+
+
+@contextmanager
+def own_tokenizers() -> Iterator[None]:
+    """Replace `AutoTokenizer.from_pretrained` for foreign code that allows remote code.
+
+    A name that `load_tokenizer` takes, also one with a mitigation, gives that tokenizer; any other
+    is loaded without remote code.
+    """
+    from transformers import AutoTokenizer
+
+    before = AutoTokenizer.from_pretrained
+
+    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
+        checkpoint = split_spec(str(name))[0]
+        is_own = checkpoint in embedded() or os.path.exists(checkpoint)
+        if options.get("trust_remote_code") and is_own:
+            found = load_tokenizer(checkpoint)
+            return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
+        return before(name, *arguments, **options | {"trust_remote_code": False})
+
+    AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = before  # type: ignore[method-assign]

@@ -67,15 +67,13 @@ def generate(
         UserError: an empty prompt, options out of range, logits that are not finite, or padding for
             a model that cannot read it.
     """
-    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    ends = _ends(stop)
-    if ends is not None:
-        *_, ids = run.rows(ends)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generator": generator}
+    run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, rows=rows, **sampling)
+    if stop or not max_new_tokens:
+        *_, ids = run.rows(_ends(stop))
         return Generation(ids, run.final_state())
     # Nothing depends on the tokens, so that the host reads them once, at the end.
     steps = [run.step() for _ in range(max_new_tokens)]
-    if not steps:
-        return Generation([[] for _ in range(len(prompt))], run.state)
     ids = _read(*(torch.stack(each, 1) for each in zip(*steps, strict=True)))
     for row, own in enumerate(ids):
         if NOT_FINITE in own:
@@ -89,19 +87,14 @@ def stream(
     prompt: Tensor,
     state: LMState | None = None,
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
     stop: Stop = (),
-    generator: torch.Generator | None = None,
-    rows: Rows | None = None,
+    **options: Any,
 ) -> Iterator[list[list[int]]]:
     """Like `generate`, but yields the ids of each row so far, before the first and after every one.
 
-    These are the same lists each time, which grow.
+    These are the same lists each time, which grow. Options are those of `generate`.
     """
-    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    yield from run.rows(_ends(stop) or (lambda _, __: False))
+    yield from _Run(model, prompt, state, **options).rows(_ends(stop))
 
 
 class _Run:
@@ -118,11 +111,12 @@ class _Run:
         model: LanguageModel,
         prompt: Tensor,
         state: LMState | None,
+        *,
         max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        generator: torch.Generator | None,
-        rows: Rows | None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        rows: Rows | None = None,
     ) -> None:
         prompt = check_tokens(prompt, model.vocab_size, rows)
         if prompt.shape[1] == 0 or (rows is not None and not bool(rows.count.all())):
@@ -142,8 +136,7 @@ class _Run:
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
         self._ended: dict[int, LMState] = {}
         self.active = list(range(len(prompt)))
-        given = {} if rows is None else {"rows": rows}  # a Hugging Face model takes no rows
-        logits, self.state = model(prompt, state, keep=1, **given)
+        logits, self.state = model(prompt, state, keep=1, rows=rows)
         self.logits = logits[:, -1]
 
     def step(self) -> tuple[Tensor, Tensor]:
@@ -166,20 +159,16 @@ class _Run:
                 if token == NOT_FINITE:
                     self.refuse(row, rows[row])
                 rows[row].append(token)
-            kept = [i for i, row in enumerate(self.active) if not ends(row, rows[row])]
-            if len(kept) < len(self.active):
-                self._keep(kept)
+            ended = {place for place, row in enumerate(self.active) if ends(row, rows[row])}
+            if ended:
+                self._ended |= {self.active[place]: take(self.state, [place]) for place in ended}
+                places = [place for place in range(len(self.active)) if place not in ended]
+                self.active = [self.active[place] for place in places]
+                if places:
+                    self.state, self.logits = take(self.state, places), self.logits[places]
             yield rows
             if not self.active:
                 break
-
-    def _keep(self, places: list[int]) -> None:
-        """Continues with these of the active rows only."""
-        for place in set(range(len(self.active))).difference(places):
-            self._ended[self.active[place]] = take(self.state, [place])
-        self.active = [self.active[place] for place in places]
-        if places:
-            self.state, self.logits = take(self.state, places), self.logits[places]
 
     def final_state(self) -> LMState:
         """The state of all rows, each after its last token."""
@@ -202,8 +191,8 @@ def _read(tokens: Tensor, totals: Tensor) -> list[Any]:
     return torch.where(totals.isfinite(), tokens, NOT_FINITE).tolist()
 
 
-def _ends(stop: Stop) -> Callable[[int, list[int]], bool] | None:
-    """The function that says whether a row ends; None if none does before its last token."""
+def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
+    """The function that says whether a row ends."""
     if callable(stop):
         return stop
     try:
@@ -212,7 +201,7 @@ def _ends(stop: Stop) -> Callable[[int, list[int]], bool] | None:
         raise UserError(
             f"stop must be sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
         ) from error
-    return (lambda _, ids: any(ids[-len(end) :] == end for end in stops)) if stops else None
+    return lambda _, ids: any(ids[-len(end) :] == end for end in stops)
 
 
 def _choose(

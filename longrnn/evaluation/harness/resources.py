@@ -19,7 +19,7 @@ from lm_eval import evaluator
 from lm_eval.api import task as lm_eval_task
 
 from longrnn.errors import UserError
-from longrnn.hf.redirect import own_tokenizers
+from longrnn.hf.tokenizer import own_tokenizers
 
 
 @contextmanager
