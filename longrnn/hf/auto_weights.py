@@ -106,9 +106,8 @@ class LongRNNPreTrainedModel(PreTrainedModel):
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
-        folder = (
-            Path(str(args[0])) if adapter is None else resolve(adapter, options.get("revision"))
-        )
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
         if (folder / ADAPTER_RECORD).is_file():
             model._has_own_adapter = True
             model.config.mitigation = read_json(folder / ADAPTER_RECORD).get("mitigation")
@@ -148,8 +147,12 @@ class LongRNNPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Gives weights that a checkpoint lacks the values of those of a new `RecurrentLM`."""
-        named = self.model.named_parameters()
-        missing = [name for name, one in named if not getattr(one, INITIALISED, False)]
+        missing = [
+            f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if not getattr(module, INITIALISED, getattr(weight, INITIALISED, False))
+        ]
         if missing:
             with torch.device("cpu"):
                 fresh = RecurrentLM(self.model.config)

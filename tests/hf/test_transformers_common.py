@@ -224,7 +224,8 @@ def _skip(reason: str) -> Callable[..., None]:
 
 def _test_class(name: str, options: dict[str, Any]) -> type:
     """The common tests of one model."""
-    bases = (LongRNNTest, COMMON.modeling.ModelTesterMixin, COMMON.training, unittest.TestCase)
+    mixins = (COMMON.modeling.ModelTesterMixin, COMMON.modeling.GenerationTesterMixin)
+    bases = (LongRNNTest, *mixins, COMMON.training, unittest.TestCase)
     body = {test: _skip(reason) for test, reason in _skipped().items()}
     if not MIXERS[options["mixer"]["kind"]].wide_weights:
         body |= dict.fromkeys(OF_WIDE_WEIGHTS, _skip("its cell has no such weights"))
