@@ -11,34 +11,22 @@ Notable choices:
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from longrnn.errors import UserError
-from longrnn.hf.auto_cache import StateCache
 from longrnn.hf.auto_inputs import (
-    LOSS,
-    after_padding,
-    block_outputs,
+    StateCache,
     cache_of,
     check_arguments,
-    check_inputs,
-    hidden_state,
-    inferred_padding,
-    joined,
+    packed_documents,
     padding,
-    starts,
+    with_hidden_states,
 )
 from longrnn.hf.auto_weights import LongRNNConfig, LongRNNPreTrainedModel
 from longrnn.mitigations import mitigation
@@ -90,11 +78,6 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
     # A tuple, because a module would be registered and repeat every weight.
     _mitigated: tuple[str, RecurrentLM] | None = None
 
-    @property
-    def base_model(self) -> Any:
-        """The model without its head, as libraries call it that compute the loss themselves."""
-        return Backbone(self)
-
     @classmethod
     def of(cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json") -> LongRNNForCausalLM:
         """A Hugging Face model that shares the weights of a model of `longrnn.load`.
@@ -120,20 +103,23 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         with torch.device("meta"):
             whole = cls(config)
         whole.model = plain
-        whole.generation_config = GenerationConfig.from_model_config(config)
         return whole.train(plain.training)
+
+    @property
+    def base_model(self) -> Any:
+        """The model without its head, as libraries call it that compute the loss themselves."""
+        return Backbone(self)
 
     @property
     def language_model(self) -> RecurrentLM:
         """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
-        spec = self.config.mitigation
+        spec, own = self.config.mitigation, self.model
         if spec is None:
-            return self.model
-        # A replica of DataParallel has the attributes of the model that it was copied from.
+            return own
         known = self._mitigated
-        own = self.model
-        if known is None or known[0] != str(spec) or known[1]._modules is not own._modules:
-            known = self._mitigated = str(spec), own.under(mitigation(spec))
+        # A replica of DataParallel has the attributes of the model that it was copied from.
+        if known is None or known[0] != spec or known[1]._modules is not own._modules:
+            known = self._mitigated = spec, own.under(mitigation(spec))
         return known[1]
 
     def forward(
@@ -178,99 +164,54 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         """
         check_arguments(kwargs)
         cache = cache_of(past_key_values, state)
-        tokens = check_inputs(input_ids, inputs_embeds, cache, self.config.hidden_size)
-        is_token = padding(attention_mask, tokens)
-        document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
-        pending = 0
-        if cache.pending is not None:
-            before, mask = cache.pending
-            pending = before.shape[1]
-            is_token = joined(mask, is_token, before, tokens)
-            tokens = torch.cat([before, tokens], 1)
-            if inputs_embeds is not None:
-                inputs_embeds = torch.cat([self.model.embedding(before), inputs_embeds], 1)
+        read = input_ids if inputs_embeds is None else inputs_embeds
+        if read is None or (input_ids is not None and inputs_embeds is not None):
+            raise UserError("give either input_ids, (batch, time), or inputs_embeds, with a width")
+        time = read.shape[1]
+        is_token = padding(attention_mask, read)
+        positions = position_ids if attention_mask is None else None  # else it counts the mask
+        starts = packed_documents(positions, cu_seq_lens_q, read)
+        if cache.pending is not None:  # of assisted decoding, which has neither of the two
+            read = torch.cat([cache.pending, read], 1)
         model = self.language_model
-        cache.share(len(tokens))
-        begin = model.init_state(len(tokens)) if cache.state is None else cache.state
-        own = tokens.shape[1] - pending
-        keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
-        rows = None if is_token is None and document is None else Rows(is_token, document)
-        wanted = bool(self.config.output_hidden_states or output_hidden_states)
-        read = tokens if inputs_embeds is None else inputs_embeds
-        with block_outputs(model) if wanted else nullcontext([]) as found:
-            hidden, after = model.hidden(read, begin, keep=own if wanted else keep, rows=rows)
-        logits = model.head(hidden[:, hidden.shape[1] - min(keep, hidden.shape[1]) :])
+        before = cache.before(len(read)) or model.init_state(len(read))
+        rows = None if is_token is None and starts is None else Rows(is_token, starts)
+        keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else time
+        if output_hidden_states or self.config.output_hidden_states:
+            hidden, after, states = with_hidden_states(model, read, before, rows, time)
+            hidden = hidden[:, -keep:]
+        else:
+            states = None
+            hidden, after = model.hidden(read, before, keep=min(keep, time), rows=rows)
+        logits = model.head(hidden)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         loss = None
         if labels is not None:
             if is_token is not None:
-                labels = labels.masked_fill(after_padding(is_token[:, pending:]), -100)
-            named = {name: kwargs[name] for name in LOSS if name in kwargs}
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **named)
-        cache.update_state(begin, tokens, is_token, after)
+                after_padding = nn.functional.pad(~is_token[:, :-1], (1, 0))
+                labels = labels.masked_fill(after_padding, -100)
+            loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
+        cache.update_state(before, read if is_token is None else read[is_token][None], time, after)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=(*(hidden_state(one, rows, own) for one in found[:-1]), hidden)
-            if wanted
-            else None,
+            hidden_states=None if states is None else tuple(states),  # type: ignore[arg-type]
         )
         return output.to_tuple() if return_dict is False else output
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """See `PreTrainedModel`."""
-        resized = super().resize_token_embeddings(*args, **kwargs)
-        self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
-        self.config.vocab_size = resized.num_embeddings
-        return resized
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        inputs_embeds: Tensor | None = None,  # transformers looks for it in the signature
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
-        for name in ("position_ids", "tokenizer"):
-            kwargs.pop(name, None)
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore
-            input_ids,
-            *args,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
-            inputs.pop("attention_mask", None)  # a generated token is not padding
-        return inputs
-
-    def _prepare_attention_mask_for_generation(  # pyright: ignore
-        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Infers the padding of a batch without attention_mask, see `inferred_padding`."""
-        if generation_config.is_assistant:  # drafts continue text that has no padding
-            return torch.ones_like(inputs_tensor)
-        inferred = super()._prepare_attention_mask_for_generation(
-            inputs_tensor, generation_config, model_kwargs
-        )
-        return inferred_padding(inferred, continued=model_kwargs.get("state") is not None)
-
     def _prepare_cache_for_generation(  # pyright: ignore
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, config: Any, model_kwargs: dict[str, Any], *rest: Any
     ) -> None:
         """Puts a `StateCache` where transformers would put a `DynamicCache`.
 
         With `use_cache=False` there is none, and each call reads the whole text again.
 
         Raises:
-            UserError: another kind of cache, a cache with `use_cache=False`, or padding after
-                which a row cannot be continued.
+            UserError: another cache, or padding after which a row cannot be continued.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
@@ -278,22 +219,13 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
                 "the attention_mask has padding on the right, and a row is continued after its "
                 "last column: set padding_side='left' in the tokenizer"
             )
-        if generation_config.cache_implementation is not None:
-            raise UserError(
-                f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
-                "out cache_implementation"
-            )
-        if generation_config.use_cache is False:
-            if model_kwargs.get("past_key_values") is not None:
-                raise UserError(
-                    "with use_cache=False each call reads all token ids again, and past_key_values "
-                    "has read some: leave out one of the two"
-                )
-            return
-        cache = cache_of(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        if config.use_cache is not False:
+            given = model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None)
+            cache = model_kwargs["past_key_values"] = cache_of(*given)
+            if config.is_assistant:
+                cache.activate_past_recording()
+        # It refuses a cache_implementation.
+        super()._prepare_cache_for_generation(config, model_kwargs, *rest)  # pyright: ignore
 
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)

@@ -1,33 +1,117 @@
-"""What `LongRNNForCausalLM` makes of its arguments: masks of padding, documents, hidden states."""
+"""The cache of `LongRNNForCausalLM`, and what the model makes of its other arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from longrnn.errors import UserError, nearest
-from longrnn.hf.auto_cache import StateCache
 from longrnn.hf.packing import document_starts, document_starts_of_positions
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState
+from longrnn.state import LMState, expand, take
 
-# Arguments of the loss, and what collators add for kernels of attention.
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
+# Arguments of the loss, and what collators and `generate` add for other models.
+KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "output_attentions", "tokenizer"}
+KNOWN |= {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+class StateCache(Cache):
+    """Holds an `LMState` and implements what `generate` needs of a cache.
+
+    The state is a value: a call replaces it and changes none of its tensors. So a state can be
+    given to many calls, and `state` can be kept before and after any of them.
+
+    While the past is recorded (assisted decoding), the state before each call is kept, and `crop`
+    returns to it. Tokens of that call that remain are consumed again by the next call.
+
+    Args:
+        state: where to start; None for the state before the first token.
+
+    Attributes:
+        state: after all consumed tokens, apart from those in `pending`; None before the first.
+        pending: tokens `(b, t)` that the next call consumes first; None for none.
+    """
+
+    def __init__(self, state: LMState | None = None) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.pending: Tensor | None = None
+        self._length = 0
+        self._calls: list[tuple[LMState, Tensor]] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens per row, padding included, that this cache has seen in `generate`."""
+        return self._length
+
+    def before(self, rows: int) -> LMState | None:
+        """The state before a call, in which each row of this cache may serve several rows."""
+        known = rows if self.state is None else len(self.state.position)
+        if self.state is None or rows == known or rows % known:
+            return self.state
+        return expand(self.state, rows // known)
+
+    def update_state(self, before: LMState, read: Tensor, time: int, after: LMState) -> None:
+        """Replaces the state after a call.
+
+        Args:
+            before: the state before the call.
+            read: the tokens that it consumed, with the pending ones, without padding.
+            time: the tokens per row that were given, with padding.
+            after: the state after the call.
+        """
+        self._length += time
+        if self._calls is not None:
+            self._calls.append((before, read))
+        self.state, self.pending = after, None
+
+    def activate_past_recording(self) -> None:
+        """Keeps the state before each of the following calls, until `crop`."""
+        self._calls = self._calls or []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens, given as a number of at most 0.
+
+        Raises:
+            UserError: tokens from before the recording, or of a cache that does not record.
+        """
+        calls = self._calls or []
+        if self.state is not None and self.pending is not None:  # nothing was read since a `crop`
+            calls.append((self.state, self.pending))
+        remove = -tokens_to_remove
+        while remove:
+            if not calls or remove < 0:
+                raise UserError(
+                    f"crop({tokens_to_remove}) of a recurrent state, which cannot be shortened: "
+                    "keep the state from before the tokens that you want to remove"
+                )
+            self.state, read = calls.pop()
+            kept = max(0, read.shape[1] - remove)
+            self.pending = read[:, :kept] if kept else None
+            self._length -= read.shape[1] - kept
+            remove -= read.shape[1] - kept
+        calls.clear()
+
+    def reset(self) -> None:
+        """Returns to the state before the first token."""
+        StateCache.__init__(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Selects the rows of beams."""
+        if self.state is not None:
+            self.state = take(self.state, beam_idx)
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
     """Refuses arguments that would have no effect."""
     if kwargs.get("output_attentions"):
         raise UserError("a recurrent model has no attentions: leave out output_attentions")
-    for name in kwargs:
-        if name not in LOSS + UNUSED:
-            raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
+    for name in kwargs.keys() - KNOWN:
+        raise UserError(f"unknown argument {name}: {nearest(name, KNOWN)}")
 
 
 def cache_of(given: Any, state: LMState | None) -> StateCache:
@@ -48,78 +132,32 @@ def cache_of(given: Any, state: LMState | None) -> StateCache:
     return given
 
 
-def joined(
-    left: Tensor | None, right: Tensor | None, before: Tensor, tokens: Tensor
-) -> Tensor | None:
-    """The masks of two stretches of tokens as one; None if there is no padding in either."""
-    if left is None and right is None:
-        return None
-    whole = [
-        torch.ones_like(part, dtype=torch.bool) if mask is None else mask
-        for mask, part in ((left, before), (right, tokens))
-    ]
-    return torch.cat(whole, 1)
-
-
-def after_padding(is_token: Tensor) -> Tensor:
-    """`(b, t)` bool, True where the column before is padding."""
-    return nn.functional.pad(~is_token[:, :-1], (1, 0))
-
-
-def check_inputs(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: StateCache, width: int
-) -> Tensor:
-    """Token ids, `(b, t)`; zeros where embeddings are given instead.
-
-    Raises:
-        UserError: neither or both, or embeddings for a cache that records token ids.
-    """
-    if inputs_embeds is None:
-        if input_ids is None:
-            raise UserError("input_ids is missing: give the token ids, (batch, time)")
-        return input_ids
-    if input_ids is not None:
-        raise UserError("both input_ids and inputs_embeds were given: give one of them")
-    if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != width:
-        raise UserError(
-            f"inputs_embeds has shape {tuple(inputs_embeds.shape)}: give one vector per token, "
-            f"(batch, time, {width})"
-        )
-    if cache.is_recording:
-        raise UserError(
-            "assisted decoding reads rejected tokens again, and inputs_embeds has no ids: give "
-            "input_ids"
-        )
-    shape = inputs_embeds.shape[:2]
-    return torch.zeros(shape, dtype=torch.long, device=inputs_embeds.device)
-
-
-def padding(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+def padding(attention_mask: Tensor | None, read: Tensor) -> Tensor | None:
     """`(b, t)` bool, False where a token is padding; None if there is none.
 
     Args:
         attention_mask: `(b, past + t)`; None for no padding.
-        tokens: `(b, t)`.
+        read: tokens `(b, t)`, or vectors `(b, t, d)`.
 
     Raises:
         UserError: a mask of another shape.
     """
     if attention_mask is None:
         return None
-    rows, time = tokens.shape
-    fits = attention_mask.ndim == 2 and len(attention_mask) == rows
-    if not fits or attention_mask.shape[1] < time:
+    rows, time = read.shape[:2]
+    is_flat = attention_mask.ndim == 2 and len(attention_mask) == rows
+    if not is_flat or attention_mask.shape[1] < time:
         raise UserError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids "
-            f"{tuple(tokens.shape)}: give one row per sequence and one column per token, "
-            "1 for a token and 0 for padding"
+            f"attention_mask has shape {tuple(attention_mask.shape)}, and {rows} rows of {time} "
+            "tokens were given: give one row per sequence and one column per token, 1 for a token "
+            "and 0 for padding"
         )
     mask = attention_mask[:, attention_mask.shape[1] - time :].bool()
     return None if bool(mask.all()) else mask
 
 
-def starts(
-    position_ids: Tensor | None, cu_seq_lens: Tensor | None, tokens: Tensor
+def packed_documents(
+    position_ids: Tensor | None, cu_seq_lens: Tensor | None, read: Tensor
 ) -> Tensor | None:
     """`(b, t)` bool, True at the first token of each packed document; None for one per row.
 
@@ -127,83 +165,60 @@ def starts(
         position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
             further one.
         cu_seq_lens: `(documents + 1,)`, boundaries of the documents of a single row.
-        tokens: `(b, t)`.
+        read: tokens `(b, t)`, or vectors `(b, t, d)`.
 
     Raises:
-        UserError: what `longrnn.hf.packing` refuses, or another number of tokens.
+        UserError: what `longrnn.hf.packing` refuses, or another number of rows or tokens.
     """
-    found = torch.zeros_like(tokens, dtype=torch.bool)
-    if position_ids is not None:
-        if position_ids.shape[1:] != tokens.shape[1:]:
-            raise UserError(
-                f"position_ids has shape {tuple(position_ids.shape)} and input_ids "
-                f"{tuple(tokens.shape)}: give one position per token"
-            )
-        found = found | document_starts_of_positions(position_ids)
+    rows, time = read.shape[:2]
     if cu_seq_lens is not None:
-        if len(tokens) != 1:
-            raise UserError(
-                f"cu_seq_lens_q divides one row, and input_ids has {len(tokens)}: give position_ids"
-            )
-        found = found | document_starts(cu_seq_lens, tokens.shape[1])
-    # A row of one document continues the given state.
-    return found if bool(found[:, 1:].any()) else None
-
-
-def inferred_padding(mask: Tensor, *, continued: bool) -> Tensor:
-    """Return the mask that transformers infers from the id of padding, where it can be right.
-
-    Args:
-        mask: `(b, t)`, 0 at every padding id of the input.
-        continued: whether rows continue a state.
-
-    Raises:
-        UserError: padding ids after other tokens, or in rows that continue a state, where they may
-            as well be text.
-    """
-    leading = mask.cumsum(1) == 0
-    if bool(((mask == 0) & ~leading).any()) or (continued and bool((mask == 0).any())):
-        where = "rows that continue a state" if continued else "rows, after other tokens"
+        starts = document_starts(cu_seq_lens, time)
+    elif position_ids is not None:
+        starts = document_starts_of_positions(position_ids)
+        starts = starts.expand(rows, -1) if len(starts) == 1 else starts
+    else:
+        return None
+    if starts.shape != (rows, time):
         raise UserError(
-            f"input_ids have the pad_token_id in {where}, and no attention_mask says whether it is "
-            "padding: give attention_mask, torch.ones_like(input_ids) if all of it is text"
+            f"position_ids or cu_seq_lens_q describe {tuple(starts.shape)} tokens, and {rows} rows "
+            f"of {time} were given: give one position per token, or cu_seq_lens_q for a single row"
         )
-    return mask
+    # A row of one document continues the given state.
+    return starts if bool(starts[:, 1:].any()) else None
 
 
-@contextmanager
-def block_outputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
-    """A context in which the input of the first block and the output of each are kept, by part.
+def with_hidden_states(
+    model: RecurrentLM, read: Tensor, before: LMState, rows: Rows | None, time: int
+) -> tuple[Tensor, LMState, list[Tensor]]:
+    """`RecurrentLM.hidden` of the last `time` tokens, and the vectors before and after each block.
 
     Args:
-        model: is called in the context, and reads a long text in parts.
+        model: reads a long text in parts.
+        read: tokens `(b, t)`, or vectors `(b, t, d)`.
+        before: the state before them.
+        rows: of the call.
+        time: number of tokens.
     """
-    found: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
-    numbers = {block: number for number, block in enumerate(model.blocks)}
+    parts: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
 
-    def see(block: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        if numbers[block] == 0:
-            found[0].append(args[0])
-        found[numbers[block] + 1].append(output[0])
+    def see(number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+        if number == 0:
+            parts[0].append(inputs[0])
+        parts[number + 1].append(output[0])
 
-    handles = [block.register_forward_hook(see) for block in model.blocks]
+    handles = [
+        block.register_forward_hook(partial(see, number))
+        for number, block in enumerate(model.blocks)
+    ]
     try:
-        yield found
+        hidden, after = model.hidden(read, before, keep=time, rows=rows)
     finally:
         for handle in handles:
             handle.remove()
-
-
-def hidden_state(parts: list[Tensor], rows: Rows | None, own: int) -> Tensor:
-    """The vectors between two blocks at the last `own` tokens, `(b, own, d)`.
-
-    Args:
-        parts: of `block_outputs`; one part is returned as it is, the tensor that the model computes
-            with.
-        rows: of the call.
-        own: number of tokens.
-    """
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    # The tensors that the model computes with, where they are whole and in order.
+    found = [part[0] if len(part) == 1 else torch.cat(part, 1) for part in parts]
     if rows is not None:
-        return rows.restore(whole[:, rows.first_kept(own) :], own)
-    return whole if whole.shape[1] == own else whole[:, whole.shape[1] - own :]
+        found = [rows.restore(one[:, rows.first_kept(time) :], time) for one in found]
+    elif read.shape[1] != time:
+        found = [one[:, -time:] for one in found]
+    return hidden, after, [*found[:-1], hidden]

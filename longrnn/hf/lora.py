@@ -2,7 +2,7 @@
 
 Notable choices:
 - Adapters replace the projections as modules, which the cells call as modules: no kernel can
-  bypass them. `without_gradient` finds targets that took no part in a step all the same.
+  bypass them.
 - Parameters that are trained as a whole stand in the adapter's file under their own names, where
   PEFT loads them into the base model.
 - An adapter belongs to the weights it was trained on: `adapter.json` has their fingerprint.
@@ -17,18 +17,16 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import read_json, write_atomic
-from longrnn.hf.names import ADAPTER as CONFIG
-from longrnn.hf.names import ADAPTER_RECORD as BASE
-from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
-from longrnn.hf.names import base_of
+from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
 from longrnn.models.recurrent import RecurrentLM
 
+# What PEFT puts in front of the names of parameters, and into those of adapters.
 PREFIX, NAME = "base_model.model.", ".default."
 
 
@@ -65,70 +63,15 @@ def add_adapters(
             parameter.requires_grad_(True)
 
 
-def describe(model: nn.Module) -> dict[str, Any] | None:
-    """The arguments of `add_adapters` for a model that has adapters; None for another one."""
-    found = getattr(model, "peft_config", None)
-    if found is None:
-        return None
-    config = found["default"]
-    whole = [n for n, p in model.named_parameters() if p.requires_grad and NAME not in n]
-    return {
-        "r": config.r,
-        "alpha": config.lora_alpha,
-        "targets": sorted(config.target_modules),
-        "full": sorted({_last(name) for name in whole}),
-    }
-
-
-def _last(name: str) -> str:
-    """The last name of a parameter, or of the module whose weight or bias it is."""
-    *path, last = name.split(".")
-    return path[-1] if last in ("weight", "bias") else last
-
-
-def without_gradient(model: nn.Module) -> dict[str, Tensor]:
-    """For each trained parameter that a first step must reach, 1 if its gradient is not zero.
-
-    The factor A of an adapter has a zero gradient in the first step, because B is zero there.
-    """
-    flags = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or ".lora_A." in name:
-            continue
-        gradient = parameter.grad
-        local = gradient if gradient is None else getattr(gradient, "_local_tensor", gradient)
-        flags[name] = torch.tensor(0.0 if local is None else float(bool((local != 0).any())))
-    return flags
-
-
-def check_reached(names: Sequence[str], reached: Sequence[float]) -> None:
-    """Raises UserError for parameters whose gradient was zero in every process.
-
-    Args:
-        names: of the trained parameters.
-        reached: the sum of `without_gradient` over processes, for each name.
-    """
-    missed = [name for name, count in zip(names, reached, strict=True) if count == 0]
-    if missed:
-        raise UserError(
-            f"peft: {len(missed)} of {len(names)} trained parameters got no gradient in the first "
-            f"step (the first is {missed[0]}), so the model computes without them: name other "
-            "modules in peft.targets and peft.full"
-        )
-
-
-def trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a state dict that are trained, under the names that PEFT gives them."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return {PREFIX + n.replace(NAME, "."): weights[n].contiguous() for n in weights if n in trained}
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` has changed the model."""
+    return hasattr(model, "peft_config")
 
 
 def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """What `save_adapter` wrote, under the names of the model's state dict."""
-    from safetensors.torch import load_file
-
-    ours = {PREFIX + name.replace(NAME, "."): name for name, p in model.named_parameters()}
-    return {ours[name]: tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    ours = {_saved_name(name): name for name, _ in model.named_parameters()}
+    return {ours[name]: tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
 
 
 def save_adapter(
@@ -150,24 +93,24 @@ def save_adapter(
         base_fingerprint: of its weights in float32.
         mitigation: under which the adapter was trained.
     """
-    from safetensors.torch import save
-
-    config = getattr(model, "peft_config")["default"]  # noqa: B009
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    tensors = {_saved_name(name): weights[name].contiguous() for name in weights if name in trained}
     local = Path(base)
-    options = config.to_dict() | {
+    config = getattr(model, "peft_config")["default"].to_dict() | {  # noqa: B009
         "base_model_name_or_path": str(local.resolve()) if local.is_dir() else base,
         "inference_mode": True,
     }
-    known = {"fingerprint": base_fingerprint, "mitigation": mitigation}
+    record = {"fingerprint": base_fingerprint, "mitigation": mitigation}
     remove_checksums(folder)
-    write_atomic(folder / WEIGHTS, save(trained_weights(model, weights), metadata={"format": "pt"}))
-    write_atomic(folder / CONFIG, json.dumps(options, indent=2, default=_plain) + "\n")
-    write_atomic(folder / BASE, json.dumps(known, indent=2) + "\n")
+    write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_atomic(folder / ADAPTER, json.dumps(config, indent=2, default=sorted) + "\n")  # of sets
+    write_atomic(folder / ADAPTER_RECORD, json.dumps(record, indent=2) + "\n")
     write_checksums(folder)
 
 
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
+def _saved_name(name: str) -> str:
+    """The name in an adapter's file of a parameter of a model with adapters."""
+    return PREFIX + name.replace(NAME, ".")
 
 
 def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
@@ -182,16 +125,12 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         UserError: PEFT is not installed, or the adapter is damaged or of another model.
     """
     _require_peft()
-    known = read_json(folder / BASE) if (folder / BASE).is_file() else {}
+    record = folder / ADAPTER_RECORD
+    known = read_json(record) if record.is_file() else {}
     if known.get("fingerprint") not in (None, base.fingerprint()):
         raise UserError(
             f"{folder} is an adapter of other weights than those of {base_of(folder)}: put back "
             "the checkpoint that it was trained on"
-        )
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(
-            f"{folder} is incomplete (it has no {WEIGHTS}): copy it again, or save the adapter "
-            "with safe_serialization=True"
         )
     try:
         _merge(folder, base)
@@ -213,11 +152,16 @@ def _merge(folder: Path, base: RecurrentLM) -> None:
         KeyError: a weight is missing or unexpected, of which PEFT itself would only warn.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
-    from safetensors.torch import load_file
 
-    weights = load_file(folder / WEIGHTS)
-    tied = base.config.tie_embeddings
-    if tied and any(".lora_" in n and {"head", "embedding"} & set(n.split(".")) for n in weights):
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning:
+        raise UserError(
+            f"{folder} is a {config.peft_type.value} adapter, which changes no weights: load it "
+            "with PeftModel.from_pretrained, onto the base model of AutoModelForCausalLM"
+        )
+    weights = load_file(folder / ADAPTER_WEIGHTS)
+    adapted = {part for name in weights if ".lora_" in name for part in name.split(".")}
+    if base.config.tie_embeddings and adapted & {"head", "embedding"}:
         # One of the two is adapted, so after the merge they differ.
         base.head.weight = nn.Parameter(base.head.weight.detach().clone())
         base.config.tie_embeddings = False
@@ -226,12 +170,6 @@ def _merge(folder: Path, base: RecurrentLM) -> None:
         from longrnn.hf.auto import LongRNNForCausalLM
 
         holder = LongRNNForCausalLM.of(base)
-    config: Any = PeftConfig.from_pretrained(str(folder))
-    if config.is_prompt_learning:
-        raise UserError(
-            f"{folder} is a {config.peft_type.value} adapter, which changes no weights: load it "
-            "with PeftModel.from_pretrained, onto the base model of AutoModelForCausalLM"
-        )
     config.task_type = None  # the classes of tasks need a model that generates
     model: Any = PeftModel(holder, config)
     found = set_peft_model_state_dict(model, weights)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
-from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -37,6 +37,10 @@ TOKENIZER_FILES = (
 # A vocabulary may be larger than its tokenizer by this many ids, or by this share of its size.
 MAX_PADDING, MAX_PADDING_SHARE = 256, 0.05
 NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
+NONE = (
+    "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
+    "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
+)
 PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
@@ -51,7 +55,6 @@ class HFTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
-        self._chat: Any = None  # made when it is needed, since few tokenizers have a template
         self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
 
     def encode(self, text: str) -> list[int]:
@@ -63,10 +66,9 @@ class HFTokenizer:
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        from longrnn.hf.chat import Chat
+        from longrnn.hf.chat import encode_chat
 
-        self._chat = self._chat or Chat(self)
-        return self._chat.encode(messages)
+        return encode_chat(self.tokenizer, messages)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
@@ -96,8 +98,8 @@ class HFTokenizer:
             parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
         else:
             whole = json.loads(backend.to_str())
-            parts = [whole[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")]
-            parts.append(whole["model"])
+            names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+            parts = [whole[name] for name in names]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -132,109 +134,58 @@ def load_tokenizer(
         UserError: there is no tokenizer, or it does not fit the vocabulary of the checkpoint in
             the same folder.
     """
-    if str(name_or_path) == "bytes":
-        if add_bos_token:
-            raise UserError(NO_BOS)
-        return ByteTokenizer()
     name, _ = split_spec(str(name_or_path))
     path = embedded().get(name, Path(name))
-    if not os.path.exists(path) and not is_hub_name(name):
-        raise UserError(
-            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
-        )
-    if not os.path.exists(path):
+    if name != "bytes" and not os.path.exists(path):
+        if not is_hub_name(name):
+            raise UserError(NONE.format(name))
         path = resolve(name)
     if is_adapter(path):
         return load_tokenizer(base_of(path), add_bos_token=add_bos_token)
-    bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
-        recorded = config.get("tokenizer", "bytes")
-        if recorded == "bytes":
-            return load_tokenizer(recorded, add_bos_token=add_bos_token)
-        return _with_bos(_read(_recorded(path, recorded), bos), add_bos_token)
-    if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(_remedy(path, config))
-    tokenizer = _with_bos(_read(path, bos), add_bos_token)
-    _refuse_unfit(tokenizer, config, path)
+        name = config.get("tokenizer", "bytes")
+        path, config = path / str(name), {}
+    if name == "bytes":
+        if add_bos_token:
+            raise UserError(NO_BOS)
+        return ByteTokenizer()
+    # Not `Path.is_file`, which raises for a name that is too long for a file.
+    places = (path, *(os.path.join(path, file) for file in TOKENIZER_FILES))
+    if not any(map(os.path.isfile, places)):
+        raise UserError(NONE.format(path))
+    tokenizer = _read(path, {} if add_bos_token is None else {"add_bos_token": add_bos_token})
+    if add_bos_token and tokenizer.tokenizer.bos_token is None:
+        raise UserError(NO_BOS)
+    known = config.get("text_config", config)
+    size = known.get("vocab_size") if isinstance(known, dict) else None
+    # A model of longrnn may have any number of ids that its tokenizer does not have.
+    is_foreign = config.get("model_type") != "longrnn"
+    if is_foreign and isinstance(size, int) and not fits(tokenizer.vocab_size, size):
+        raise UserError(
+            f"the tokenizer in {path} has {tokenizer.vocab_size:,} ids and the model {size:,}: "
+            "put the tokenizer that this model was trained with into the folder"
+        )
     verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
 
 
-def _recorded(folder: Path, recorded: Any) -> Path:
-    """Return the tokenizer file or folder that is named in a checkpoint's `config.json`.
-
-    Raises:
-        UserError: it names none, or one that does not exist.
-    """
-    path = folder / recorded if isinstance(recorded, str) and recorded else None
-    # `Path.is_file` raises for a name that is too long for a file.
-    names = ("", *TOKENIZER_FILES)
-    if path is None or not any(
-        os.path.isfile(os.path.join(path, name) if name else path) for name in names
-    ):
-        raise UserError(
-            f"no tokenizer at {folder}: its config.json names {recorded!r}, and a tokenizer.json "
-            "beside it, or 'bytes', is expected: copy the checkpoint again"
-        )
-    return path
-
-
-def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
-    if not config:
-        return f"no tokenizer at {folder}: give 'bytes', a tokenizer.json, or a folder with one"
-    hint = (
-        " (published Mamba-2 models have that of EleutherAI/gpt-neox-20b)"
-        if LAYOUTS["native"].is_described(config)
-        else ""
-    )
-    return (
-        f"no tokenizer at {folder}: put the tokenizer.json of the tokenizer that this model was "
-        f"trained with into the folder{hint}"
-    )
-
-
-def _with_bos(tokenizer: HFTokenizer, add_bos_token: bool | None) -> HFTokenizer:
-    """Return the tokenizer; refuse one without the BOS token that is to be added."""
-    if add_bos_token and tokenizer.tokenizer.bos_token is None:
-        raise UserError(NO_BOS)
-    return tokenizer
-
-
-def _read(path: Path, bos: Mapping[str, Any]) -> HFTokenizer:
+def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
+    """The tokenizer in a folder or in a `tokenizer.json`, with the settings beside it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = path if path.is_dir() else path.parent
-    options = {**bos, "trust_remote_code": False}
+    file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        if path.is_dir() and not (folder / "tokenizer.json").is_file():
-            return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
-        if (folder / "tokenizer_config.json").is_file():
-            return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
-        file = folder / "tokenizer.json" if path.is_dir() else path
-        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **bos))
+        if file.is_file() and not (folder / "tokenizer_config.json").is_file():
+            return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
+        return HFTokenizer(
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+        )
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(
             f"{path} is not a tokenizer ({one_line(error)}): download it again"
         ) from error
-
-
-def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a tokenizer that does not fit the vocabulary of the checkpoint in its folder."""
-    if not config or config.get("model_type") == "longrnn":
-        return
-    text = config.get("text_config")
-    known = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    if not isinstance(known, int):
-        return
-    multiple = config.get("pad_vocab_size_multiple")
-    multiple = multiple if isinstance(multiple, int) and multiple > 0 else 1
-    size, ids = -(-known // multiple) * multiple, tokenizer.vocab_size
-    if not fits(ids, size):
-        raise UserError(
-            f"the tokenizer in {path} has {ids:,} ids and the model {size:,}: put the tokenizer "
-            "that this model was trained with into the folder"
-        )
 
 
 def fits(ids: int, size: int) -> bool:
@@ -244,3 +195,29 @@ def fits(ids: int, size: int) -> bool:
     that a model may have somewhat more ids than its tokenizer.
     """
     return ids <= size and size - ids <= max(MAX_PADDING, size * MAX_PADDING_SHARE)
+
+
+@contextmanager
+def own_tokenizers() -> Iterator[None]:
+    """Replace `AutoTokenizer.from_pretrained` for foreign code that allows remote code.
+
+    A name that `load_tokenizer` takes, also one with a mitigation, gives that tokenizer; any other
+    is loaded without remote code.
+    """
+    from transformers import AutoTokenizer
+
+    before = AutoTokenizer.from_pretrained
+
+    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
+        checkpoint = split_spec(str(name))[0]
+        is_own = checkpoint in embedded() or os.path.exists(checkpoint)
+        if options.get("trust_remote_code") and is_own:
+            found = load_tokenizer(checkpoint)
+            return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
+        return before(name, *arguments, **options | {"trust_remote_code": False})
+
+    AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = before  # type: ignore[method-assign]

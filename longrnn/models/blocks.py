@@ -19,10 +19,11 @@ class Block(nn.Module):
     """x + mixer(rms_norm(x)), or mixer(x) in a `plain` model, which has no norm.
 
     Attributes:
-        recompute: whether the backward pass computes the layer again.
+        gradient_checkpointing: whether the backward pass computes the layer again; transformers
+            sets it too.
     """
 
-    recompute = False
+    gradient_checkpointing = False
 
     def __init__(self, mixer: Cell, config: RecurrentConfig) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Block(nn.Module):
         self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None
     ) -> tuple[Tensor, PyTree]:
         """Returns the residual stream after the layer, and the state of its cell."""
-        if not (self.recompute and torch.is_grad_enabled()):
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._run(x, state, edit, rows)
         # Inside the module, so that its hooks (shards, DDP) run with recomputation too.
         found = checkpoint(

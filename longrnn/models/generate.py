@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from longrnn.models.finite import explain_nonfinite
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, join, take
 
-# Returned in place of a token, so that the check needs no synchronisation of its own.
+# Read in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
 # What ends a row: sequences of ids, or a function of the row's number and its ids.
 Stop: TypeAlias = Sequence[Sequence[int]] | Callable[[int, list[int]], bool]
@@ -67,14 +67,14 @@ def generate(
         UserError: an empty prompt, options out of range, logits that are not finite, or padding for
             a model that cannot read it.
     """
-    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    ends = _ends(stop)
-    if ends is not None:
-        *_, ids = run.rows(ends)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generator": generator}
+    run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, rows=rows, **sampling)
+    if stop or not max_new_tokens:
+        *_, ids = run.rows(_ends(stop))
         return Generation(ids, run.final_state())
     # Nothing depends on the tokens, so that the host reads them once, at the end.
-    columns = [run.step() for _ in range(max_new_tokens)]
-    ids = torch.stack(columns, 1).tolist() if columns else [[] for _ in range(len(prompt))]
+    steps = [run.step() for _ in range(max_new_tokens)]
+    ids = _read(*(torch.stack(each, 1) for each in zip(*steps, strict=True)))
     for row, own in enumerate(ids):
         if NOT_FINITE in own:
             run.refuse(row, own[: own.index(NOT_FINITE)])
@@ -87,19 +87,14 @@ def stream(
     prompt: Tensor,
     state: LMState | None = None,
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
     stop: Stop = (),
-    generator: torch.Generator | None = None,
-    rows: Rows | None = None,
+    **options: Any,
 ) -> Iterator[list[list[int]]]:
     """Like `generate`, but yields the ids of each row so far, before the first and after every one.
 
-    These are the same lists each time, which grow.
+    These are the same lists each time, which grow. Options are those of `generate`.
     """
-    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    yield from run.rows(_ends(stop) or (lambda _, __: False))
+    yield from _Run(model, prompt, state, **options).rows(_ends(stop))
 
 
 class _Run:
@@ -116,21 +111,20 @@ class _Run:
         model: LanguageModel,
         prompt: Tensor,
         state: LMState | None,
+        *,
         max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        generator: torch.Generator | None,
-        rows: Rows | None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        rows: Rows | None = None,
     ) -> None:
         prompt = check_tokens(prompt, model.vocab_size, rows)
-        if prompt.shape[1] == 0:
-            raise UserError("the prompt is empty: give at least one token")
+        if prompt.shape[1] == 0 or (rows is not None and not bool(rows.count.all())):
+            row = 0 if rows is None else int(rows.count.argmin())
+            raise UserError(
+                f"row {row} of the prompt has no token: give at least one token per row"
+            )
         if rows is not None:
-            if not bool(rows.count.all()):
-                row = int((rows.count == 0).nonzero()[0])
-                raise UserError(
-                    f"row {row} of the prompt is all padding: give at least one token per row"
-                )
             prompt, rows = rows.left_padded(prompt)
         if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise UserError(
@@ -142,54 +136,47 @@ class _Run:
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
         self._ended: dict[int, LMState] = {}
         self.active = list(range(len(prompt)))
-        given = {} if rows is None else {"rows": rows}  # a Hugging Face model takes no rows
-        logits, self.state = model(prompt, state, keep=1, **given)
+        logits, self.state = model(prompt, state, keep=1, rows=rows)
         self.logits = logits[:, -1]
 
-    def step(self) -> Tensor:
+    def step(self) -> tuple[Tensor, Tensor]:
         """Chooses and consumes the next token of each active row.
 
         Returns:
-            The tokens, `(b,)`; NOT_FINITE where a logit is not finite.
+            The tokens, `(b,)`, and the sum of the logits of each row, not finite if a logit is not.
         """
-        token = self._choose(self.logits)
-        logits, self.state = self._model(token.clamp(min=0)[:, None], self.state, keep=1)
+        before, token = self.logits, self._choose(self.logits)
+        logits, self.state = self._model(token[:, None], self.state, keep=1)
         self.logits = logits[:, -1]
-        return token
+        return token, before.sum(-1, dtype=torch.promote_types(before.dtype, torch.float32))
 
     def rows(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
         """See `stream`."""
         rows: list[list[int]] = [[] for _ in self.active]
         yield rows
         for _ in range(self._max_new_tokens):
-            for row, token in zip(self.active, self.step().tolist(), strict=True):
+            for row, token in zip(self.active, _read(*self.step()), strict=True):
                 if token == NOT_FINITE:
                     self.refuse(row, rows[row])
                 rows[row].append(token)
-            kept = [i for i, row in enumerate(self.active) if not ends(row, rows[row])]
-            if len(kept) < len(self.active):
-                self._keep(kept)
+            ended = {place for place, row in enumerate(self.active) if ends(row, rows[row])}
+            if ended:
+                self._ended |= {self.active[place]: take(self.state, [place]) for place in ended}
+                places = [place for place in range(len(self.active)) if place not in ended]
+                self.active = [self.active[place] for place in places]
+                if places:
+                    self.state, self.logits = take(self.state, places), self.logits[places]
             yield rows
             if not self.active:
                 break
 
-    def _keep(self, places: list[int]) -> None:
-        """Continues with these of the active rows only."""
-        for place in set(range(len(self.active))).difference(places):
-            self._ended[self.active[place]] = take(self.state, [place])
-        self.active = [self.active[place] for place in places]
-        if places:
-            self.state, self.logits = take(self.state, places), self.logits[places]
-
     def final_state(self) -> LMState:
         """The state of all rows, each after its last token."""
-        if not self._ended:
-            return self.state
         going = {row: take(self.state, [place]) for place, row in enumerate(self.active)}
         states = self._ended | going
         return join([states[row] for row in range(len(states))])
 
-    def refuse(self, row: int, ids: list[int]) -> None:
+    def refuse(self, row: int, ids: list[int]) -> NoReturn:
         """Raises the UserError for logits of a row that are not finite after these new ids."""
         prompt = self._prompt[row]
         if self._rows is not None:
@@ -199,8 +186,13 @@ class _Run:
         explain_nonfinite(self._model, tokens, before)
 
 
-def _ends(stop: Stop) -> Callable[[int, list[int]], bool] | None:
-    """The function that says whether a row ends; None if none does before its last token."""
+def _read(tokens: Tensor, totals: Tensor) -> list[Any]:
+    """Tokens of `_Run.step` as numbers, NOT_FINITE where the logits are not finite."""
+    return torch.where(totals.isfinite(), tokens, NOT_FINITE).tolist()
+
+
+def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
+    """The function that says whether a row ends."""
     if callable(stop):
         return stop
     try:
@@ -209,18 +201,16 @@ def _ends(stop: Stop) -> Callable[[int, list[int]], bool] | None:
         raise UserError(
             f"stop must be sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
         ) from error
-    return (lambda _, ids: any(ids[-len(end) :] == end for end in stops)) if stops else None
+    return lambda _, ids: any(ids[-len(end) :] == end for end in stops)
 
 
 def _choose(
     logits: Tensor, *, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """One token per row, `(b,)`, from logits `(b, v)`; NOT_FINITE where a logit is not finite."""
-    finite = logits.isfinite().all(-1)
+    """One token per row, `(b,)`, from logits `(b, v)`; any where a logit is not finite."""
     if temperature == 0:
-        return torch.where(finite, logits.argmax(-1), NOT_FINITE)
-    # Sampling from NaN would abort the process on CUDA.
-    logits = torch.where(finite[:, None], logits, 0.0).float()
+        return logits.argmax(-1)
+    logits = logits.float().nan_to_num(0, 0, 0)  # sampling from NaN would end the process on CUDA
     # Subtracting the maximum avoids 0/0 and inf − inf at very small temperatures.
     scaled = ((logits - logits.max(-1, keepdim=True).values).double() / temperature).float()
     probabilities = torch.softmax(scaled, dim=-1)
@@ -229,5 +219,4 @@ def _choose(
         # The most likely token always stays, because the sum before it is 0.
         ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0.0)
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
-    sampled = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-    return torch.where(finite, sampled, NOT_FINITE)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]

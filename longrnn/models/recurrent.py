@@ -122,7 +122,7 @@ class RecurrentLM(LanguageModel):
             )
         self.recomputation = every
         for block in self.blocks:
-            block.recompute = every == "block"  # type: ignore[assignment]
+            block.gradient_checkpointing = every == "block"  # type: ignore[assignment]
 
     def gradient_checkpointing_disable(self) -> None:
         """Keeps all activations, as by default."""
@@ -172,7 +172,7 @@ class RecurrentLM(LanguageModel):
         source = tokens if rows is None else rows.arrange(tokens)
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])
-        width, kept = self._segment_width(len(tokens)), []
+        width, kept = 1 if time == 1 else self._segment_width(len(tokens)), []
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)

@@ -17,8 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     torch's own would keep the normed tensor beside the input.
     """
     if torch.is_grad_enabled() and not is_transformed():
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        return checkpoint(_rms_norm, x, weight, eps, **options)
+        found = checkpoint(_rms_norm, x, weight, eps, use_reentrant=False, preserve_rng_state=False)
+        assert found is not None
+        return found
     return _rms_norm(x, weight, eps)
 
 

@@ -183,7 +183,7 @@ def load_weights(folder: Path, model: RecurrentLM) -> None:
     own = model.state_dict()
     weights = {name: sharded_like(x, own[name]) for name, x in models.read(model, folder).items()}
     # A checkpoint of adapters has the trained weights only.
-    model.load_state_dict(weights, strict=lora.describe(model) is None)
+    model.load_state_dict(weights, strict=not lora.has_adapters(model))
 
 
 def restore(

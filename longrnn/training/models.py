@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from longrnn.config import build_config
@@ -93,21 +92,6 @@ def _load(source: str) -> RecurrentLM:
     return model
 
 
-def check_adapters(model: RecurrentLM, total: Callable[[Tensor], Tensor]) -> None:
-    """Refuses adapters that the model does not use, after a backward pass.
-
-    Args:
-        model: with adapters.
-        total: sums a tensor over processes.
-
-    Raises:
-        UserError: an adapter without a gradient.
-    """
-    flags = lora.without_gradient(model)
-    device = next(model.parameters()).device
-    lora.check_reached([*flags], total(torch.stack([*flags.values()]).to(device)).tolist())
-
-
 def _check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
     """Refuses a model without the ids of the task, or with many more than the tokenizer."""
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
@@ -183,7 +167,7 @@ def save(
         base: the checkpoint whose adapters are trained, if they are; only they are written.
     """
     spec = spec_of(model)
-    if lora.describe(model) is not None:
+    if lora.has_adapters(model):
         fingerprint = str(model.base_fingerprint)
         known = {"base": str(base), "base_fingerprint": fingerprint, "mitigation": spec}
         lora.save_adapter(model, folder, weights, **known)
@@ -201,5 +185,5 @@ def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
     Raises:
         UserError: they are damaged.
     """
-    is_adapter = lora.describe(model) is not None
+    is_adapter = lora.has_adapters(model)
     return lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()

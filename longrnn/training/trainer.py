@@ -123,8 +123,6 @@ class Trainer:
                 self.accelerator.backward(output.loss / n_micro)
             outputs.append((on_host, output._replace(loss=output.loss.detach())))
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if config.peft is not None and self.step == 0:
-            models.check_adapters(self.model, self.total)
         losses = torch.stack([output.loss for _, output in outputs]).float().cpu()
         gradient = float(norm) if norm is not None else 0.0
         is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.hf.chat import Chat
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.text import ByteTokenizer
 
@@ -42,7 +41,7 @@ def chat_tokenizer(template: str | None) -> HFTokenizer:
 def answers(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The runs of tokens that the assistant wrote."""
     tokenizer = chat_tokenizer(template)
-    ids, scored = Chat(tokenizer).encode(messages)
+    ids, scored = tokenizer.encode_chat(messages)
     assert len(ids) == len(scored)
     found, current = [], []
     for token, is_answer in zip([*ids, 0], [*scored, False], strict=True):
@@ -59,7 +58,7 @@ def test_the_tokens_of_the_assistant(template: str) -> None:
     """Answers and their ends are found, whether the template marks them or not."""
     assert answers(template, MESSAGES) == ["hello you</s>", "no</s>"]
     assert answers(template, MESSAGES[:2]) == []
-    one, other = (Chat(chat_tokenizer(t)).encode(MESSAGES) for t in (MARKED, PLAIN))
+    one, other = (chat_tokenizer(t).encode_chat(MESSAGES) for t in (MARKED, PLAIN))
     assert one == other
 
 
@@ -67,15 +66,15 @@ def test_a_template_that_changes_what_was_said_is_refused() -> None:
     """Without marks, a template that renders earlier answers differently is refused."""
     assert answers(FORGETFUL, MESSAGES[1:3]) == ["(thinking) hello you</s>"]
     with pytest.raises(ValueError, match="up to message 3 differently.*generation"):
-        Chat(chat_tokenizer(FORGETFUL)).encode(MESSAGES)
+        chat_tokenizer(FORGETFUL).encode_chat(MESSAGES)
 
 
 def test_what_has_no_template() -> None:
     """Tokenizers without a template, and conversations that it refuses, are named."""
     with pytest.raises(UserError, match="chat_template.jinja"):
-        Chat(chat_tokenizer(None))
+        chat_tokenizer(None).encode_chat(MESSAGES)
     with pytest.raises(UserError, match="template"):
-        Chat(ByteTokenizer())
+        ByteTokenizer().encode_chat(MESSAGES)
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="refuses it, roles must alternate"):
-        Chat(chat_tokenizer(refusing)).encode(MESSAGES)
+        chat_tokenizer(refusing).encode_chat(MESSAGES)

@@ -15,8 +15,9 @@ from longrnn import load
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.lora import CONFIG, WEIGHTS
-from tests.contracts.builders import random_tokens
+from longrnn.hf.names import ADAPTER as CONFIG
+from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
+from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.auto.models import build_auto
 
 peft = pytest.importorskip("peft")
@@ -69,11 +70,7 @@ def test_an_adapter_is_merged_however_it_was_saved(
         for name in (CONFIG, WEIGHTS):
             shutil.copy(folder / name, base / name)
         folder = base
-    torch.testing.assert_close(load(folder)(TOKENS).logits, wanted)
-
-
-def lose_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+    assert_near(load(folder)(TOKENS).logits, wanted, 1e-5)
 
 
 def lose_a_tensor(folder: Path) -> None:
@@ -84,9 +81,8 @@ def lose_a_tensor(folder: Path) -> None:
 
 def name_other_layers(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
-    save_file(
-        {name.replace("head", "lm_head"): tensors[name] for name in tensors}, folder / WEIGHTS
-    )
+    renamed = {name.replace("head", "lm_head"): tensors[name] for name in tensors}
+    save_file(renamed, folder / WEIGHTS)
 
 
 def target_other_layers(folder: Path) -> None:
@@ -96,38 +92,28 @@ def target_other_layers(folder: Path) -> None:
 
 def widen(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
-    wide = {name: tensor.repeat(1, 2) for name, tensor in tensors.items()}
-    save_file(wide, folder / WEIGHTS)
+    save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
-def cut(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
-
-
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose_weights, "adapter_model.safetensors"),
+        (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"cut"), None),
         (lose_a_tensor, "lora_B"),
         (name_other_layers, "lm_head"),
         (target_other_layers, "q_proj"),
-        (widen, ""),
-        (cut, ""),
+        (widen, None),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    damage: Any, message: str, beside: bool, base: Path, tmp_path: Path
+    damage: Any, message: str | None, base: Path, tmp_path: Path
 ) -> None:
     """PEFT warns of some of these, and computes with parameters as they were drawn."""
     folder = tmp_path / "adapter"
     save_with_transformers(base, folder)
     remove_checksums(folder)
     damage(folder)
-    if beside:
-        remove_checksums(base)
-        shutil.copytree(folder, base, dirs_exist_ok=True)
-        folder = base
     with pytest.raises(UserError, match=message):
         load(folder)
 

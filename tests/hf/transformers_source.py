@@ -1,8 +1,8 @@
 """transformers' own common tests, loaded from its source distribution.
 
-An installed transformers has no tests. `LONGRNN_TRANSFORMERS_SOURCE` names a folder that has them:
-the unpacked source distribution, or a git checkout, of the installed version. A source
-distribution lacks some modules that the common tests import; stand-ins replace these.
+An installed transformers has no tests. `LONGRNN_TRANSFORMERS_SOURCE` names the folder of the
+unpacked source distribution of the installed version; `make test` downloads it. Stand-ins replace
+the modules that the common tests import and that the distribution lacks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ CONFIG_OPTIONS = {
 }
 
 
-def stand_ins() -> dict[str, dict[str, Any]]:
-    """What the common tests import of the modules that a source distribution lacks."""
-    return {
-        "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
-        "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
-        "utils.test_configuration_utils": {"config_common_kwargs": CONFIG_OPTIONS},
-    }
+STAND_INS: dict[str, dict[str, Any]] = {
+    "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
+    "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
+    "utils.test_configuration_utils": {"config_common_kwargs": CONFIG_OPTIONS},
+}
 
 
 class Unavailable(Exception):
@@ -60,13 +58,11 @@ class CommonTests(NamedTuple):
         modeling: the module with the tests of all models.
         training: the mixin that trains on one batch.
         config: the tester of a configuration.
-        replaced: names of the modules that the folder lacks.
     """
 
     modeling: Any
     training: Any
     config: Any
-    replaced: list[str]
 
 
 def folder() -> Path:
@@ -114,18 +110,15 @@ def load() -> CommonTests:
     import transformers.utils
 
     _module(PACKAGE, __path__=[str(tests)])
-    replaced = []
-    for name, content in stand_ins().items():
-        if not (tests / Path(*name.split("."))).with_suffix(".py").is_file():
-            _module(f"{PACKAGE}.{name}", **content)
-            replaced.append(name)
+    for name, content in STAND_INS.items():
+        _module(f"{PACKAGE}.{name}", **content)
     # The tester of configurations imports transformers in a way that needs the tests' __init__.py.
     direct = mock.Mock(return_value=transformers)
     with mock.patch.object(transformers.utils, "direct_transformers_import", direct):
         config = import_module(f"{PACKAGE}.test_configuration_common").ConfigTester
     training = import_module(f"{PACKAGE}.test_training_mixin").TrainingTesterMixin
     modeling = import_module(f"{PACKAGE}.test_modeling_common")
-    return CommonTests(modeling, training, config, replaced)
+    return CommonTests(modeling, training, config)
 
 
 def _module(name: str, **content: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
 from longrnn.models.generate import stream
-from longrnn.state import LMState, join, leaves, take
+from longrnn.state import LMState, leaves, take
 from tests.contracts.builders import (
     VOCAB,
     assert_near,
@@ -25,7 +24,6 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
 )
-from tests.refusals import naming
 
 
 @pytest.fixture(params=["lstm", "mamba2"])
@@ -150,57 +148,6 @@ def test_rows_of_a_batch_under_a_window(mixer: str) -> None:
             assert_near(leaf, expected, 1e-10, name)
 
 
-@pytest.mark.parametrize("specs", [[], [{"kind": "sliding_window", "window": 4}]])
-@pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
-@pytest.mark.parametrize("kind", ["learned", "random"])
-def test_a_row_that_ended_at_the_end_of_a_table_does_not_stop_the_others(
-    kind: str, mixer: str, specs: list[dict[str, Any]]
-) -> None:
-    """Positions past the end are refused for the rows that go on alone."""
-    options: dict[str, Any] = {"position": kind, "tie_embeddings": False}
-    model = build_mitigated(specs, mixer, **options) if specs else build_model(mixer, **options)
-    end = model.max_length
-    assert end is not None
-    state = model(random_tokens(1, 3)).state
-    early, late = (state._replace(position=torch.tensor([end - n])) for n in (9, 2))
-    first = torch.tensor([[3]])
-    long = generate(model, first, early, max_new_tokens=8).tokens[0]
-    answers = (
-        (prompt, generate(model, prompt, late, max_new_tokens=1).tokens[0])
-        for prompt in torch.arange(VOCAB)[:, None, None]
-    )
-    # A stop that the first row does not generate.
-    prompt, stop = next(answer for answer in answers if answer[1][0] not in long)
-    prompts, start = torch.cat([first, prompt]), join([early, late])
-    found = generate(model, prompts, start, max_new_tokens=8, stop=[stop])
-    assert found.tokens == [long, stop]
-    assert found.state.position.tolist() == [end, end]
-    with pytest.raises(UserError, match=f"position {end} is past"):
-        generate(model, prompts, start, max_new_tokens=9, stop=[stop])
-
-
-@pytest.mark.parametrize("stop", [[], [[VOCAB + 1]]], ids=["free", "stop"])
-def test_tokens_are_read_once_unless_a_stop_needs_them(
-    stop: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One read of the device per call of `generate`, and one per token with a stop sequence."""
-    model, reads = build_model("gru"), list[Tensor]()
-    plain = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self) or plain(self))
-    generate(model, random_tokens(2, 3), max_new_tokens=12, stop=stop)
-    assert len(reads) == (12 if stop else 1)
-
-
-def test_shared_prefix(model: RecurrentLM) -> None:
-    """Any number of calls continue from one prefix state as from the whole text."""
-    prefix = random_tokens(1, 30)
-    state = model(prefix, keep=0).state
-    for seed in (1, 2, 1):
-        question = random_tokens(1, 3, seed)
-        whole = generate(model, torch.cat([prefix, question], 1), max_new_tokens=8)
-        assert generate(model, question, state, max_new_tokens=8).tokens == whole.tokens
-
-
 def test_the_state_goes_on(model: RecurrentLM) -> None:
     """The returned state has consumed prompt and continuation, including the stop sequence."""
     prompt = random_tokens(2, 5)
@@ -304,19 +251,6 @@ def test_stream(model: RecurrentLM) -> None:
     assert steps == [[row[:n] for row in full.tokens] for n in range(5)]
 
 
-def test_stream_takes_what_generate_takes() -> None:
-    """Both have the same parameters with the same defaults."""
-    one, other = inspect.signature(generate), inspect.signature(stream)
-    assert one.parameters == other.parameters
-
-
-def test_no_graph(model: RecurrentLM) -> None:
-    """Generation builds no autograd graph, even from a state that is part of one."""
-    state = model(random_tokens(1, 3)).state
-    after = generate(model, random_tokens(1, 2), state, max_new_tokens=2).state
-    assert not any(leaf.requires_grad for layer in after.layers for leaf in layer)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -337,9 +271,3 @@ def test_invalid_prompts_are_refused(prompt: Tensor) -> None:
     """An empty prompt and one without batch axis raise."""
     with pytest.raises(UserError):
         generate(Fixed(0.5, 0.5), prompt, max_new_tokens=1)
-
-
-def test_ids_outside_the_vocabulary_are_refused(model: RecurrentLM) -> None:
-    """The error names the id."""
-    with pytest.raises(UserError, match=naming(VOCAB)):
-        generate(model, torch.tensor([[VOCAB]]), max_new_tokens=1)

@@ -21,7 +21,7 @@ from lm_eval.api import task as lm_eval_task
 from lm_eval.loggers.utils import get_commit_from_path
 
 from longrnn.errors import UserError
-from longrnn.hf.redirect import own_tokenizers
+from longrnn.hf.tokenizer import own_tokenizers
 
 
 @contextmanager
