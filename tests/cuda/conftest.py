@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.training.conftest import fresh_accelerate as fresh_accelerate
-
 ON_GPU = torch.cuda.is_available()
 
 

@@ -217,7 +217,9 @@ def test_what_cannot_be_measured(
 
 def test_newlines_and_buckets(tmp_path: Path) -> None:
     """A text of newlines is one window; means between powers of 2 partition it."""
-    outcome = measure(Perplexity(newlines=True, lengths=[150]), tmp_path / "r", small_model("one"))
+    outcome = measure(
+        Perplexity(texts=[], newlines=True, lengths=[150]), tmp_path / "r", small_model("one")
+    )
     ((item, row),) = found = outcome.found["one"]
     buckets = by_bucket(found)
     assert [start for start, *_ in buckets] == [0, 1, 2, 4, 8, 16, 32, 64, 128]
