@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,17 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     assert named.mitigation is not None
     assert named.under(None).fingerprint() == model.fingerprint()
     assert type(theirs)._keep_in_fp32_modules_strict == before
+
+
+def test_the_text_model_of_images_and_text_is_a_hybrid(tmp_path: Path) -> None:
+    """Published Qwen3.5 have a configuration of both; the weights of recurrences stay wide."""
+    theirs, text = architecture("qwen3_5_text"), tokens(1, 12) % 60
+    theirs.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    both = {"model_type": "qwen3_5", "text_config": json.loads(config.read_text())}
+    config.write_text(json.dumps(both))
+    model = load(tmp_path)
+    assert isinstance(model, HybridLM)
+    assert_near(model(text).logits, whole(theirs, text), TOLERANCE)
+    narrow = load(tmp_path, dtype=torch.bfloat16)
+    assert all(cell.get_parameter("A_log").dtype == torch.float32 for cell in narrow.cells)
