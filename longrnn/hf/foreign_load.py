@@ -39,7 +39,7 @@ def load_transformer(
             f"the installed transformers knows: {remedy}"
         )
     try:
-        with quietly(), wide_weights(kind):
+        with quietly(), wide_weights(str(kind)):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,
