@@ -62,6 +62,11 @@ class Cell(nn.Module, ABC):
         self.d_input, self.d_model = d_input, d_model
 
     @property
+    def kind(self) -> str:
+        """Its name in `MIXERS`."""
+        return next(name for name, member in MIXERS.items() if isinstance(self, member))
+
+    @property
     def is_observed(self) -> bool:
         """Whether a hook observes the recurrence, which kernels for whole layers would pass by."""
         return bool(self.recurrence._forward_hooks or self.recurrence._forward_pre_hooks)

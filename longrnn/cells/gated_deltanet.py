@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import ScanningCell
-from longrnn.errors import UserError
+from longrnn.cells.scanning import ScanningCell, check_sizes, divided
 from longrnn.ops.backend import check_name, choose
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -88,23 +87,17 @@ class GatedDeltaNet(ScanningCell):
     ) -> None:
         super().__init__(d_input, d_model)
         if n_heads is None:
-            if value_dim < 1 or 2 * d_model % value_dim:
-                raise UserError(
-                    f"value_dim {value_dim} does not divide 2 · d_model = {2 * d_model}: set "
-                    "another value_dim, or n_heads"
-                )
-            n_heads = 2 * d_model // value_dim
+            n_heads = divided(2 * d_model, "2 · d_model =", value_dim=max(1, value_dim))
         n_key_heads = n_heads if n_key_heads is None else n_key_heads
-        sizes = {"n_heads": n_heads, "n_key_heads": n_key_heads, "key_dim": key_dim}
-        for name, size in {**sizes, "value_dim": value_dim, "d_conv": d_conv}.items():
-            if size < 1:
-                raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
-        if n_heads % n_key_heads:
-            raise UserError(
-                f"n_key_heads {n_key_heads} does not divide n_heads {n_heads}: set another one"
-            )
-        if not (norm_eps >= 0 and math.isfinite(norm_eps)):
-            raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
+        check_sizes(
+            norm_eps,
+            n_heads=n_heads,
+            n_key_heads=n_key_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            d_conv=d_conv,
+        )
+        divided(n_heads, "n_heads =", n_key_heads=n_key_heads)
         check_name(backend, lacking=["mamba_ssm"])
         self.n_heads, self.n_key_heads = n_heads, n_key_heads
         self.key_dim, self.value_dim, self.d_conv = key_dim, value_dim, d_conv

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells.base import MIXERS, Cell
+from longrnn.cells.base import Cell
 from longrnn.cells.stepwise import StepwiseCell
 from longrnn.cells.torch_cell import TorchCell
 from longrnn.errors import UserError
@@ -111,5 +111,4 @@ def _weights(cell: Cell, init: str) -> list[Tensor]:
 
 
 def _refuse(init: str, cell: Cell, reason: str) -> NoReturn:
-    kind = next(name for name, member in MIXERS.items() if isinstance(cell, member))
-    raise UserError(f"init {init!r} is not defined for {kind}: {reason}")
+    raise UserError(f"init {init!r} is not defined for {cell.kind}: {reason}")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS, EditedState
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import ScanningCell
+from longrnn.cells.scanning import ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
 from longrnn.ops import mamba2
 from longrnn.ops.backend import check_name, choose
@@ -106,27 +106,21 @@ class Mamba2(ScanningCell):
         init: str = "default",
     ) -> None:
         super().__init__(d_input, d_model)
-        for name, size in (("d_state", d_state), ("expand", expand), ("d_conv", d_conv)):
-            if size < 1:
-                raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
+        check_sizes(
+            norm_eps,
+            d_state=d_state,
+            head_dim=head_dim,
+            expand=expand,
+            n_groups=n_groups,
+            d_conv=d_conv,
+        )
         _check_range("A_init", A_init)
         if dt_limit is not None:
             _check_range("dt_limit", dt_limit, limit=True)
         _check_range("[dt_min, dt_max]", [dt_min, dt_max])
-        if not (norm_eps >= 0 and math.isfinite(norm_eps)):
-            raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
         d_inner = expand * d_model
-        if head_dim < 1 or d_inner % head_dim:
-            raise UserError(
-                f"head_dim {head_dim} does not divide expand · d_model = {d_inner}: set another "
-                "head_dim"
-            )
-        self.n_heads = d_inner // head_dim
-        if n_groups < 1 or self.n_heads % n_groups:
-            raise UserError(
-                f"n_groups {n_groups} does not divide the {self.n_heads} heads: set another "
-                "n_groups"
-            )
+        self.n_heads = divided(d_inner, "expand · d_model =", head_dim=head_dim)
+        divided(self.n_heads, "the number of heads", n_groups=n_groups)
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = UNLIMITED if dt_limit is None else (dt_limit[0], dt_limit[1])

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS, EditedState
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import Scan, ScanningCell
+from longrnn.cells.scanning import Scan, ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
 from longrnn.ops.backend import Backend, check_name, choose
 from longrnn.ops.hooks import own_weight
@@ -141,24 +141,17 @@ class Mamba3(ScanningCell):
         init: str = "default",
     ) -> None:
         super().__init__(d_input, d_model)
+        check_sizes(norm_eps, d_state=d_state, head_dim=head_dim, expand=expand, n_groups=n_groups)
         inner = expand * d_model
-        if inner < 1 or head_dim < 1 or inner % head_dim:
-            raise UserError(
-                f"head_dim {head_dim} does not divide expand · d_model = {inner}: set another one"
-            )
-        self.n_heads, self.head_dim, self.d_state = inner // head_dim, head_dim, d_state
-        if n_groups < 1 or self.n_heads % n_groups:
-            raise UserError(
-                f"n_groups {n_groups} does not divide the {self.n_heads} heads: set another one"
-            )
+        self.n_heads = divided(inner, "expand · d_model =", head_dim=head_dim)
+        divided(self.n_heads, "the number of heads", n_groups=n_groups)
+        self.head_dim, self.d_state = head_dim, d_state
         self.n_angles = int(d_state * rope_fraction) // 2
         if not 0 < rope_fraction <= 1 or self.n_angles < 1:
             raise UserError(
                 f"rope_fraction {rope_fraction} of d_state {d_state} is not a pair of entries or "
                 "more: set a fraction up to 1, and a larger d_state"
             )
-        if not (norm_eps >= 0 and math.isfinite(norm_eps)):
-            raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
         check_name(backend, lacking=["mamba_ssm"])
         self.n_groups, self.norm_eps, self.backend = n_groups, norm_eps, backend
 

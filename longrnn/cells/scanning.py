@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from longrnn.cells.base import Cell
 from longrnn.cells.edit import Edit, Steps
+from longrnn.errors import UserError
 from longrnn.ops.backend import Backend
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import ScanInputs
@@ -176,3 +178,20 @@ class ScanningCell(Cell):
         """`inputs_like` of the windowed heads."""
         like = self.inputs_like()
         return like if edit.heads is None else like.heads(_index(edit.heads, like.x))
+
+
+def check_sizes(norm_eps: float, **sizes: int) -> None:
+    """Raises a `UserError` for a size below 1, or an epsilon that is not valid in a norm."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
+    if not (norm_eps >= 0 and isfinite(norm_eps)):
+        raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
+
+
+def divided(whole: int, meaning: str, **divisor: int) -> int:
+    """`whole` by a size, or a `UserError` if that size does not divide it."""
+    ((name, size),) = divisor.items()
+    if whole % size:
+        raise UserError(f"{name} {size} does not divide {meaning} {whole}: set another {name}")
+    return whole // size

@@ -120,7 +120,7 @@ def _hugging_face(model: ForeignLM) -> dict[str, str]:
     grows = f", and {two - one:,} more for each further token" if two > one else ", at any length"
     layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
     if model.cells:
-        layers += f"; {len(model.cells)} × mamba2 of them by longrnn"
+        layers += f"; {len(model.cells)} × {model.cells[0].kind} of them by longrnn"
     return {
         "layers": layers,
         "d_model": str(config.hidden_size),

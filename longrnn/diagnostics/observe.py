@@ -173,8 +173,8 @@ def check_observable(model: LanguageModel) -> None:
     if not model.cells:
         kind = getattr(model, "kind", type(model).__name__)
         raise UserError(
-            f"the states of a {kind} cannot be read: give an RNN, GRU, LSTM or Mamba-2 model, or a "
-            "hybrid with Mamba-2 layers"
+            f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
+            "Mamba-2 or Gated DeltaNet layers"
         )
 
 

@@ -36,7 +36,7 @@ def load_transformer(
             "(Mamba-2), or of such a model"
         )
     try:
-        with quietly(), wide_weights(kind):
+        with quietly(), wide_weights(str(kind)):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,

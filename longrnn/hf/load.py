@@ -82,7 +82,7 @@ def load(
 
     Returns:
         A `RecurrentLM` (which supports all mitigations) or a `ForeignLM`: a `HybridLM`, which
-        supports all mitigations, if it has Mamba-2 layers that longrnn can compute. The model is
+        supports all mitigations, if it has recurrent layers that longrnn can compute. The model is
         under the mitigation that the name has or the checkpoint records.
 
     Raises:
@@ -196,7 +196,7 @@ def load_editable(name_or_path: str | Path, *, device: str | torch.device | None
     if not model.cells:
         raise UserError(
             f"{name_or_path} is computed by transformers, where longrnn cannot reach a recurrence: "
-            "give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with Mamba-2 layers"
+            "give a checkpoint of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
         )
     return model
 
@@ -213,7 +213,7 @@ def load_recurrent(
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
-            "compute: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+            "compute: give a checkpoint of longrnn"
         )
     return model
 
@@ -230,7 +230,7 @@ def _open(
         if not isinstance(base, RecurrentLM):
             raise UserError(
                 f"{folder} is an adapter of a model that longrnn does not compute: load it with "
-                "PEFT, or give an adapter of an RNN, GRU, LSTM or Mamba-2 checkpoint"
+                "PEFT, or give an adapter of a checkpoint of longrnn"
             )
         return cast_weights(lora.merged(folder, base.float()), dtype)
     config = read_config(folder)

@@ -145,7 +145,7 @@ class LanguageModel(nn.Module, ABC):
         if not self.cells:
             raise UserError(
                 "a mitigation changes a recurrence that longrnn computes, and this model has none: "
-                "give an RNN, GRU, LSTM or Mamba-2 model, or a hybrid with Mamba-2 layers"
+                "give a model of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
             )
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
         whole = Chain(members if self.mitigation is None else [self.mitigation, *members])

@@ -29,7 +29,7 @@ KINDS = sorted({*FEW, *MANY, *REFUSED})
 BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"
 COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
-NOT_OURS = "no Mamba-2 layers"
+NOT_OURS = "no layers that longrnn computes"
 
 
 class Support(NamedTuple):

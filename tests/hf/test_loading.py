@@ -174,7 +174,7 @@ def test_a_gated_deltanet_runs_on_a_cpu_beside_flash_linear_attention(tmp_path: 
     code = "import sys, longrnn; print(type(longrnn.load(sys.argv[1])).__name__)"
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "ForeignLM\n", done.stderr
+    assert done.stdout == "HybridLM\n", done.stderr
 
 
 SPEC = "sliding_window(window=50)"

@@ -1,1 +1,1 @@
-"""Hugging Face models whose Mamba-2 layers are computed by the `Mamba2` mixer of this project."""
+"""Hugging Face models whose recurrent layers are computed by the cells of this project."""

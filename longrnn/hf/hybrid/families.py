@@ -1,8 +1,7 @@
-"""How the Mamba-2 layer of each Hugging Face architecture maps onto the `Mamba2` cell.
+"""How the recurrent layers of each Hugging Face architecture map onto cells of this project.
 
-The layers of all architectures have the same attributes and the same layout of `in_proj` (gate, x,
-B, C, dt). The table lists what differs: the class of the layer, what surrounds the input
-projection, and how the output is gated. `SharedMamba2` is the cell on the weights of such a layer.
+Layers that map onto the same cell have the same attributes. The table lists what differs: the class
+of the layer, what surrounds its input projections, and how a Mamba-2 layer gates its output.
 """
 
 from __future__ import annotations
@@ -10,18 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import Mamba2, ScanningCell
-from longrnn.errors import UserError
+from longrnn.hf.hybrid.shared import (
+    Family,
+    Gate,
+    SharedGatedDeltaNet,
+    SharedMamba2,
+    SharedOlmoHybrid,
+    with_groups,
+)
 from longrnn.ops.norm import gated_rms_norm
-
-# Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
-Gate = Callable[..., Tensor] | None
 
 
 def norm_then_gate(
@@ -48,137 +50,55 @@ def _with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
     return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
 
 
-class ScaledProjection(nn.Module):
-    """The input projection of a Falcon-H1: its input and every output are multiplied by constants.
-
-    Args:
-        theirs: the layer that has the projection and the constants.
-    """
-
-    layer: Any
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.layer = theirs
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight of the projection, without the constants."""
-        return self.layer.in_proj.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        # `mup_vector` is read from the layer, because moving a module replaces its buffers.
-        return self.layer.in_proj(x * self.layer.ssm_in_multiplier) * self.layer.mup_vector
-
-
-def _own_projection(theirs: Any) -> nn.Module:
-    return theirs.in_proj
-
-
-def _with_groups(gate: Callable[..., Tensor], groups: int) -> Gate:
-    """A gate whose norm has other groups than B and C."""
-
-    def regrouped(*arguments: Any) -> Tensor:
-        return gate(*arguments[:6], groups)
-
-    return regrouped
-
-
-def _gated_norm(theirs: Any) -> Gate:
-    groups = theirs.intermediate_size // theirs.norm.group_size
-    return None if groups == theirs.n_groups else _with_groups(gated_rms_norm, groups)
-
-
 def _falcon_gate(theirs: Any) -> Gate:
     if not theirs.mamba_rms_norm:
         return plain_gate
     if theirs.norm.norm_before_gate:
-        return _with_groups(norm_then_gate, theirs.norm.n_groups)
+        return with_groups(norm_then_gate, theirs.norm.n_groups)
     same = theirs.norm.n_groups == theirs.n_groups
-    return None if same else _with_groups(gated_rms_norm, theirs.norm.n_groups)
+    return None if same else with_groups(gated_rms_norm, theirs.norm.n_groups)
 
 
-class Family(NamedTuple):
-    """One architecture.
+def _scaled(theirs: Any, x: Tensor) -> Tensor:
+    """The projection of a Falcon-H1: its input and every output are multiplied by constants."""
+    return theirs.in_proj(x * theirs.ssm_in_multiplier) * theirs.mup_vector
 
-    Attributes:
-        layer: name of the class of its Mamba-2 layers.
-        gate: returns how a layer gates its output, with the arguments of `Backend.gate`.
-        projection: returns the input projection of a layer.
-    """
 
-    layer: str
-    gate: Callable[[Any], Gate] = _gated_norm
-    projection: Callable[[Any], nn.Module] = _own_projection
+def _by_key_head(theirs: Any, x: Tensor) -> Tensor:
+    """The projections of a Qwen3-Next, whose outputs are grouped by key head."""
+    grouped = theirs.in_proj_qkvz(x), theirs.in_proj_ba(x)
+    parts = theirs.fix_query_key_value_ordering(*grouped)
+    return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
+
+def _joined(*names: str) -> Callable[[Any, Tensor], Tensor]:
+    """The outputs of several projections side by side."""
+
+    def project(theirs: Any, x: Tensor) -> Tensor:
+        return torch.cat([getattr(theirs, name)(x) for name in names], dim=-1)
+
+    return project
+
+
+_OLMO = _joined("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+_QWEN3_5 = _joined("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 # By the `model_type` of a configuration.
 FAMILIES: dict[str, Family] = {
-    "bamba": Family("BambaMixer"),
-    "falcon_h1": Family("FalconH1Mixer", _falcon_gate, ScaledProjection),
-    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer"),
-    "nemotron_h": Family("NemotronHMamba2Mixer"),
-    "zamba2": Family("Zamba2MambaMixer"),
+    "bamba": Family("BambaMixer", SharedMamba2),
+    "falcon_h1": Family("FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate),
+    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", SharedMamba2),
+    "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
+    "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head),
+    "zamba2": Family("Zamba2MambaMixer", SharedMamba2),
 }
 
 
-# What a `Mamba2` has, and this cell reads from the layer in every use.
-SHARED = ("A_log", "dt_bias", "D", "conv1d", "norm", "out_proj")
-
-
-class SharedMamba2(Mamba2):
-    """A `Mamba2` cell whose modules and parameters are those of a Hugging Face layer.
-
-    Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
-    by another tensor or extended by an adapter is the weight of this cell.
-
-    Args:
-        theirs: the layer.
-        family: its architecture.
-
-    Raises:
-        UserError: the layer computes something else.
-    """
-
-    layer: Any
-
-    def __init__(self, theirs: Any, family: Family) -> None:
-        # Not the constructor of Mamba2, which would create weights.
-        ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
-        self.layer, self._family = theirs, family
-        if theirs.activation not in ("silu", "swish"):
-            raise UserError(f"its convolution has the activation {theirs.activation}")
-        if hasattr(theirs, "_hf_hook"):
-            raise UserError("its weights are moved between devices by accelerate")
-        for name in ("in_proj", "out_proj"):
-            if not getattr(theirs, name).weight.is_floating_point():
-                raise UserError(f"the weights of its {name} are quantised")
-        self.n_heads, self.head_dim = theirs.num_heads, theirs.head_dim
-        self.d_inner, self.d_state = theirs.intermediate_size, theirs.ssm_state_size
-        self.n_groups, self.d_conv = theirs.n_groups, theirs.conv_kernel_size
-        if self.d_inner != self.n_heads * self.head_dim:
-            raise UserError(
-                f"its inner width {self.d_inner} is not {self.n_heads} heads × {self.head_dim}"
-            )
-        self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
-        least, largest = theirs.time_step_limit
-        self.dt_limit = float(least), float(largest)
-        self.backend = "auto"
-        self.norm_eps = getattr(self.norm, "variance_epsilon", 0.0)
-        self.gate = family.gate(theirs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "norm" and not hasattr(getattr(self.layer, "norm", None), "weight"):
-            return self.layer.conv1d  # any weight: the gate of a layer without a norm reads none
-        if name in SHARED:
-            return getattr(self.layer, name)
-        if name == "in_proj":
-            return self._family.projection(self.layer)
-        return super().__getattr__(name)
-
-
 @contextmanager
-def wide_weights(kind: str | None) -> Iterator[None]:
+def wide_weights(kind: str) -> Iterator[None]:
     """Makes transformers load the weights of recurrences in float32, the rest in any dtype.
 
     In a narrower dtype the slow decays of a float32 checkpoint would be rounded away.
@@ -186,7 +106,9 @@ def wide_weights(kind: str | None) -> Iterator[None]:
     Args:
         kind: the model type; for one without a family nothing changes.
     """
-    if kind not in FAMILIES:
+    # A model of images and text is loaded without its images.
+    family = FAMILIES.get(kind, FAMILIES.get(f"{kind}_text"))
+    if family is None:
         yield
         return
     import transformers
@@ -195,7 +117,7 @@ def wide_weights(kind: str | None) -> Iterator[None]:
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     name = "_keep_in_fp32_modules_strict"
     before = getattr(cls, name)
-    setattr(cls, name, [*(before or ()), *Mamba2.wide_weights])
+    setattr(cls, name, [*(before or ()), *family.cell.wide_weights])
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
-"""`HybridLM`: a Hugging Face model whose Mamba-2 layers are computed by our cells.
+"""`HybridLM`: a Hugging Face model whose recurrent layers are computed by our cells.
 
-A Mamba-2 layer of transformers gets its cache as an argument. Given a `HybridCache` it is computed
-by our cell, with the state and the edit in the cache; given anything else, or nothing, it computes
-what it always did. The layer itself and the names of its weights do not change.
+A recurrent layer (Mamba-2 or Gated DeltaNet) of transformers gets its cache as an argument. Given a
+`HybridCache` it is computed by our cell, with the state and the edit in the cache; given anything
+else, or nothing, it computes what it always did. The layer itself and the names of its weights do
+not change.
 
 When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A layer that differs from
@@ -31,7 +32,7 @@ from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.hf.cache import LayerCache, fill_cache, keep_layers
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.families import FAMILIES, SharedMamba2, quietly
+from longrnn.hf.hybrid.families import FAMILIES, quietly
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
 
@@ -43,7 +44,7 @@ class HybridLayer(NamedTuple):
 
     Attributes:
         attention: what transformers keeps for the layer.
-        cell: the state of its Mamba-2 cell; () for a layer without one.
+        cell: the state of its cell; () for a layer without one.
     """
 
     attention: LayerCache
@@ -58,7 +59,7 @@ WINDOWED: Mapping[type, Callable[[int], Any]] = {
 
 
 class HybridCache(DynamicCache):
-    """A `DynamicCache` that holds the states of the Mamba-2 cells too.
+    """A `DynamicCache` that holds the states of the cells too.
 
     Args:
         config: of the model.
@@ -81,7 +82,7 @@ class HybridCache(DynamicCache):
 
 
 class HybridForward:
-    """The `forward` of a Mamba-2 layer in a hybrid: that of our cell if the cache is a hybrid's.
+    """The `forward` of a recurrent layer in a hybrid: that of our cell if the cache is a hybrid's.
 
     A class and not a closure, so that a copy of the layer runs the copy of the cell.
 
@@ -109,16 +110,16 @@ class HybridForward:
 
 
 class HybridLM(ForeignLM):
-    """A Hugging Face model with Mamba-2 layers, for evaluation, mitigation and diagnosis.
+    """A Hugging Face model with recurrent layers, for evaluation, mitigation and diagnosis.
 
     The layers are counted without the others: layer 0 of a mitigation or a diagnosis is the first
-    Mamba-2 layer, whose number in the model is `layer_numbers[0]`.
+    recurrent layer, whose number in the model is `layer_numbers[0]`.
 
     Args:
         model: a causal language model of an architecture in `FAMILIES`.
 
     Attributes:
-        layer_numbers: the number in the model of each Mamba-2 layer.
+        layer_numbers: the number in the model of each recurrent layer.
         attention_window: how many tokens attention reads; None for all.
 
     Raises:
@@ -128,10 +129,10 @@ class HybridLM(ForeignLM):
     attention_window: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        layers = mamba2_layers(model)
+        layers = recurrent_layers(model)
         family = FAMILIES[model.config.model_type]
         # A list, because the weights are already in `model`.
-        self._cells: list[Cell] = [SharedMamba2(layer, family) for layer in layers.values()]
+        self._cells: list[Cell] = [family.cell(layer, family) for layer in layers.values()]
         self.layer_numbers = list(layers)
         for (number, layer), cell in zip(layers.items(), self._cells, strict=True):
             layer.forward = HybridForward(layer, number, cell)
@@ -139,7 +140,7 @@ class HybridLM(ForeignLM):
 
     @property
     def cells(self) -> list[Cell]:
-        """The cell of each Mamba-2 layer, on the weights of the model."""
+        """The cell of each recurrent layer, on the weights of the model."""
         return self._cells
 
     def cell_states(self, state: LMState) -> list[PyTree]:
@@ -223,8 +224,8 @@ class HybridLM(ForeignLM):
         return {"attention_mask": {"full_attention": mask, "linear_attention": None}}
 
 
-def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
-    """Return the Mamba-2 layers of a hybrid by their number in the model; empty for others."""
+def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
+    """Return the recurrent layers of a hybrid by their number in the model; empty for others."""
     family = FAMILIES.get(model.config.model_type)
     if family is None:
         return {}
@@ -233,15 +234,15 @@ def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
 
 
 def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
-    """Return a `HybridLM` if the model has Mamba-2 layers that our cells can compute.
+    """Return a `HybridLM` if the model has recurrent layers that our cells can compute.
 
-    Any other model becomes a `ForeignLM`; if it has Mamba-2 layers, a warning says why our cells
+    Any other model becomes a `ForeignLM`; if it has such layers, a warning says why our cells
     cannot compute them.
 
     Raises:
         UserError: see `ForeignLM`.
     """
-    if not mamba2_layers(model):
+    if not recurrent_layers(model):
         return ForeignLM(model)
     try:
         # transformers would advise to install kernels for layers that longrnn computes.
@@ -250,7 +251,7 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
     except UserError as error:
         plain = ForeignLM(model)
         logger.warning(
-            f"longrnn cannot compute the Mamba-2 layers of this {plain.kind} ({error}): "
+            f"longrnn cannot compute the recurrent layers of this {plain.kind} ({error}): "
             "transformers computes them, without mitigations or diagnosis"
         )
         return plain

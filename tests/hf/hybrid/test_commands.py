@@ -27,7 +27,7 @@ def run(*arguments: Any) -> str:
 
 
 def test_compare_and_lm_eval_tasks_on_a_hybrid(tmp_path: Path) -> None:
-    theirs = architecture("falcon_h1", vocab_size=256, max_position_embeddings=1024)
+    theirs = architecture("qwen3_next", vocab_size=256, max_position_embeddings=1024)
     checkpoint = with_bytes(theirs, tmp_path / "hybrid")
     suite = tmp_path / "short.yaml"
     harness = {"kind": "harness", "tasks": ["longrnn_passkey"], "metadata": json.loads(PASSKEYS)}

@@ -1,4 +1,4 @@
-"""Mitigations, calibration and diagnosis on the Mamba-2 layers of a hybrid."""
+"""Mitigations, calibration and diagnosis on the recurrent layers of a hybrid."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from longrnn import state as states
+from longrnn.cells import Cell
 from longrnn.cli.app import app
 from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import MITIGATIONS, mitigation
-from longrnn.ops.scan import ScanInputs, loop
+from longrnn.ops import delta, scan
+from longrnn.ops.scan import ScanInputs
 from longrnn.state import join, leaves
 from tests.contracts.builders import assert_near, mitigation_spec
 from tests.hf.architectures import architecture
-from tests.hf.foreign import causal, tokens, with_bytes
+from tests.hf.foreign import tokens, with_bytes
 
 LIMIT = 0.01
 
@@ -38,12 +40,16 @@ def hybrid(kind: str) -> HybridLM:
 class TokenByToken(nn.Module):
     """The definition of `state_norm` in place of `Cell.recurrence`, one token at a time."""
 
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.loop = scan.loop if cell.diagonal else delta.loop
+
     def forward(
         self, inputs: ScanInputs, state: Tensor, recent: None, *others: object
     ) -> tuple[Tensor, Tensor, None]:
         outputs = []
         for t in range(inputs.x.shape[1]):
-            _, state = loop(inputs.slice(t, t + 1), state)
+            _, state = self.loop(inputs.slice(t, t + 1), state)
             norm = state.flatten(2).norm(dim=-1)[..., None, None]
             state = state * (LIMIT / norm).clamp(max=1)
             C = inputs.C[:, t].repeat_interleave(state.shape[1] // inputs.C.shape[2], 1)
@@ -59,7 +65,7 @@ def test_state_norm_equals_its_definition_token_by_token(kind: str) -> None:
     mitigated = model.under(mitigation(f"state_norm(threshold={LIMIT})"))
     logits, state = mitigated(text)
     for cell in model.cells:
-        cell.recurrence = TokenByToken()
+        cell.recurrence = TokenByToken(cell)
     expected, after = mitigated(text)
     assert_near(logits, expected, 1e-10)
     for found, wanted in zip(mitigated.memories(state), model.memories(after), strict=True):
@@ -68,9 +74,15 @@ def test_state_norm_equals_its_definition_token_by_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
-def test_mitigated_pieces_and_forks_equal_one_call(name: str) -> None:
+@pytest.mark.parametrize("kind", ["falcon_h1", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
+def test_mitigated_pieces_and_forks_equal_one_call(kind: str, name: str) -> None:
     """Every mitigation is exact at every split, for rows of different lengths and from forks."""
-    mitigated = hybrid("falcon_h1").under(mitigation(mitigation_spec(name)))
+    model, chosen = hybrid(kind), mitigation(mitigation_spec(name))
+    if name == "sliding_window" and not model.cells[0].diagonal:
+        with pytest.raises(UserError, match="matrices"):
+            model.under(chosen)
+        return
+    mitigated = model.under(chosen)
     text = tokens(2, 30, seed=4) % 60
     expected, state, rows = mitigated(text).logits, None, []
     for piece in text.split([3, 1, 11, 15], dim=1):
@@ -139,12 +151,15 @@ def run(*arguments: Any) -> str:
     return result.output
 
 
-def test_commands(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mixer"), [("falcon_h1", "mamba2"), ("qwen3_next", "gated_deltanet")]
+)
+def test_commands(kind: str, mixer: str, tmp_path: Path) -> None:
     """Info, calibration, diagnosis, perplexity and passkey run on a hybrid."""
-    theirs = causal("falcon_h1", vocab_size=256, max_position_embeddings=2048)
+    theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
     folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
     text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
-    assert "2 × mamba2" in run("info", folder)
+    assert f" × {mixer}" in run("info", folder)
     calibrated, common = tmp_path / "norm.yaml", ["--text", text, "--quiet"]
     run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
         "--output", calibrated)  # fmt: skip
@@ -154,5 +169,5 @@ def test_commands(tmp_path: Path) -> None:
     assert "collapsing" in (out / "diagnosis.yaml").read_text()
     run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
         "--output", tmp_path / "ppl")  # fmt: skip
-    run("eval", "passkey", f"{folder}+sliding_window(window=32)", "--lengths", 256, "--n", 1,
+    run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
         "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip

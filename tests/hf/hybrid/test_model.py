@@ -1,7 +1,8 @@
-"""A hybrid computes with our Mamba-2 cells what transformers computes with its own layers."""
+"""A hybrid computes with our cells what transformers computes with its own layers."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn import state as states
-from longrnn.cells import Mamba2
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
@@ -34,6 +34,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {"mamba_d_ssm": 48, "mamba_n_heads": 6, **MULTIPLIERS}),
     ("granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0}),
     ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 2, "time_step_min": 0.3}),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_value_heads": 2}),
+    ("qwen3_next", {"linear_key_head_dim": 4, "linear_value_head_dim": 16}),
 ]
 
 
@@ -149,17 +151,12 @@ def test_a_layer_that_differs_from_the_table_is_found(
 ) -> None:
     """If our cells gave other logits than transformers, transformers would compute the model."""
     family = FAMILIES["bamba"]
-    wrong = family._replace(gate=lambda theirs: FAMILIES["falcon_h1"].gate(_without_norm(theirs)))
+    wrong = family._replace(project=lambda theirs, x: theirs.in_proj(x.flip(-1)))
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
     with caplog.at_level(logging.WARNING):
         model = open_hugging_face(architecture("bamba"))
     assert type(model) is ForeignLM
     assert "logits differ" in caplog.text
-
-
-def _without_norm(theirs: Any) -> Any:
-    theirs.mamba_rms_norm = False
-    return theirs
 
 
 def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
@@ -189,7 +186,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     model = load(tmp_path, dtype=dtype)
     assert isinstance(model, HybridLM)
     for ours, original in zip(model.cells, stored.cells, strict=True):
-        for name in Mamba2.wide_weights:
+        for name in ours.wide_weights:
             assert torch.equal(getattr(ours, name), getattr(original, name).float()), name
         assert ours.get_parameter("conv1d.weight").dtype == dtype
     assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()
@@ -197,3 +194,17 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     assert named.mitigation is not None
     assert named.under(None).fingerprint() == model.fingerprint()
     assert type(theirs)._keep_in_fp32_modules_strict == before
+
+
+def test_the_text_model_of_images_and_text_is_a_hybrid(tmp_path: Path) -> None:
+    """Published Qwen3.5 have a configuration of both; the weights of recurrences stay wide."""
+    theirs, text = architecture("qwen3_5_text"), tokens(1, 12) % 60
+    theirs.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    both = {"model_type": "qwen3_5", "text_config": json.loads(config.read_text())}
+    config.write_text(json.dumps(both))
+    model = load(tmp_path)
+    assert isinstance(model, HybridLM)
+    assert_near(model(text).logits, whole(theirs, text), TOLERANCE)
+    narrow = load(tmp_path, dtype=torch.bfloat16)
+    assert all(cell.get_parameter("A_log").dtype == torch.float32 for cell in narrow.cells)
