@@ -22,8 +22,8 @@ class Calibration(Options):
         description="A text to calibrate on, not one to evaluate on; may be given several times."
     )
     method: str = Field(
-        description="What to calibrate: state_norm, token_filter, scale_delta, scale_decay or "
-        "power_decay."
+        description="What to calibrate: state_norm, token_filter, scale_delta, scale_decay, "
+        "power_decay or per_head."
     )
     device: str = Field(default="auto", description="Where to run: cpu, cuda, cuda:1, auto.")
 
@@ -55,13 +55,14 @@ def calibrate(calibration: Calibration, settings: Settings, output: Output) -> N
     settings.check()
     Lock.of_file(path, instead="choose another --output").hold_until_exit()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
-    documents = read_documents(calibration.texts, load_tokenizer(checkpoint), model)
-    member = measure(model, documents, method, settings, quiet=output.quiet)
+    tokenizer = load_tokenizer(checkpoint)
+    documents = read_documents(calibration.texts, tokenizer, model)
+    members = measure(model, documents, method, settings, tokenizer=tokenizer, quiet=output.quiet)
     record = Record(
         source=str(path),
         fingerprint=model.fingerprint(),
         length=settings.trained(),
         text_sha256=tuple(document.sha256 for document in documents),
     )
-    write_calibration(path, [member], record)
+    write_calibration(path, members, record)
     typer.echo(f"{mitigation(path)}\n{path}")
