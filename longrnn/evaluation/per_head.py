@@ -25,7 +25,7 @@ from torch import Tensor
 from longrnn.data.batch import UNSCORED
 from longrnn.data.prompts import FILLER, HEADER, PasskeyPrompts, draw_needles
 from longrnn.errors import UserError
-from longrnn.evaluation.layer_statistics import GLOBAL, Job, windows
+from longrnn.evaluation.layer_statistics import GLOBAL, Job, statistics, windows
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
@@ -49,7 +49,10 @@ def per_head(job: Job) -> list[dict[str, Any]]:
     Raises:
         UserError: no head is global, a text is too short, or no choice has finite logits.
     """
-    settings, trained, found = job.settings, job.settings.trained(), job.inside()
+    settings, trained = job.settings, job.settings.trained()
+    # As many tokens as the search reads.
+    most = settings.windows * settings.target() // trained
+    found = statistics(job.model, windows(job.documents, trained, most), job.quiet)
     norms = [one.largest_norms(settings.margin) for one in found]
     kept = {
         (layer, head): value
