@@ -128,7 +128,7 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     found = calibrate(broken, documents, "token_filter", settings, quiet=True)
     heads = [
         (layer, head)
-        for layer, thresholds in enumerate(found["threshold"])
+        for layer, thresholds in enumerate(found[0]["threshold"])
         for head, threshold in enumerate(thresholds)
         if threshold is not None
     ]

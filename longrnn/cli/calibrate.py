@@ -21,8 +21,8 @@ class Calibration(Options):
     texts: list[Path]
     """A text to calibrate on, not one to evaluate on; may be given several times."""
     method: str
-    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay or power_decay; with
-    settings as in 'state_norm(margin=0.7)' or 'scale_delta(share=0.2)'."""
+    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay or
+    per_head; with settings as in 'state_norm(margin=0.7)' or 'per_head(keys=3)'."""
     train_length: Tokens | None = None
     """Length that the model was trained on (default: that of its train.yaml)."""
     target_length: Tokens | None = None
@@ -63,13 +63,14 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     settings.check()
     Lock.of_file(path, instead="choose another --output").acquire()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
-    documents = read_documents(calibration.texts, load_tokenizer(checkpoint), model)
-    member = measure(model, documents, method, settings, quiet=output.quiet)
+    tokenizer = load_tokenizer(checkpoint)
+    documents = read_documents(calibration.texts, tokenizer, model)
+    members = measure(model, documents, method, settings, tokenizer=tokenizer, quiet=output.quiet)
     record = Record(
         source=str(path),
         fingerprint=model.fingerprint(),
         length=settings.trained(),
         text_sha256=tuple(document.sha256 for document in documents),
     )
-    write_calibration(path, [member], record)
+    write_calibration(path, members, record)
     typer.echo(f"{mitigation(path)}\n{path}")

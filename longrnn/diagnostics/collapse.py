@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 MARGIN = 0.5
-GLOBAL = 0.05
 STATISTICS = ("mean", "deviation", "norm")
 CRITERION = (
     "A head collapses where the mean, the standard deviation or the norm of its state lies, at "

@@ -26,12 +26,13 @@ class Settings(Options):
     )
     windows: Count = Field(default=32, description="Maximum number of windows of text.")
     margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        default=1.0, description="state_norm: ratio of the threshold to the largest norm seen."
+        default=1.0,
+        description="state_norm, per_head: ratio of the threshold to the largest norm seen.",
     )
     quantile: Share | None = Field(
         default=None,
-        description="token_filter: share of tokens to filter out (default: 1 − training length / "
-        "target length).",
+        description="token_filter, per_head: share of tokens to filter out (default: 1 − training "
+        "length / target length).",
     )
     share: Share | None = Field(
         default=None,
@@ -39,7 +40,16 @@ class Settings(Options):
         "training length in this share of the heads, those with the longest receptive fields.",
     )
     steps: Count = Field(default=30, description="Steps of the search for factors.")
-    seed: Seed = Field(default=0, description="Random seed of the search.")
+    seed: Seed = Field(default=0, description="Random seed of the search, and of the keys.")
+    keys: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="per_head: passkey prompts of the target length whose answers count beside the "
+        "loss of the text.",
+    )
+    passes: Annotated[int, Field(ge=5)] = Field(
+        default=300,
+        description="per_head: the maximum number of passes over all windows and prompts.",
+    )
 
     def check(self) -> None:
         """Refuse a target within the training length.
@@ -74,3 +84,7 @@ class Settings(Options):
                 "this method needs --target-length: give the length that the model should reach"
             )
         return self.target_length
+
+    def filtered(self) -> float:
+        """Return the share of tokens to filter out."""
+        return 1 - self.trained() / self.target() if self.quantile is None else self.quantile

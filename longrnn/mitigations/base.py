@@ -7,15 +7,16 @@ which holds nothing that depends on weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
+from longrnn.config import validated
 from longrnn.errors import UserError
-from longrnn.mitigations.values import Range, frozen, listed
+from longrnn.mitigations.values import frozen, listed
 from longrnn.registry import Registry, keyword_options
 
 COLLAPSING = "collapsing"
@@ -53,7 +54,6 @@ class Mitigation:
 
     Attributes:
         name: name in the registry.
-        numbers: allowed values of the options that are numbers, per model, layer or head.
         calibration: where the numbers come from, if they were read from a file.
 
     Raises:
@@ -66,7 +66,6 @@ class Mitigation:
     calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
 
     name: ClassVar[str] = "none"
-    numbers: ClassVar[Mapping[str, Range]] = {}
 
     def __post_init__(self) -> None:
         layers, heads = self.layers, self.heads
@@ -84,10 +83,9 @@ class Mitigation:
                 "heads='collapsing' needs a diagnosis: give diagnosis=FILE, the diagnosis.yaml "
                 "that `longrnn diagnose states` writes"
             )
-        for name, allowed in self.numbers.items():
-            self._set(name, allowed.check(name, getattr(self, name)))
-        for name in self.options():
-            self._set(name, frozen(getattr(self, name)))
+        for name, kind in keyword_options(type(self), annotated=True).items():
+            where = f"mitigation {self.name!r}, option {name!r}"
+            self._set(name, frozen(validated(kind, getattr(self, name), where)))
 
     # Implemented by subclasses
 
@@ -124,11 +122,14 @@ class Mitigation:
         return f"{self.name}({', '.join(options)})"
 
     @classmethod
+    def own_options(cls) -> list[str]:
+        """Names of the options that not every mitigation has."""
+        return [n for n in keyword_options(cls) if n not in Mitigation.__dataclass_fields__]
+
+    @classmethod
     def options(cls) -> list[str]:
         """Names of the options, first its own, then those of every mitigation."""
-        shared = Mitigation.__dataclass_fields__
-        names = list(keyword_options(cls))
-        return [n for n in names if n not in shared] + [n for n in names if n in shared]
+        return [*cls.own_options(), *(n for n in keyword_options(Mitigation))]
 
     def __str__(self) -> str:
         return self.describe()

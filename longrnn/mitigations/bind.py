@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from longrnn.cells import MIXERS, Cell, Edit, merge
 from longrnn.errors import UserError
 from longrnn.mitigations.base import (
     COLLAPSING,
-    MITIGATIONS,
     Chain,
     Mitigation,
     is_indices,
     is_pairs,
 )
 from longrnn.mitigations.values import check_sizes
+from longrnn.text import read_mapping
 
 
 class Bound(NamedTuple):
@@ -72,25 +71,6 @@ def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None
         raise UserError(f"{part.name} is not defined for {kind}: {reason}")
 
 
-def support_table() -> str:
-    """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
-    lines = [
-        "| | " + " | ".join(MIXERS) + " |",
-        "| --- " * (len(MIXERS) + 1) + "|",
-    ]
-    notes: list[str] = []
-    for name, member in MITIGATIONS.items():
-        found = []
-        for cell in MIXERS.values():
-            reason = member.undefined(cell)
-            if reason is not None and reason not in notes:
-                notes.append(reason)
-            found.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
-        lines.append(f"| `{name}` | " + " | ".join(found) + " |")
-    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
-    return "\n".join(lines)
-
-
 def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
     """A mitigation with the heads that its diagnosis lists in place of the diagnosis."""
     if part.heads != COLLAPSING:
@@ -109,7 +89,7 @@ def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: Callable[[], st
             f"this model has {own}): calibrate again"
         )
     check_defined(part, type(cells[0]))
-    for option in part.numbers:
+    for option in part.own_options():
         check_sizes(option, getattr(part, option), [cell.n_heads for cell in cells])
 
 
@@ -146,16 +126,9 @@ def _select(
 
 def _collapsing(part: Mitigation, fingerprint: Callable[[], str]) -> list[list[int]]:
     """The pairs [layer, head] that the diagnosis lists."""
-    path = Path(str(part.diagnosis))
-    if not path.is_file():
-        raise UserError(
-            f"no diagnosis file {path}: make one with `longrnn diagnose states CHECKPOINT`"
-        )
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: make it again") from error
-    if not isinstance(found, dict) or not is_pairs(found.get(COLLAPSING)):
+    path, remedy = Path(str(part.diagnosis)), "make one with `longrnn diagnose states CHECKPOINT`"
+    found = read_mapping(path, remedy, kind="diagnosis file")
+    if not is_pairs(found.get(COLLAPSING)):
         raise UserError(f"{path} is not a diagnosis: give the diagnosis.yaml of diagnose states")
     if found.get("fingerprint") not in (None, fingerprint()):
         raise UserError(f"{path} is the diagnosis of another model: make one of this model")

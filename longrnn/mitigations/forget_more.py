@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
 from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import Factor, per_head
 
 
 @MITIGATIONS.register("forget_more")
@@ -29,14 +28,10 @@ class ForgetMore(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    decay_scale: Any = 0.9999
-    input_scale: Any = 0.75
+    decay_scale: Factor = 0.9999
+    input_scale: Factor = 0.75
 
     name = "forget_more"
-    numbers: ClassVar = {
-        "decay_scale": Range(above=0, most=1),
-        "input_scale": Range(above=0, most=1),
-    }
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:

@@ -5,25 +5,21 @@ With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
 
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, Steps
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import FiniteAboveZero, per_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
     """Base of mitigations with one factor per layer and head, in (0, ∞)."""
 
-    scale: Any = 1.0
-
-    numbers: ClassVar = {"scale": Range(above=0, below=math.inf)}
+    scale: FiniteAboveZero = 1.0
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
-from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation
 from longrnn.units import TokenCount
 
@@ -38,13 +37,6 @@ class SlidingWindow(Mitigation):
     window: TokenCount
 
     name = "sliding_window"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1:
-            raise UserError(
-                f"window must be at least 1, not {self.window}: set the number of tokens to keep"
-            )
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:

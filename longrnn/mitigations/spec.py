@@ -12,16 +12,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from pydantic import Field
 
+from longrnn.config import Options, validated
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
-from longrnn.text import read_mapping
+from longrnn.text import parse_yaml, read_mapping
 
-FORMAT = "longrnn-mitigation-1"
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
     "chunk_select": "it selects among states and changes no recurrence; give --chunk-select to "
@@ -29,6 +30,16 @@ ELSEWHERE = {
     "attention_window": "it changes attention layers; give it after a hybrid checkpoint that has "
     "such layers",
 }
+
+
+class MitigationFile(Options):
+    """What `longrnn calibrate` writes."""
+
+    format: Literal["longrnn-mitigation-1"]
+    fingerprint: str
+    length: int
+    text_sha256: list[str]
+    mitigation: list[dict[str, Any]] = Field(min_length=1)
 
 
 def mitigation(
@@ -72,13 +83,13 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
         members: mappings with `kind`, in order.
         known: where the numbers come from.
     """
-    content = {
-        "format": FORMAT,
-        "fingerprint": known.fingerprint,
-        "length": known.length,
-        "text_sha256": list(known.text_sha256),
-        "mitigation": [dict(member) for member in members],
-    }
+    content = MitigationFile(
+        format="longrnn-mitigation-1",
+        fingerprint=known.fingerprint,
+        length=known.length,
+        text_sha256=list(known.text_sha256),
+        mitigation=[dict(member) for member in members],
+    ).model_dump()
     write_atomic(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100))
 
 
@@ -86,23 +97,12 @@ def _read(path: Path) -> Mitigation | Chain:
     """Reads a file that `write_calibration` wrote."""
     remedy = "write one with `longrnn calibrate`"
     content = read_mapping(path, remedy, kind="mitigation file")
-    if content.get("format") != FORMAT:
-        raise UserError(f"{path} is not a mitigation file: {remedy}")
-    described = content.get("mitigation")
-    if not isinstance(described, list) or not all(isinstance(one, dict) for one in described):
-        described = []
-    if not described:
-        raise UserError(f"{path} describes no mitigation: calibrate again")
     try:
-        known = Calibration(
-            source=str(path),
-            fingerprint=str(content["fingerprint"]),
-            length=int(content["length"]),
-            text_sha256=tuple(map(str, content["text_sha256"])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is incomplete ({error}): calibrate again") from error
-    members = [MITIGATIONS.build(one).calibrated(known) for one in described]
+        file: MitigationFile = validated(MitigationFile, content, "its content")
+    except UserError as error:
+        raise UserError(f"{path} is not a mitigation file, {error}: {remedy}") from error
+    known = Calibration(str(path), file.fingerprint, file.length, tuple(file.text_sha256))
+    members = [MITIGATIONS.build(one).calibrated(known) for one in file.mitigation]
     return members[0] if len(members) == 1 else Chain(members)
 
 
@@ -129,8 +129,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         if name in options:
             raise UserError(f"{match[1]} is given {name} twice: give it once")
         try:
-            options[name] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            options[name] = parse_yaml(value)
+        except ValueError as error:
             raise UserError(
                 f"{value.strip()!r} is not a valid value of {name}: write a number, or "
                 "a list as [1, 2]"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from torch import Tensor
 
 from longrnn.cells import Edit
 from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import AboveZero, per_head
 
 
 @MITIGATIONS.register("state_norm")
@@ -29,10 +28,9 @@ class StateNorm(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    threshold: Any
+    threshold: AboveZero
 
     name = "state_norm"
-    numbers: ClassVar = {"threshold": Range(above=0)}
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
         return Edit(limit=per_head(self.threshold, layer, heads, alone=math.inf))

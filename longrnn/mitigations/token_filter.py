@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, Steps
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import AtLeastZero, per_head
 
 # Below every step: a head with this threshold ignores no token.
 NEVER = -1.0
@@ -36,10 +35,9 @@ class TokenFilter(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    threshold: Any
+    threshold: AtLeastZero
 
     name = "token_filter"
-    numbers: ClassVar = {"threshold": Range(least=0)}
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:

@@ -5,65 +5,49 @@ Lists are stored as tuples, so that the options of a mitigation are hashable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor
 
 from longrnn.errors import UserError
 
 
-@dataclass(frozen=True)
-class Range:
-    """The range of an option; None where there is no bound.
+def _numbers(holds: Callable[[float], bool], range_in_words: str) -> BeforeValidator:
+    """A check that returns floats for numbers and tuples for lists.
 
-    Attributes:
-        above: lower bound, excluded.
-        least: lower bound, included.
-        most: upper bound, included.
-        below: upper bound, excluded.
+    None in a list leaves the layer or head unchanged.
+
+    Args:
+        holds: whether a number is in the range; false for NaN.
+        range_in_words: for errors.
     """
 
-    above: float | None = None
-    least: float | None = None
-    most: float | None = None
-    below: float | None = None
-
-    def check(self, name: str, value: Any) -> Any:
-        """Returns `value` with floats for numbers and tuples for lists.
-
-        Args:
-            name: of the option, for error messages.
-            value: a number, a list by layer, or lists by layer and head; None in a list leaves the
-                layer or head unchanged.
-
-        Raises:
-            UserError: a value that is not a number, or out of range.
-        """
+    def check(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return tuple(None if item is None else self.check(name, item) for item in value)
+            return tuple(None if item is None else check(item) for item in value)
         try:
-            if isinstance(value, bool):
-                raise TypeError("float would accept a bool")
-            number = float(value)
-        except (TypeError, ValueError) as error:
+            # float would accept a bool.
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not holds(number):
             raise UserError(
-                f"{name} must be a number, or lists by layer and head, not {value!r}: "
-                "write such as 0.5"
-            ) from error
-        limits = [
-            (self.above is not None and not number > self.above, f"above {self.above}"),
-            (self.least is not None and not number >= self.least, f"at least {self.least}"),
-            (self.most is not None and not number <= self.most, f"at most {self.most}"),
-            (self.below is not None and not number < self.below, f"below {self.below}"),
-            (number != number, "a number"),
-        ]
-        for broken, limit in limits:
-            if broken:
-                raise UserError(f"{name} must be {limit}, not {value}: set another value")
+                f"a number must be {range_in_words}, alone or in lists by layer and head, not "
+                f"{value!r}: set another value"
+            )
         return number
+
+    return BeforeValidator(check)
+
+
+AboveZero = Annotated[Any, _numbers(lambda one: one > 0, "above 0")]
+FiniteAboveZero = Annotated[Any, _numbers(lambda one: 0 < one < math.inf, "above 0 and finite")]
+AtLeastZero = Annotated[Any, _numbers(lambda one: one >= 0, "at least 0")]
+Factor = Annotated[Any, _numbers(lambda one: 0 < one <= 1, "above 0 and at most 1")]
 
 
 def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
@@ -71,7 +55,7 @@ def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
 
     Args:
         name: of the option, for error messages.
-        value: from `Range.check`.
+        value: a number, or tuples by layer and head.
         counts: number of heads of each layer.
 
     Raises:
@@ -96,7 +80,7 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
     """The numbers of the heads of one layer, `(h,)` float64.
 
     Args:
-        value: from `Range.check`.
+        value: a number, or tuples by layer and head.
         layer: index of the layer.
         heads: which of its heads are changed, `(h,)` bool.
         alone: the number that changes nothing, for the other heads and for None.

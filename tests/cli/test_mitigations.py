@@ -134,7 +134,7 @@ def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     refused(cli, *PASSKEY, "--mitigation", spec.format("ours"), says=says)
 
 
-KNOWN = "format: longrnn-mitigation-1\nfingerprint: {}\nlength: 256\ntext_sha256: [aa]\n"
+KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256: [aa]\n"
 FILES = {
     "empty.yaml": "",
     "words.yaml": "just words\n",
@@ -147,7 +147,7 @@ FILES = {
     "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
     "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
     "value.yaml": KNOWN + "mitigation: [{kind: state_norm, threshold: -1}]\n",
-    "other.yaml": KNOWN.format("0123456789abcdef") + "mitigation: [{kind: forget_more}]\n",
+    "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
     "diagnosis.yaml": "collapsing: [[0, 4]]\n",
     "nodiagnosis.yaml": "collapsing: 3\n",
     "triples.yaml": "collapsing: [[0, 1, 2]]\n",

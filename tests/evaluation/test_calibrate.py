@@ -17,14 +17,15 @@ from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, calibrate
+from longrnn.evaluation.calibrate import METHODS, READERS, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
+from longrnn.evaluation.per_head import TOLERANCE
 from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration, Mitigation
+from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.text import ByteTokenizer
@@ -116,12 +117,12 @@ def mean_loss(model: Any, tokens: Tensor) -> float:
 
 
 def written(
-    folder: Path, model: RecurrentLM, documents: list[Document], member: dict[str, Any]
+    folder: Path, model: RecurrentLM, documents: list[Document], members: list[dict[str, Any]]
 ) -> Path:
-    """Return the content of the file that `longrnn calibrate` writes."""
-    path = folder / f"{member['kind']}.yaml"
+    """Return the path of the file that `longrnn calibrate` writes."""
+    path = folder / "calibrated.yaml"
     hashes = tuple(document.sha256 for document in documents)
-    write_calibration(path, [member], Calibration(str(path), model.fingerprint(), LENGTH, hashes))
+    write_calibration(path, members, Calibration(str(path), model.fingerprint(), LENGTH, hashes))
     return path
 
 
@@ -130,7 +131,7 @@ def written(
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
     """The threshold is the largest norm of a head inside the training length times the margin."""
     model = build(mixer)
-    member = calibrate(
+    (member,) = calibrate(
         model, documents, "state_norm", Settings(train_length=LENGTH, margin=0.8), quiet=True
     )
     expected = largest_norms(model, windows(LENGTH))
@@ -141,7 +142,7 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
 
 def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
     """Windows are spread evenly over all texts."""
-    member = calibrate(
+    (member,) = calibrate(
         build(), documents, "state_norm", Settings(train_length=LENGTH, windows=3), quiet=True
     )
     assert len(windows(LENGTH)) == 13
@@ -164,7 +165,7 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
     """Only global heads have a threshold, which is the quantile of their step sizes."""
     model = build(n_layers=3)
     asked = Settings(train_length=LENGTH, target_length=TARGET, quantile=quantile)
-    member = calibrate(model, documents, "token_filter", asked, quiet=True)
+    (member,) = calibrate(model, documents, "token_filter", asked, quiet=True)
     share = 1 - LENGTH / TARGET if quantile is None else quantile
     kinds = set()
     found = zip(member["threshold"], steps(model, windows(LENGTH)), strict=True)
@@ -198,7 +199,7 @@ def test_scale_delta_by_share(share: float, count: int, documents: list[Document
     """The factor applies to the share of heads with the longest receptive fields only."""
     model = build()
     asked = Settings(train_length=LENGTH, target_length=TARGET, share=share)
-    member = calibrate(model, documents, "scale_delta", asked, quiet=True)
+    (member,) = calibrate(model, documents, "scale_delta", asked, quiet=True)
     slowness = torch.stack(
         [(dt * A).flatten(0, 1).mean(0) for dt, A in steps(model, windows(LENGTH))]
     )
@@ -216,7 +217,7 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     plain, better = mean_loss(model, tokens), []
     for seed in range(4):
         asked = Settings(train_length=LENGTH, target_length=TARGET, steps=1 + seed, seed=seed)
-        member = calibrate(model, documents, kind, asked, quiet=True)
+        (member,) = calibrate(model, documents, kind, asked, quiet=True)
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
@@ -230,7 +231,7 @@ def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
     """Equal seeds give equal factors, whatever the global random state."""
     model = build()
 
-    def search(seed: int) -> dict[str, Any]:
+    def search(seed: int) -> list[dict[str, Any]]:
         asked = Settings(train_length=LENGTH, target_length=TARGET, windows=1, steps=3, seed=seed)
         return calibrate(model, documents, kind, asked, quiet=True)
 
@@ -241,25 +242,51 @@ def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
     assert any(search(seed) != first for seed in (1, 2, 3))
 
 
+def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None:
+    """Five passes find one choice for all global heads; more passes refine it, reproducibly."""
+    model, tokens = build(), windows(TARGET + 1)
+    kept = [(dt * A).sum(1).mean(0).exp() for dt, A in steps(model, windows(LENGTH))]
+    candidates = {(i, h) for i, one in enumerate(kept) for h in range(len(one)) if one[h] > 0.05}
+    found = []
+    for passes in (5, 300, 300):
+        asked = QUICK.model_copy(update={"passes": passes})
+        members = calibrate(model, documents, "per_head", asked, quiet=True)
+        changed = {
+            (layer, head)
+            for member in members
+            for layer, heads in enumerate(member.get("threshold", []))
+            for head, value in enumerate(heads)
+            if value is not None
+        }
+        changed |= {tuple(head) for member in members for head in member.get("heads", [])}
+        assert changed <= candidates
+        found.append((members, mean_loss(Mitigated(model, mitigation(members)), tokens)))
+    (uniform, first), (_, last), again = found
+    assert len(uniform) == 1
+    assert first <= mean_loss(model, tokens) + TOLERANCE
+    assert last < first + TOLERANCE * len(candidates)
+    assert again == found[1]
+
+
 @pytest.mark.parametrize("method", list(METHODS))
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     """A calibration survives its file unchanged, and is refused for another model."""
     model = build()
-    member = calibrate(model, documents, method, QUICK, quiet=True)
-    path = written(tmp_path, model, documents, member)
+    members = calibrate(model, documents, method, QUICK, quiet=True)
+    path = written(tmp_path, model, documents, members)
     content = yaml.safe_load(path.read_text())
     assert content["fingerprint"] == model.fingerprint()
     assert content["length"] == LENGTH
     hashes = [sha256(tmp_path / name) for name in ("ishmael.txt", "other.txt")]
     assert content["text_sha256"] == hashes
-    assert content["mitigation"] == [member]
+    assert content["mitigation"] == members
     read = longrnn.mitigation(path)
-    assert isinstance(read, Mitigation)
-    assert read.describe() == mitigation(member).describe()
-    assert read.calibration == Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
+    assert read.describe() == mitigation(members).describe()
+    known = Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
+    assert [part.calibration for part in read.parts()] == [known] * len(members)
     tokens = windows(LENGTH)
     ours = Mitigated(model, longrnn.mitigation(str(path)))(tokens).logits
-    assert torch.equal(ours, Mitigated(model, mitigation(member))(tokens).logits)
+    assert torch.equal(ours, Mitigated(model, mitigation(members))(tokens).logits)
     for other in (build(seed=1), build("lstm")):
         with pytest.raises(UserError, match="model"):
             Mitigated(other, longrnn.mitigation(path))
@@ -289,10 +316,25 @@ def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     asked = Settings(train_length=256, target_length=65536, windows=4)
-    member = calibrate(model, texts, "token_filter", asked, quiet=True)
+    (member,) = calibrate(model, texts, "token_filter", asked, quiet=True)
     none = [None] * 4
     (theta,) = [value for value in member["threshold"][0] if value is not None]
     assert member["threshold"] == [[None, theta, None, None], none]
+
+
+def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
+    """With keyed prompts, the head that carries the key forgets nothing: its filler is ignored."""
+    (tmp_path / "filler.txt").write_text(FILLER * 400)
+    model = load_recurrent("passkey-tiny-short")
+    texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
+    asked = Settings(train_length=256, target_length=16384, windows=1, keys=2)
+    (member,) = calibrate(model, texts, "per_head", asked, quiet=True)
+    assert member["kind"] == "token_filter"
+    chosen = [[theta is not None for theta in layer] for layer in member["threshold"]]
+    assert chosen == [[False, True, False, False], [False] * 4]
+    with pytest.raises(UserError, match="--keys"):
+        short = Settings(train_length=64, target_length=128, windows=1, keys=1)
+        calibrate(model, texts, "per_head", short, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +357,13 @@ def test_methods_that_cannot_be(
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [pair for pair in product(METHODS, OF_ONE_METHOD) if pair[0] != OF_ONE_METHOD[pair[1]]],
+    [pair for pair in product(METHODS, READERS) if pair[0] not in READERS[pair[1]]],
 )
 def test_a_setting_that_a_method_does_not_read_is_refused(
     method: str, name: str, documents: list[Document]
 ) -> None:
     """A setting is not silently without effect."""
-    with pytest.raises(UserError, match=naming(name, OF_ONE_METHOD[name])):
+    with pytest.raises(UserError, match=naming(name, *READERS[name])):
         calibrate(build(), documents, method, QUICK.model_copy(update={name: 0.5}), quiet=True)
 
 

@@ -10,11 +10,29 @@ import pytest
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS, mitigation
-from longrnn.mitigations.bind import support_table
 from tests.contracts.builders import UNDEFINED, Spec, build_model, spec_id
 
 DOCUMENT = Path(__file__).parents[2] / "docs/repair.md"
 NOTE = re.compile(r"no \((\d+)\)")
+
+
+def support_table() -> str:
+    """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
+    lines = [
+        "| | " + " | ".join(MIXERS) + " |",
+        "| --- " * (len(MIXERS) + 1) + "|",
+    ]
+    notes: list[str] = []
+    for name, member in MITIGATIONS.items():
+        found = []
+        for cell in MIXERS.values():
+            reason = member.undefined(cell)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            found.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
+        lines.append(f"| `{name}` | " + " | ".join(found) + " |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
+    return "\n".join(lines)
 
 
 def test_the_document_contains_the_table() -> None:
