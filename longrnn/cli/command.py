@@ -72,7 +72,8 @@ def command(
         parameters.insert(0, Parameter("parser", kind, annotation=typer.Context))
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        run.__doc__ = cleandoc(function.__doc__ or "")
+        paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+        run.__doc__ = "\n\n".join(one.replace("\n", " ") for one in paragraphs)
         app.command(name, context_settings=settings, hidden=hidden)(run)
         return function
 
