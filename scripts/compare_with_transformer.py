@@ -141,7 +141,7 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None:
     """Trains with `transformers.Trainer`, in which an example is the batch of a step."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class Steps(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -164,10 +164,11 @@ def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None
         seed=seed,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
         remove_unused_columns=False,
     )
     # Not the model's own loss, which predicts labels one place further.
-    Trainer(
+    trainer = Trainer(
         model,
         settings,
         train_dataset=Steps(),
@@ -175,7 +176,9 @@ def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None
         compute_loss_func=lambda output, labels, **_: F.cross_entropy(
             output.logits.flatten(0, 1).float(), labels.flatten()
         ),
-    ).train()
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def by_loop(args: Namespace, model: Any, rate: float, seed: int) -> None:

@@ -82,7 +82,7 @@ CASES = """
     generate TEXT | give either --prompt or --prompt-file
     generate TEXT 'The sky' | The sky
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
-    generate TEXT --prompt '' | the prompt is empty
+    generate TEXT --prompt '' | no token
     generate TEXT --prompt-file empty.txt | empty.txt is empty
     generate TEXT --prompt-file none.txt | no text file none.txt
     generate TEXT --prompt-file bytes.txt | bytes.txt is not UTF-8
@@ -168,15 +168,15 @@ CASES = """
     TRAIN 'model.mixer={kind: mamba2, d_stat: 4}' | mamba2 | d_state
     TRAIN 'model.mixer={kind: mamba2, d_state: x}' | d_state
     TRAIN 'model.mixer={kind: mamba2, A_init: {a: 1}}' | A_init
-    TRAIN model.mixer=lstm | key 'mixer' | 'lstm'
-    TRAIN model.block=plan | 'block' | 'plan' | 'plain'
+    TRAIN model.mixer=lstm | key 'model.mixer' | 'lstm'
+    TRAIN model.block=plan | 'model.block' | 'plan' | 'plain'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
     TRAIN 'task={kind: 3}' | KINDS
     TRAIN task={} | 'kind' | KINDS
     TRAIN task=passkey | key 'task' | 'passkey'
     TRAIN max_steps=ten | key 'max_steps'
-    TRAIN max_steps=0 | key 'max_steps' | 1, not 0
+    TRAIN max_steps=0 | key 'max_steps' | not 0
     TRAIN max_steps | 'max_steps' is not of the form key=value
     TRAIN seed=${a | key 'seed'
     TRAIN 'model.mixer={kind: lstm' | is not YAML
@@ -203,7 +203,7 @@ CASES = """
     data build --out new empty.txt | no document has 2 tokens or more
     data build --out new --min-length 4k book.txt | no document has 4096 tokens or more
     data build --out new --min-length 0 book.txt | '0' is not a valid length
-    data build --out new --split-on '' book.txt | a split_on that is not empty
+    data build --out new --split-on '' book.txt | --split-on
     data build --out new --split-on <end> book.txt | '<end>' is in none of the files
     data build --out new --tokenizer gpt9 book.txt | no tokenizer at gpt9
     data build --out file/new book.txt | choose another folder

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longrnn.data.prompts import QUESTION
 from longrnn.models import LMOutput
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 
@@ -42,7 +43,12 @@ class Oracle:
         return LMState(torch.zeros(batch_size, dtype=torch.long), (key, counters))
 
     def __call__(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
     ) -> LMOutput:
         if self.fails_after is not None:
             self.fails_after -= 1
