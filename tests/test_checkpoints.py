@@ -15,7 +15,7 @@ from tests.texts import BOOK
 
 ROOT = Path(__file__).parent.parent
 PASSKEY = ("passkey-tiny", "passkey-tiny-short")
-NAMES = (*PASSKEY, "collapse-tiny", "recall-tiny", "recall-tiny-numbered")
+NAMES = (*PASSKEY, "collapse-tiny", "recall-collapse", "recall-tiny", "recall-tiny-numbered")
 
 
 def accuracy(name: str, length: int, output: Path, **options: Any) -> float:
