@@ -332,7 +332,7 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     assert member["kind"] == "token_filter"
     chosen = [[theta is not None for theta in layer] for layer in member["threshold"]]
     assert chosen == [[False, True, False, False], [False] * 4]
-    with pytest.raises(UserError, match="--keys"):
+    with pytest.raises(UserError, match="leave out keys"):
         short = Settings(train_length=64, target_length=128, windows=1, keys=1)
         calibrate(model, texts, "per_head", short, quiet=True)
 
