@@ -193,10 +193,11 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         typer.echo(f"{name:>30}{value:>16.2f}{recalled[name]:>8.0%}")
     typer.echo(
         f"{report}\n"
-        f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there. Without training, a window "
-        f"on all heads brings the loss to {nats['uniform']:.2f} and recalls "
-        f"{recalled['uniform']:.0%} of the keys; a choice per head, made by `longrnn calibrate` on "
-        f"another novel, brings it to {nats['per head']:.2f} and recalls {recalled['per head']:.0%}."
+        f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there. Without training, a "
+        f"window on all heads brings the loss to {nats['uniform']:.2f} and recalls "
+        f"{recalled['uniform']:.0%} of the keys; a choice per head, made by `longrnn calibrate` "
+        f"on another novel, brings it to {nats['per head']:.2f} and recalls "
+        f"{recalled['per head']:.0%}."
     )
 
 
