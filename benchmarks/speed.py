@@ -41,6 +41,7 @@ from benchmarks.models import Llama, build, draw, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
 from longrnn.cells import GatedDeltaNet, Mamba2
+from longrnn.hf.hybrid.families import quietly
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
 
@@ -285,7 +286,9 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 @torch.inference_mode()
 def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     from transformers import DynamicCache, Qwen3NextConfig
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    with quietly():
+        from transformers.models.qwen3_next import modeling_qwen3_next as module
 
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         rule = getattr(module, name)  # wrapped, so that Triton kernels take its place

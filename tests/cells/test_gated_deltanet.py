@@ -1,4 +1,4 @@
-"""Gated DeltaNet: its rule equals a loop over tokens, and its layer that of transformers."""
+"""Gated DeltaNet: its rule equals a loop over tokens; tests/hf/hybrid compares its layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import GatedDeltaNet
 from longrnn.errors import UserError
 from longrnn.ops import delta
 from longrnn.ops.scan import ScanInputs
-from tests.contracts.builders import assert_near, build_model, generator, stirred
+from tests.contracts.builders import assert_near, build_model, generator
 from tests.contracts.subjects import gradients
 
 pytestmark = pytest.mark.core
@@ -83,43 +82,6 @@ def test_a_limit_is_exact_per_token(limit: float) -> None:
     expected = results(definition, inputs, state, limits.clamp(max=1e30))
     for name, found in results(delta.limited, inputs, state, limits).items():
         assert_near(found, expected[name], 1e-10, name)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
-def test_equals_transformers(heads: int, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer of Qwen3-Next on the same weights, which computes its rule in float32."""
-    from transformers import Qwen3NextConfig
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-        # Not the Triton kernels of flash-linear-attention, which the import finds if installed.
-        rule = getattr(module, name)
-        monkeypatch.setattr(module, name, getattr(rule, "__wrapped__", rule))
-    n, p, width, share = 6, 5, 16, heads // key_heads
-    config = Qwen3NextConfig(
-        hidden_size=width,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_value_heads=heads,
-        linear_num_key_heads=key_heads,
-        linear_key_head_dim=n,
-        linear_value_head_dim=p,
-    )
-    theirs = stirred(module.Qwen3NextGatedDeltaNet(config, 0).double(), 1)
-    ours = GatedDeltaNet(
-        *(width, width), n_heads=heads, n_key_heads=key_heads, key_dim=n, value_dim=p, norm_eps=1e-6
-    )
-    qkvz = theirs.in_proj_qkvz.weight.unflatten(0, (key_heads, -1))
-    ba = theirs.in_proj_ba.weight.unflatten(0, (key_heads, -1))
-    parts = [*qkvz.split([n, n, share * p, share * p], 1), *ba.split(share, 1)]
-    ours.in_proj.weight.copy_(torch.cat([part.flatten(0, 1) for part in parts]))
-    for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight"):
-        ours.get_parameter(name).copy_(theirs.get_parameter(name))
-    for time in (1, 9, 64, 130):
-        x = torch.randn(2, time, width, generator=generator(time))
-        y, _ = ours(x, ours.init_state(2))
-        assert_near(y, theirs(x), 1e-5)
 
 
 def test_negative_eigenvalues_erase_what_a_key_holds_twice() -> None:
