@@ -183,7 +183,8 @@ class RecurrentLM(LanguageModel):
             else:
                 pair = self._segment(part, after, own)
             hidden, after = pair
-            kept.append(hidden[:, max(0, first - start) :])
+            if start + width > first:  # even an empty view would hold the segment's memory
+                kept.append(hidden[:, max(0, first - start) :])
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory import LiveBytes
+from longrnn import mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
@@ -133,3 +135,16 @@ def test_bfloat16_keeps_a_wide_state() -> None:
     logits, state = model(random_tokens(2, 20))
     assert logits.dtype == torch.bfloat16
     assert [layer.ssm.dtype for layer in state.layers] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("spec", ["none", "forget_more"])
+def test_a_prefill_holds_one_segment_at_a_time(spec: str) -> None:
+    """Live memory grows with the prompt by less than two numbers per token."""
+    model = build_model("mamba2", dtype=torch.float32).under(mitigation(spec))
+    peaks = []
+    for time in (4096, 32768):
+        tokens = random_tokens(1, time)
+        with torch.no_grad(), LiveBytes(list(model.parameters())) as live:
+            model(tokens, keep=1)
+        peaks.append(live.peak)
+    assert peaks[1] - peaks[0] < 8 * 32768
