@@ -237,7 +237,7 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         states[name] = after if args.continued else None
 
     def one_by_one(name: str) -> None:
-        state = None
+        state = before[name]
         for token in tokens[:, : args.steps].split(1, dim=1):
             state = variants[name](token, state, keep=0).state
 
@@ -245,7 +245,8 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     title = f"{args.tokens:,} tokens under mitigations, {shape}"
     calls = {name: lambda name=name: read(name) for name in variants}
     yield title, report(title, args.tokens, interleaved(calls, args.repeats))
-    title = f"{args.steps:,} tokens one at a time, {shape}"
+    before = {name: variant(tokens, keep=0).state for name, variant in variants.items()}
+    title = f"{args.steps:,} tokens one at a time after these, {shape}"
     calls = {name: lambda name=name: one_by_one(name) for name in variants}
     yield title, report(title, args.steps, interleaved(calls, args.repeats))
 
