@@ -87,6 +87,11 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     arguments = launch_command_parser().parse_args([*options, "-m", "longrnn.cli", *program])
     if arguments.config_file is not None:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
+    if arguments.num_processes is not None and arguments.num_processes < 1:
+        raise UserError(
+            f"--num_processes must be at least 1, not {arguments.num_processes}: leave it out for "
+            "what the configuration says"
+        )
     planned, *_ = _validate_launch_command(arguments)
     for name in ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile"):
         if getattr(planned, name):
