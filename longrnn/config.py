@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
-from longrnn.text import parse_yaml, read_mapping
+from longrnn.text import parse_yaml, read_mapping, yaml_text
 
 TRAIN = "configs/train"
 C = TypeVar("C")
@@ -165,9 +165,7 @@ def _keys(kind: Any) -> dict[str, Any]:
 
 def dump_config(config: BaseModel) -> str:
     """The YAML text that reads back to an equal configuration."""
-    import yaml
-
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml_text(config.model_dump(mode="json"), allow_unicode=True)
 
 
 class _Kind(BaseModel, extra="allow", strict=True):

@@ -222,13 +222,8 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """YAML 1.1 takes `1e-3`, which has no point, for a text."""
-
-    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        found = yaml.load(text, Loader)
+        found = yaml.load(text, _with_numbers(yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     try:
@@ -236,6 +231,21 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError("an anchor contains itself, or it is nested too deeply") from error
     return found
+
+
+def yaml_text(content: Any, **options: Any) -> str:
+    """The YAML text from which `parse_yaml` reads a value again; `options` as of `yaml.dump`."""
+    import yaml
+
+    return yaml.dump(content, Dumper=_with_numbers(yaml.SafeDumper), sort_keys=False, **options)
+
+
+def _with_numbers(kind: Any) -> Any:
+    """A loader or dumper that takes `1e-3`, which has no point, for a number; YAML 1.1 does not."""
+    own = type(kind.__name__, (kind,), {})
+    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
+    own.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return own
 
 
 def check_text(name: str, text: str, *, remedy: str) -> None:

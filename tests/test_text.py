@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer, read_mapping, read_text
+from longrnn.text import ByteTokenizer, parse_yaml, read_mapping, read_text, yaml_text
 
 
 @given(st.text())
@@ -63,3 +63,9 @@ def test_yaml_that_contains_itself_is_refused(tmp_path: Path) -> None:
     path.write_text("kind: &a\n- heads: *a\n")
     with pytest.raises(UserError, match="file.yaml"):
         read_mapping(path, "write it again")
+
+
+@pytest.mark.parametrize("value", ["12e4567890123456", "1e5", "true", "3", 1e-05, 12.0, None])
+def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
+    """A fingerprint that looks like a number stays a text."""
+    assert parse_yaml(yaml_text({"fingerprint": value})) == {"fingerprint": value}

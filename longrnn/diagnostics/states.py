@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import CRITERION, Finding, find
@@ -23,7 +22,7 @@ from longrnn.files import write_atomic
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, yaml_text
 from longrnn.units import format_length
 
 FORMAT = "longrnn-diagnosis-1"
@@ -219,9 +218,7 @@ def _yaml(found: Diagnosis) -> str:
         "global": [list(pair) for pair in found.global_heads()],
         "evidence": evidence,
     }
-    return yaml.safe_dump(
-        content, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
-    )
+    return yaml_text(content, default_flow_style=None, width=100, allow_unicode=True)
 
 
 def _finite(number: float) -> float | None:

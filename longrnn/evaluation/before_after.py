@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Documents
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.files import write_atomic
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, yaml_text
 from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def write_suite(
     prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "depths": DEPTHS, "n": PROMPTS})
-    write_atomic(folder / SUITE, yaml.safe_dump({"evaluations": evaluations}, sort_keys=False))
+    write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
 
 

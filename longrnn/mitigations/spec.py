@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
 from longrnn.config import Options, validated
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
-from longrnn.text import parse_yaml, read_mapping
+from longrnn.text import parse_yaml, read_mapping, yaml_text
 
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
@@ -90,7 +89,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
         text_sha256=list(known.text_sha256),
         mitigation=[dict(member) for member in members],
     ).model_dump()
-    write_atomic(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100))
+    write_atomic(path, yaml_text(content, default_flow_style=None, width=100))
 
 
 def _read(path: Path) -> Mitigation | Chain:
