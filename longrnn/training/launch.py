@@ -72,6 +72,8 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
             f"the launch is not possible ({error}): take a configuration such as cpu2, or see "
             "`accelerate launch --help`"
         ) from error
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
