@@ -31,8 +31,6 @@ def convert(conversion: Conversion) -> None:
     Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
     """
     from longrnn.hf.convert import convert as write
-    from longrnn.hf.names import is_adapter, resolve
 
-    source, destination = conversion.source, conversion.destination
-    write(source, destination, to=conversion.to, merge=is_adapter(resolve(source)))
+    write(conversion.source, conversion.destination, to=conversion.to)
     typer.echo(str(conversion.destination))

@@ -23,16 +23,15 @@ OURS = "ours"
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
-def convert(source: str | Path, destination: Path, *, to: str, merge: bool = False) -> None:
+def convert(source: str | Path, destination: Path, *, to: str) -> None:
     """Write a checkpoint in another layout; every weight keeps its bits and its dtype.
 
     The files of the tokenizer are copied; bytes as tokens become an equivalent `tokenizer.json`.
 
     Args:
-        source: a checkpoint, as `load` takes it.
+        source: a checkpoint, as `load` takes it; an adapter is merged into its base in float32.
         destination: a folder that does not exist or is empty; it appears complete or not at all.
         to: `ours`, `native` (mamba-ssm) or `hf` (Mamba2ForCausalLM of transformers).
-        merge: whether `source` is an adapter, to be merged into its base model in float32.
 
     Raises:
         UserError: the checkpoint cannot be loaded or the layout does not support it; or the
@@ -44,14 +43,8 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
-    if is_adapter(folder) != merge:
-        raise UserError(
-            f"{source} is not an adapter: leave out --merge"
-            if merge
-            else f"{source} is an adapter and no whole model: add --merge to merge it into its base"
-        )
     model = load_recurrent(f"{source}+{NONE}")
-    if merge:
+    if is_adapter(folder):
         folder = resolve(base_of(folder))  # which has the tokenizer
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)

@@ -99,8 +99,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name, on the CPU, from one file or from several.
 
     Raises:
-        UserError: there are no weights, a file is damaged, or a pickle holds something other than
-            tensors.
+        UserError: there are no weights, a file is damaged, or a pickle contains more than tensors.
     """
     for pattern in WEIGHTS:
         if paths := sorted(folder.glob(pattern)):
