@@ -43,9 +43,10 @@ class Model(Where):
 
 
 class Quiet(Options):
-    """Whether to show progress: the option `--quiet` of the whole program."""
+    """Whether to show progress."""
 
     quiet: bool = False
+    """Show no progress."""
 
 
 class Output(Quiet):

@@ -9,7 +9,7 @@ import torch
 
 from longrnn import generate, load
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, Shelf, table
+from tests.cli.conftest import CLI, Shelf, quietly, table
 from tests.training.runs import metrics, tiny, write_config
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
@@ -29,7 +29,7 @@ CASES = """
     eval reverse RUN --n 7 | token accuracy | exact match | edit distance | 8
     eval task RUN --lengths 5,6 --n 3 | token accuracy | 5 | 6
     diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64 | After 64 tokens
-    compare TEXT TEXT+forget_more mine.yaml | text+forget_more | difference from text | +0.00 [
+    compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
     STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | overview.png
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
     GRADIENTS RUN --lengths 4,8 | gradients through time | lyapunov.png | norms.png
@@ -48,7 +48,6 @@ CASES = """
     generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |
     generate MAMBA2 --prompt a --max-new-tokens 1 --mitigation forget_more |
     finetune TEXT --data book.txt --length 32 max_steps=1 --output run --dry-run | Peak memory
-    --version | longrnn
 """
 SHORTHANDS = ("PERPLEXITY", "STATES", "GRADIENTS", "CALIBRATE")
 ROWS = table(CASES, {name: globals()[name] for name in SHORTHANDS})
@@ -59,7 +58,7 @@ def test_a_command_prints_its_results_and_its_files(
     command: str, printed: list[str], cli: CLI, shelf: Shelf
 ) -> None:
     """Every file is named in the output; the same command prints the same and measures nothing."""
-    words = [*shelf(command), "--quiet"]
+    words = quietly(shelf(command))
     result = cli(*words)
     assert (result.code, result.err) == (0, "")
     for piece in printed:
@@ -71,27 +70,6 @@ def test_a_command_prints_its_results_and_its_files(
     before = [path.read_bytes() for path in rows]
     assert cli(*words).out == result.out
     assert [path.read_bytes() for path in rows] == before
-
-
-@pytest.mark.parametrize("words", [["--output", "~/out"], ["--output=~/out"]])
-def test_the_home_folder_is_expanded(
-    words: list[str], cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A path that a shell left as it was means the home folder, and not a folder named `~`."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    command = ["eval", "passkey", models / "text", "--lengths", "256", "--n", "1", "--depths", "1"]
-    assert cli(*command, *words).code == 0
-    assert (tmp_path / "home/out/rows.jsonl").is_file()
-    assert not Path("~").exists()
-
-
-def test_a_prompt_is_not_a_path(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~/` in a prompt stays as it is."""
-    monkeypatch.setenv("HOME", "/the old manor house by the")
-    command = ["generate", "collapse-tiny", "--max-new-tokens", "16"]
-    written = [cli(*command, *how).out for how in (["--prompt", "~/sea"], ["--prompt=~/sea"])]
-    Path("prompt.txt").write_text("~/sea")
-    assert [cli(*command, "--prompt-file", "prompt.txt").out] * 2 == written
 
 
 def test_info(cli: CLI, models: Path) -> None:

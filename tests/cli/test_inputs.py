@@ -75,9 +75,8 @@ def parameters() -> list[Parameter]:
     for name, command in commands(typer.main.get_command(app)):
         for one in command.params:
             flag = max(one.opts, key=len) if one.opts[0].startswith("-") else None
-            kind = str(one.type_descriptor.annotation)
-            is_whole = one.metavar == "NUMBER" or "int" in kind
-            found.append(Parameter(name, one.name, flag, "Path" in kind, is_whole, one.required))
+            is_path, is_whole = one.metavar == "PATH", one.metavar == "NUMBER"
+            found.append(Parameter(name, one.name, flag, is_path, is_whole, one.required))
     return found
 
 

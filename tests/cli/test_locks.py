@@ -27,7 +27,7 @@ FOLDERS = {
     "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
     "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
-    "compare": ["{model}", "suite.yaml", *OUTPUT, *QUIET],
+    "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT, *QUIET],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
     "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT, *QUIET],

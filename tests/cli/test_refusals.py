@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import CLI, Shelf, refused, table
+from tests.cli.conftest import CLI, Shelf, quietly, refused, table
 
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
@@ -75,10 +75,9 @@ CASES = """
     eval perplexity LLAMA --text book.txt --lengths 300 | 256
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
-    compare mine.yaml | checkpoints
-    compare TEXT bad.yaml | longrnn_passkey
-    compare TEXT mine.yaml --device abacus | abacus
-    compare passkey-tyni mine.yaml | passkey-tyni | passkey-tiny
+    compare TEXT --suite bad.yaml | longrnn_passkey
+    compare TEXT --suite mine.yaml --device abacus | abacus
+    compare passkey-tyni --suite mine.yaml | passkey-tyni | passkey-tiny
     generate TEXT | give either --prompt or --prompt-file
     generate TEXT 'The sky' | The sky
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
@@ -159,7 +158,7 @@ CASES = """
     train open.yaml | is not YAML
     train dollar.yaml | key 'seed' | integer
     train | longrnn train CONFIG
-    train --resume RUN c.yaml | leave out c.yaml
+    train --resume RUN c.yaml | c.yaml | key=value
     TRAIN init_from=LLAMA | llama
     TRAIN output_dir=file/run | file | choose another folder
     TRAIN max_stps=3 | max_stps | max_steps
@@ -220,4 +219,4 @@ def cases() -> list[tuple[str, list[str]]]:
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")
-    refused(cli, *shelf(command), "--quiet", says=tuple(names))
+    refused(cli, *quietly(shelf(command)), says=tuple(names))
