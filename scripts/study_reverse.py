@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from studies import differences, estimate, options, record, right, run, table, train
+from studies import differences, estimate, options, record, right, run, table, train, verdict
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -90,10 +90,10 @@ def compared(found: dict[str, list[float]], what: str) -> tuple[list[list[object
     rows, verdicts = [], []
     for encoding, values in found.items():
         less = differences(values, found[CONTROL])
-        verdict = "control" if encoding == CONTROL else less.verdict
-        rows.append([what, encoding, estimate(values), less, verdict])
+        judged = "control" if encoding == CONTROL else verdict(less)
+        rows.append([what, encoding, estimate(values), less, judged])
         if encoding not in (CONTROL, "none"):
-            verdicts.append(verdict)
+            verdicts.append(judged)
     return rows, verdicts
 
 
