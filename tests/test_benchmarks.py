@@ -18,8 +18,6 @@ CASES = [
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
-    ("speed", ["lengths", "--tokens", "64", "--long", "128"], "long"),
-    ("speed", ["checkpoint", "--long", "256"], "passkey-tiny, prefill of 256 tokens"),
     ("speed", ["delta", "--tokens", "64", "--steps", "2"], "Gated DeltaNet layer, decoding"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
     ("lm_eval", ["--context", "64", "--choice", "4"], "3.53 times fewer"),
