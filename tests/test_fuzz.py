@@ -9,11 +9,8 @@ checksum, so outputs are compared only if nothing was changed.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +32,6 @@ pytestmark = [pytest.mark.core, pytest.mark.slow]
 # What stands in a file where a number or a text stood.
 NUMBERS = 'null -1 0 1e400 2147483648 "" [] {} true NaN "\\u0000" é'
 WORDS = NUMBERS.split()
-EXPECTED = (0, 2)
 cli, models = conftest.cli, conftest.models
 
 
@@ -64,13 +60,11 @@ def mutant(content: bytes, rng: random.Random) -> bytes:
     return content
 
 
-def assert_clean(result: Outcome, case: str) -> None:
-    """Asserts exit code 0, or 2 with one sentence or the usage of typer."""
-    assert result.code in EXPECTED, f"{case}: exit code {result.code}: {result.err[-300:]}"
-    assert "Traceback" not in result.err, f"{case}: {result.err[-300:]}"
-    if result.code == 2 and not result.err.startswith("Usage:"):
-        errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, f"{case}: {result.err[-300:]}"
+def assert_clean(result: Outcome) -> None:
+    """Asserts exit code 0, or 2 with one sentence."""
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert (result.code, len(errors)) in ((0, 0), (2, 1)), result.err[-300:]
+    assert "Traceback" not in result.err, result.err[-300:]
 
 
 class Failures:
@@ -164,11 +158,7 @@ def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
     content, failures = path.read_bytes(), Failures()
     for seed in range(150):
         path.write_bytes(mutant(content, random.Random(f"train/{seed}")))
-        case = f"train.yaml, seed {seed}"
-        failures.run(
-            case,
-            lambda case=case: assert_clean(cli("train", path, "init_from=nowhere"), case),
-        )
+        failures.run(f"seed {seed}", lambda: assert_clean(cli("train", path, "init_from=nowhere")))
     failures.check()
 
 
@@ -182,49 +172,5 @@ def test_mutants_of_results(cli: CLI, models: Path, tmp_path: Path) -> None:
     content = path.read_bytes()
     for seed in range(60):
         path.write_bytes(mutant(content, random.Random(f"results/{seed}")))
-        case = f"results.jsonl, seed {seed}"
-        failures.run(case, lambda case=case: assert_clean(cli(*command), case))
+        failures.run(f"seed {seed}", lambda: assert_clean(cli(*command)))
     failures.check()
-
-
-PLAIN = "-1 0 nan inf -inf 1e-40 1e400 null true [] {} a,b , é / .. /dev/null 4k, 0.5,2 = - --"
-VALUES = [*PLAIN.split(), "", " ", "9" * 30, "\udcff", "x y"]
-OPTIONS: dict[str, list[str]] = {
-    "generate": ["--seed", "--temperature", "--top-p", "--max-new-tokens", "--stop", "--prompt"],
-    "info": [],
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_values_of_options(command: str, cli: CLI, models: Path) -> None:
-    failures = Failures()
-    base = [command, str(models / "text")]
-    if command == "generate":
-        base += ["--prompt", "a", "--max-new-tokens", "1"]
-    for option in OPTIONS[command]:
-        for value in VALUES:
-            if option == "--max-new-tokens" and len(value) > 20:
-                continue  # a number of tokens that is valid, and has no end
-            case = f"{command} {option} {value!r}"
-            failures.run(
-                case,
-                lambda option=option, value=value, case=case: assert_clean(
-                    cli(*base, option, value), case
-                ),
-            )
-    for value in VALUES:
-        case = f"{command} {value!r}"
-        failures.run(case, lambda v=value, case=case: assert_clean(cli(command, v), case))
-    failures.check()
-
-
-def test_mutants_in_a_process_of_their_own(valid: Path, tmp_path: Path) -> None:
-    """The program in its own process behaves as it does in this process."""
-    shutil.copytree(valid / "ours", tmp_path / "ours")
-    path = tmp_path / "ours" / "config.json"
-    content = json.dumps(json.loads(path.read_text())).encode()
-    for seed in range(5):
-        path.write_bytes(mutant(content, random.Random(f"process/{seed}")))
-        command = [sys.executable, "-m", "longrnn.cli", "info", str(tmp_path / "ours")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert_clean(Outcome(done.returncode, done.stdout, done.stderr), f"seed {seed}")

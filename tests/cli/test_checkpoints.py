@@ -29,13 +29,6 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("It was a dark and stormy night, and the naïve reader read on. " * 20)
-    return path
-
-
 WINDOW = "sliding_window(window=9)"
 
 
@@ -93,18 +86,3 @@ def test_lm_eval_beyond_the_limit(
     refused = cli("eval", "harness", foreign / "llama", *options, *metadata, *more)
     assert refused.code == 2
     assert "256" in refused.err
-
-
-def test_convert(cli: CLI, foreign: Path) -> None:
-    """Converting a checkpoint and converting it back gives the same model."""
-    for source, destination, layout in (
-        (foreign / "mamba2", "native", "native"),
-        ("native", "ours", "ours"),
-        ("ours", "hf", "hf"),
-    ):
-        done = cli("convert", source, destination, "--to", layout)
-        assert (done.code, done.out) == (0, f"{destination}\n")
-    described = {
-        cli("info", folder).out.split("parameters")[1] for folder in (foreign / "mamba2", "hf")
-    }
-    assert len(described) == 1

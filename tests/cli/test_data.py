@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from longrnn.config import dump_config
-from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, refused
 from tests.texts import trained_bpe
 from tests.training.runs import metrics, tiny
@@ -53,23 +52,6 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     refused(cli, *build, "corpus", *more, says=("corpus exists and is not overwritten",))
     refused(cli, *build, "new", "corpus", says=("corpus is tokenized already",))
     refused(cli, *build, "new", texts[2], says=("2 tokens or more (1 were dropped)",))
-
-
-def test_an_interrupted_build_leaves_nothing(
-    cli: CLI, texts: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupted build leaves no corpus, and its message says so."""
-
-    def interrupted(self: ByteTokenizer, texts: list[str]) -> list[list[int]]:
-        raise KeyboardInterrupt
-
-    before = set(Path().iterdir())
-    monkeypatch.setattr(ByteTokenizer, "encode_many", interrupted)
-    done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
-    assert done.code == 130
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: ")
-    assert set(Path().iterdir()) == before
 
 
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
