@@ -29,7 +29,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
         "corpus: 2 documents, 2,180 tokens (uint16)",
-        "dropped: 1 documents that are too short, 1 tokens in all",
+        "dropped: 1 documents that are too short or have no answer, 1 tokens in all",
     ]
     again = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert (again.code, again.err) == (0, "")
@@ -38,7 +38,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert checked.code == 0
     assert "bytes (bytes, 256 ids)" in checked.out
     assert "1,080 to 1,100, median 1,090" in checked.out
-    split = ["--split-on", r"\n\n\n", "--min-length", "10"]
+    split = ["--split-on", "\n\n\n", "--min-length", "10"]
     done = cli("data", "build", "--out", "split", "--quiet", *split, texts[1])
     assert done.out.startswith("split: 50 documents, ")
 
