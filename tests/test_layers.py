@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -117,6 +120,17 @@ def test_no_packages_and_no_files_of_the_lower_layers_import_each_other() -> Non
                 files.setdefault(module, set()).add(file)
     for graph in (packages, files):
         TopologicalSorter(graph).prepare()
+
+
+def test_every_library_is_declared() -> None:
+    """Each library is a dependency, or one of an extra; those of transformers come with it."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    declared = [one for extra in (project["dependencies"], *extras) for one in extra]
+    names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in declared}
+    names |= {"yaml", "fla", "mamba_ssm", "huggingface_hub", "tokenizers", "longrnn"}
+    imported = {one.partition(".")[0] for text in SOURCES.values() for one in Imports(text).found}
+    assert imported - names - set(sys.stdlib_module_names) == set()
 
 
 @pytest.mark.parametrize(

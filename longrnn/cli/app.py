@@ -49,11 +49,7 @@ for kind in ("passkey", "perplexity", "task", "reverse"):
     evaluate.enter(_eval, kind)
 command(_eval, "harness", settings=harness.SETTINGS)(harness.harness)
 command(app, "compare")(evaluate.compare)
-_diagnose = _group(
-    "diagnose",
-    "Look inside a model: states, memory, gradients.",
-    "diagnose states passkey-tiny-short --newlines",
-)
+_diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
 command(_diagnose, "states")(diagnose.states)
 evaluate.enter(_diagnose, "memory")
 command(_diagnose, "gradients")(gradients.gradients)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from longrnn.errors import UserError
 from longrnn.options import Options, explain
@@ -138,22 +139,16 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     else:
         kind = f"{field.annotation} {field.metadata}"
         metavar = next((word for part, word in METAVARS.items() if part in kind), "TEXT")
+        value = field.default
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
         about = typer.Option(
             flag(name, field),
             help=field.description,
-            show_default=_default(field),
+            show_default=False if is_flag or value in (None, "", PydanticUndefined) else str(value),
             metavar=None if is_flag else metavar,
         )
     default: Any = Parameter.empty if field.is_required() else False if is_flag else None
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[given, about]
     )
-
-
-def _default(field: FieldInfo) -> str | bool:
-    """Return a default as it is written on the command line; False for one that is not shown."""
-    value = field.default
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    is_shown = isinstance(value, int | float | str) and not isinstance(value, bool)
-    return str(value) if is_shown and value != "" else False

@@ -55,15 +55,27 @@ def finetune(options: Finetuning) -> None:
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
     from longrnn.config import dump_config
+    from longrnn.training.finetune import finetuning
     from longrnn.training.train import resumed
 
     usage = "finetune CHECKPOINT --data FOLDER"
     checkpoint, overrides = divided(options.words, options.resume, usage)
     end_at_sigterm()
-    if options.resume is None:
-        config = _configured(checkpoint, overrides, options)
-    else:
+    if options.resume is not None:
         config = resumed(options.resume, overrides, quiet=options.quiet)
+    elif options.data:
+        config = finetuning(
+            checkpoint,
+            options.data,
+            length=options.length,
+            initial_state=options.initial_state,
+            validation=options.validation,
+            output_dir=options.output,
+            overrides=overrides,
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+    else:
+        raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if config.validation is None and not options.no_evaluate:
         raise UserError(
             "the evaluation reads validation data, and there is none: give --validation, or "
@@ -73,23 +85,6 @@ def finetune(options: Finetuning) -> None:
         echo_main(dump_config(config))
     if run(config, options) and not options.no_evaluate:
         _evaluate(config, options)
-
-
-def _configured(checkpoint: str, overrides: list[str], options: Finetuning) -> TrainConfig:
-    from longrnn.training.finetune import finetuning
-
-    if not options.data:
-        raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
-    return finetuning(
-        checkpoint,
-        options.data,
-        length=options.length,
-        initial_state=options.initial_state,
-        validation=options.validation,
-        output_dir=options.output,
-        overrides=overrides,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
-    )
 
 
 def _evaluate(config: TrainConfig, options: Finetuning) -> None:

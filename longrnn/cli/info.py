@@ -41,17 +41,15 @@ def _corpus(folder: str) -> dict[str, str]:
 
     found = Corpus(Path(folder))
     header, lengths = found.header, sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
-    rows = {
+    answers = header.scored_tokens
+    return {
         "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
         "documents": f"{header.documents:,}",
         "tokens": f"{header.tokens:,} ({np.dtype(header.dtype).name})",
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
         "dropped": f"{header.dropped_documents:,} documents",
+        "answers": f"{header.tokens if answers is None else answers:,} tokens are scored",
     }
-    if header.scored_tokens is not None:
-        share = header.scored_tokens / header.tokens
-        rows["answers"] = f"{header.scored_tokens:,} tokens ({share:.1%})"
-    return rows
 
 
 def _model(checkpoint: str) -> dict[str, str]:

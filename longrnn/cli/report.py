@@ -42,13 +42,12 @@ def report(report: Report, output: Output) -> None:
     from longrnn.training.grid import DIVERGED
     from longrnn.training.run import read_runs
 
-    runs = report.runs
-    diverged = [run for run in runs if (run / DIVERGED).is_file()]
-    for run in diverged:
-        typer.echo(f"{run}: diverged; {(run / DIVERGED).read_text().strip()}")
-    found = read_runs([run for run in runs if run not in diverged])
+    reasons = {run: run / DIVERGED for run in report.runs if (run / DIVERGED).is_file()}
+    for run, reason in reasons.items():
+        typer.echo(f"{run}: diverged; {reason.read_text().strip()}")
+    found = read_runs([run for run in report.runs if run not in reasons])
     lines = [] if report.baseline is None else differences(found, report.baseline)
-    folder = output.output or results_folder("training", [str(run) for run in runs])
+    folder = output.output or results_folder("training", [str(run) for run in report.runs])
     written = write_report(found, lock_output(folder))
     typer.echo("\n".join([summary(found), *lines, *map(str, written)]))
 
