@@ -43,17 +43,6 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert done.out.startswith("split: 50 documents, ")
 
 
-def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """An existing folder stays as it is, and a corpus is not tokenized again."""
-    build = ["data", "build", "--quiet", "--out"]
-    assert cli(*build, "corpus", texts[0]).code == 0
-    refused(cli, *build, "corpus", texts[1], says=("corpus exists and is not overwritten",))
-    more = ["--min-length", "3", texts[0]]
-    refused(cli, *build, "corpus", *more, says=("corpus exists and is not overwritten",))
-    refused(cli, *build, "new", "corpus", says=("corpus is tokenized already",))
-    refused(cli, *build, "new", texts[2], says=("2 tokens or more (1 were dropped)",))
-
-
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     """Training carries states over a corpus, and refuses a corpus that does not fit."""
     assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
-from longrnn.ops.cpu import recurrence
 from tests.cli.conftest import CLI
 
 
@@ -50,10 +49,3 @@ def test_a_backend_that_fails_is_named(
     assert "fla on cpu" in result.err
     assert all(f"│ {name}" in result.out for name in BACKENDS)
     assert "Traceback" not in result.err
-
-
-def test_missing_kernels_are_explained(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrence, "missing", lambda: "install a C++ compiler")
-    result = cli("doctor")
-    assert result.code == 0, result.err
-    assert "C++" in result.out

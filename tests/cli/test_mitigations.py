@@ -125,46 +125,36 @@ KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256
 FILES = {
     "empty.yaml": "",
     "open.yaml": "a: [\n",
-    "bare.yaml": "fingerprint: a\nlength: 256\ntext_sha256: []\nmitigation: [{kind: none}]\n",
     "none.yaml": KNOWN + "mitigation: []\n",
     "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
     "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
     "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
     "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
-    "value.yaml": KNOWN + "mitigation: [{kind: state_norm, threshold: -1}]\n",
     "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
     "diagnosis.yaml": "collapsing: [[0, 4]]\n",
-    "triples.yaml": "collapsing: [[0, 1, 2]]\n",
     "healthy.yaml": "collapsing: []\n",
     "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
 }
 COLLAPSING = "forget_more(heads=collapsing, diagnosis="
 SPECS = """
     statenorm(threshold=1) | statenorm | state_norm
-    xyz | xyz | forget_more
     sliding_window(windw=3) | windw | window
     forget_more(threshold=3) | threshold | decay_scale
-    none(window=3) | window
     state_norm | state_norm
     sliding_window() | sliding_window
     state_norm(threshold=0) | threshold
     state_norm(threshold=[[1, -2, 1, 1], 3]) | threshold
     state_norm(threshold=much) | threshold | much
-    token_filter(threshold=-0.1) | threshold
     sliding_window(window=0) | window
     sliding_window(window=8, chunk=9) | window
     forget_more(decay_scale=1.1) | decay_scale
-    forget_more(input_scale=-1) | input_scale
     scale_decay(scale=inf) | scale
     forget_more(layers=[2]) | model
-    forget_more(layers=[-1]) | layers
     forget_more(heads=[4]) | layer
-    forget_more(heads=[[0, 0, 0]]) | heads | layer
     state_norm(threshold=[1, 2, 3]) | threshold
     forget_more(heads=collapsing) | diagnosis=FILE | longrnn diagnose states
     COLLAPSING no.yaml | no.yaml | longrnn diagnose states
     COLLAPSING diagnosis.yaml | layer
-    COLLAPSING triples.yaml | triples.yaml
     COLLAPSING healthy.yaml | healthy.yaml
     COLLAPSING foreign.yaml | diagnosis
     state_norm(threshold=1)+sliding_window(window=9) |
@@ -178,13 +168,11 @@ SPECS = """
     binary.yaml | binary.yaml
     open.yaml | open.yaml
     empty.yaml | empty.yaml | longrnn calibrate
-    bare.yaml | bare.yaml
     none.yaml | none.yaml
     itself.yaml | itself.yaml
     half.yaml | half.yaml | fingerprint
     length.yaml | length.yaml | soon
     kind.yaml | state_norm
-    value.yaml | threshold
     other.yaml | other.yaml
 """
 
