@@ -15,7 +15,6 @@ STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
 GRADIENTS = "diagnose gradients RUN --lengths 4,8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
-KINDS = "one of: copy, delayed_sum, instruct, passkey"
 # A command, and what its error must contain.
 CASES = """
     evl | No such command 'evl'
@@ -150,7 +149,7 @@ CASES = """
     data build --out new --split-on <end> book.txt | '<end>' is in none of the files
     data build --out file/new book.txt | choose another folder
 """
-SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN", "KINDS")
+SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN")
 
 
 def cases() -> list[tuple[str, list[str]]]:
