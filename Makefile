@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without bytecode: Python compiles the modules that are imported.
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRANSFORMERS = $(shell sed -n '/^transformers==/p' constraints.txt)
 

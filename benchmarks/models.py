@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longrnn import RecurrentConfig, RecurrentLM
+from longrnn.cells import Mamba2
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
 # Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.
@@ -64,6 +65,18 @@ def transformers_twin(model: RecurrentLM) -> Any:
     renamed["backbone.norm_f.weight"] = renamed.pop("norm.weight")
     twin.load_state_dict(renamed)
     return twin.to(model.embedding.weight.dtype)
+
+
+def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
+    """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
+    dtype = model.embedding.weight.dtype
+    for start in range(0, length, piece):
+        width = min(piece, length - start)
+        for cell in model.cells:
+            assert isinstance(cell, Mamba2)
+            cell.in_proj(torch.ones(width, cell.d_input, dtype=dtype))
+            cell.out_proj(torch.ones(width, cell.d_inner, dtype=dtype))
+    model.head(torch.ones(1, model.config.d_model, dtype=dtype))
 
 
 class Llama(NamedTuple):

@@ -9,8 +9,6 @@ of a case are interleaved in one process, and outputs are compared before anythi
 | decode | one token per call; bound: reading all weights once per token |
 | train | forward, backward and optimizer step, in float32 |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
-| lengths | time per token of a short prompt, interleaved with pieces of a long one |
-| checkpoint | an embedded checkpoint reads a long text, by each backend |
 | delta | a Gated DeltaNet layer, beside that of Qwen3-Next in transformers without Triton |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
@@ -19,9 +17,6 @@ Examples:
     python -m benchmarks.speed prefill decode --threads 1 --json speed.json
     python -m benchmarks.speed train --layers 12 --d-model 512 --vocab 256 --repeats 7 --threads 1
     python -m benchmarks.speed mitigations --layers 2 --tokens 2048 --repeats 11 --threads 1
-    python -m benchmarks.speed mitigations --model collapse-tiny --tokens 8192 --continued
-    python -m benchmarks.speed lengths --tokens 4096 --long 65536 --threads 1
-    python -m benchmarks.speed checkpoint --model passkey-tiny --long 65536
     python -m benchmarks.speed delta --d-model 1024 --steps 16 --repeats 9 --threads 1
 """
 
@@ -37,16 +32,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import Llama, build, draw, transformers_twin
+from benchmarks.models import Llama, build, draw, products, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
-from longrnn.cells import GatedDeltaNet, Mamba2
+from longrnn.cells import GatedDeltaNet
 from longrnn.hf.hybrid.families import quietly
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BACKENDS = ("auto", "torch")
+DTYPES = ("float32", "bfloat16")
+BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
 Figures = dict[str, Any]
 
 
@@ -54,9 +49,8 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__, repeats=5)
     options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
     options.add_argument("--tokens", type=int, default=1024, help="length of a prompt or row")
-    options.add_argument("--long", type=int, default=65_536, help="length of a long prompt")
     options.add_argument("--steps", type=int, default=4, help="tokens per measurement of decoding")
-    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options.add_argument("--window", type=int, default=1000, help="tokens of sliding_window")
     options.add_argument("--model", help="an embedded checkpoint instead of random weights")
     options.add_argument(
@@ -74,12 +68,8 @@ def llama_timers(args: argparse.Namespace, part: str, dtype: str, tokens: int) -
 
 
 def backends(args: argparse.Namespace, dtype: str) -> dict[str, RecurrentLM]:
-    """Returns models with the same weights, by backend."""
-    return {name: build(args, name).to(DTYPES[dtype]) for name in BACKENDS}
-
-
-def named(backend: str) -> str:
-    return "longrnn" if backend == "auto" else f"longrnn, backend {backend}"
+    """Returns models with the same weights, one per backend."""
+    return {name: build(args, one).to(getattr(torch, dtype)) for name, one in BACKENDS.items()}
 
 
 @torch.inference_mode()
@@ -87,30 +77,18 @@ def prefill(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     tokens = draw(args.vocab, args.tokens)
     for dtype in args.dtypes:
         models = backends(args, dtype)
-        twin = transformers_twin(models["auto"])
+        twin = transformers_twin(models["longrnn"])
         if dtype == "float32":
-            ours, theirs = models["auto"](tokens, keep=1), twin(tokens, logits_to_keep=1)
+            ours, theirs = models["longrnn"](tokens, keep=1), twin(tokens, logits_to_keep=1)
             torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
         calls: dict[str, Callable[[], object]] = {
-            named(name): lambda model=model: model(tokens, keep=1) for name, model in models.items()
+            name: lambda model=model: model(tokens, keep=1) for name, model in models.items()
         }
         calls["transformers"] = lambda twin=twin: twin(tokens, logits_to_keep=1)
-        calls["products alone"] = lambda model=models["auto"]: products(model, args.tokens)
+        calls["products alone"] = lambda model=models["longrnn"]: products(model, args.tokens)
         title = f"prefill of {args.tokens:,} tokens, {dtype}"
         timers = llama_timers(args, "prefill", dtype, args.tokens)
         yield title, report(title, args.tokens, interleaved(calls, args.repeats, timers))
-
-
-def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
-    """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
-    dtype = model.embedding.weight.dtype
-    for start in range(0, length, piece):
-        width = min(piece, length - start)
-        for cell in model.cells:
-            assert isinstance(cell, Mamba2)
-            cell.in_proj(torch.ones(width, cell.d_input, dtype=dtype))
-            cell.out_proj(torch.ones(width, cell.d_inner, dtype=dtype))
-    model.head(torch.ones(1, model.config.d_model, dtype=dtype))
 
 
 @torch.inference_mode()
@@ -129,7 +107,7 @@ def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
     for dtype in args.dtypes:
         models = backends(args, dtype)
-        twin = transformers_twin(models["auto"])
+        twin = transformers_twin(models["longrnn"])
         cache = twin(prompt, use_cache=True).cache_params
 
         def theirs(twin: Any = twin, cache: Any = cache) -> None:
@@ -137,11 +115,11 @@ def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
                 twin(token, cache_params=cache, use_cache=True)
 
         calls: dict[str, Callable[[], object]] = {
-            named(name): ours(model) for name, model in models.items()
+            name: ours(model) for name, model in models.items()
         }
         calls["transformers"] = theirs
         # Sums in bfloat16 are slow: pairs are read as one float32.
-        flat = [weight.detach().view(-1) for weight in models["auto"].parameters()]
+        flat = [weight.detach().view(-1) for weight in models["longrnn"].parameters()]
         whole = [one[: len(one) // 2 * 2].view(torch.float32) for one in flat]
         calls["reading the weights"] = lambda whole=whole: [
             one.sum() for _ in range(args.steps) for one in whole
@@ -252,39 +230,6 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 
 @torch.inference_mode()
-def lengths(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    """Every piece of the long prompt has the length of the short one, and alternates with it."""
-    model, short, state = build(args), draw(args.vocab, args.tokens), None
-    seconds: dict[str, list[float]] = {"short": [], "long": []}
-    for piece in draw(args.vocab, args.long).split(args.tokens, dim=1):
-
-        def read(piece: Tensor = piece) -> None:
-            nonlocal state
-            state = model(piece, state, keep=1).state
-
-        before = state
-        found = interleaved({"short": lambda: model(short, keep=1), "long": read}, 1)
-        # The untimed first call must not be read twice.
-        state = model(piece, before, keep=0).state
-        for name, values in found.items():
-            seconds[name] += values
-    title = f"time per token at {args.tokens:,} (short) and {args.long:,} (long) tokens"
-    yield title, report(title, args.tokens, seconds)
-
-
-@torch.inference_mode()
-def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    name = args.model or "passkey-tiny"
-    calls = {}
-    for backend in BACKENDS:
-        model = load(name, backend=backend)
-        tokens = draw(model.vocab_size, args.long)
-        calls[named(backend)] = lambda model=model, tokens=tokens: model(tokens, keep=1)
-    title = f"{name}, prefill of {args.long:,} tokens"
-    yield title, report(title, args.long, interleaved(calls, args.repeats))
-
-
-@torch.inference_mode()
 def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     from transformers import DynamicCache, Qwen3NextConfig
 
@@ -336,8 +281,6 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] 
     "decode": decode,
     "train": train,
     "mitigations": mitigations,
-    "lengths": lengths,
-    "checkpoint": checkpoint,
     "delta": delta,
 }
 

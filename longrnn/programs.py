@@ -3,7 +3,8 @@
 Notable choices:
 - Every program (`longrnn`, the scripts of `scripts/`) ends in `run_to_end`, which turns an error
   into a sentence on standard error and an exit code: 2 for an error that the user can fix, 130
-  after Ctrl-C, 1 for an unexpected error. LONGRNN_DEBUG=1 adds the traceback.
+  after Ctrl-C, 1 for an unexpected error. LONGRNN_DEBUG=1 adds the traceback. A reader that closes
+  the output, as `head` does, ends a program quietly with 141, the code that a shell gives SIGPIPE.
 - A process that this project starts never imports from the current folder: a file `yaml.py` beside
   a user's texts is not ours to run.
 """
@@ -30,8 +31,8 @@ from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
 
 DEBUG = "LONGRNN_DEBUG"
-# Exit codes: an error that the user can fix, Ctrl-C, and an unexpected error.
-REFUSED, INTERRUPTED, UNEXPECTED = 2, 130, 1
+# Exit codes: an error that the user can fix, Ctrl-C, an unexpected error, and a closed output.
+REFUSED, INTERRUPTED, UNEXPECTED, CLOSED = 2, 130, 1, 141
 # Characters of another library's message; the traceback has all of it.
 LONGEST = 300
 
@@ -129,6 +130,8 @@ def _fail(error: BaseException, again: Callable[[], str]) -> int:
         print(end="", flush=True)
     except OSError:  # Python flushes once more at its end, and prints a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return CLOSED
     if _is_first(sentence):
         print(f"error: {sentence}", file=sys.stderr, flush=True)
     return code
@@ -163,12 +166,6 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         kept = str(error) or "what was finished is kept"
         return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
-    if isinstance(error, BrokenPipeError):
-        return (
-            "the reader of the output closed it before everything was written: read all of it, or "
-            f"write it to a file with: {again} > FILE",
-            REFUSED,
-        )
     if _is_memory(error):
         detail = f" ({_short(error)})" if str(error) else ""
         return (

@@ -5,12 +5,12 @@
     python scripts/compare_with_transformer.py books --train data/war_and_peace.txt \\
         --text data/moby_dick.txt
 
-The transformer is trained by Hugging Face's Trainer, the others by a loop with the same optimizer
-(AdamW, warm-up, cosine, clipping at 1), on the same rows of one length: pairs of keys and values to
-recall, passkeys, or books. Every architecture has a grid of
-learning rates; the one with the lowest validation loss is repeated with further seeds. These models
-are then measured at multiples of the training length. The transformer (Llama, rotary positions)
-has no limit on its length here; `longrnn compare` has costs and intervals of two checkpoints.
+All three are trained by Hugging Face's Trainer (AdamW, warm-up, cosine, clipping at 1) on the same
+rows of one length: pairs of keys and values to recall, passkeys, or books. Every architecture has a
+grid of learning rates; the one with the lowest validation loss is repeated with further seeds.
+These models are then measured at multiples of the training length. The transformer (Llama, rotary
+positions) has no limit on its length here; `longrnn compare` has costs and intervals of two
+checkpoints.
 """
 
 from __future__ import annotations
@@ -20,18 +20,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import studies
 import torch
-from studies import (
-    UNSCORED,
-    differences,
-    estimate,
-    options,
-    record,
-    right,
-    run,
-    table,
-    text_task,
-)  # fmt: skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,7 +38,7 @@ VALIDATION = 64
 
 
 def main() -> None:
-    parser = options(__doc__, "runs/compare-with-transformer")
+    parser = studies.options(__doc__, "runs/compare-with-transformer")
     parser.add_argument("task", choices=LENGTHS)
     parser.add_argument("--train", type=Path, nargs="+", help="books to train on")
     parser.add_argument("--text", type=Path, nargs="+", help="held-out books")
@@ -77,17 +67,17 @@ def main() -> None:
     for length in chosen[REFERENCE][0]["scores"]:
         scores = {name: [one["scores"][length] for one in runs] for name, runs in chosen.items()}
         for name, values in scores.items():
-            less = differences(values, scores[REFERENCE])
-            rows.append([length, name, estimate(values), less, less.verdict])
+            less = studies.differences(values, scores[REFERENCE])
+            rows.append([length, name, studies.estimate(values), less, studies.verdict(less)])
             if name != REFERENCE and int(length) > args.length:
-                verdicts.append(f"{name} at {length} {less.verdict}")
+                verdicts.append(f"{name} at {length} {studies.verdict(less)}")
     what = "loss in nats per byte" if args.task == "books" else "share of answers that are right"
     sizes = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
-    record(
+    studies.record(
         args.output,
         f"A transformer, a Mamba-2 and an LSTM on {args.task}, rows of {args.length}",
-        table(["model", "learning rate", "validation loss", ""], runs),
-        table(["length", "model", what, f"minus {REFERENCE}", "verdict"], rows),
+        studies.table(["model", "learning rate", "validation loss", ""], runs),
+        studies.table(["length", "model", what, f"minus {REFERENCE}", "verdict"], rows),
         f"Parameters: {sizes}. Intervals are over {args.seeds} seeds; differences are paired.",
         f"**Verdict.** Beyond the training length, against the {REFERENCE}: {'; '.join(verdicts)}.",
     )
@@ -123,9 +113,9 @@ def sample(
     if args.task != "books":
         more = {"vocab_size": VOCABULARY["recall"]} if args.task == "recall" else {}
         batch = TASKS.build({"kind": args.task, **more}).sample(rows, length=length, seed=seed)
-        return batch.tokens, batch.targets.where(batch.answers(), UNSCORED)
+        return batch.tokens, batch.targets.where(batch.answers(), studies.UNSCORED)
     files = args.text if held_out else args.train
-    text_task(files)
+    studies.text_task(files)
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     if len(text) <= length + 1:
         raise UserError(f"the books have {len(text):,} bytes and rows {length:,}: give longer ones")
@@ -139,17 +129,35 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
 
 
-def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None:
-    """Trains with `transformers.Trainer`, in which an example is the batch of a step."""
+class Scored(nn.Module):
+    """A model that returns its loss, as Hugging Face's Trainer reads it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.model, tokens, targets)}
+
+
+class Steps(torch.utils.data.Dataset):
+    """The batches of a run, one per step."""
+
+    def __init__(self, args: Namespace, seed: int) -> None:
+        self.args, self.seed = args, seed
+
+    def __len__(self) -> int:
+        return self.args.steps
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        rows = max(1, self.args.step_tokens // self.args.length)
+        draw = 10**6 * (self.seed + 1) + step
+        tokens, targets = sample(self.args, rows, self.args.length, draw, False)
+        return {"tokens": tokens, "targets": targets}
+
+
+def train(args: Namespace, model: nn.Module, rate: float, seed: int) -> None:
     from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    class Steps(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return args.steps
-
-        def __getitem__(self, step: int) -> dict[str, Tensor]:
-            tokens, targets = batch_of(args, seed, step)
-            return {"input_ids": tokens, "labels": targets}
 
     settings = TrainingArguments(
         output_dir=str(args.output / "trainer"),
@@ -167,37 +175,10 @@ def by_hugging_face(args: Namespace, model: Any, rate: float, seed: int) -> None
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    # Not the model's own loss, which predicts labels one place further.
-    trainer = Trainer(
-        model,
-        settings,
-        train_dataset=Steps(),
-        data_collator=lambda steps: steps[0],
-        compute_loss_func=lambda output, labels, **_: F.cross_entropy(
-            output.logits.flatten(0, 1).float(), labels.flatten()
-        ),
-    )
+    batches = Steps(args, seed)
+    trainer = Trainer(Scored(model), settings, train_dataset=batches, data_collator=lambda s: s[0])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-
-
-def by_loop(args: Namespace, model: Any, rate: float, seed: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=args.steps + 1, pct_start=0.05, cycle_momentum=False
-    )
-    for step in range(args.steps):
-        loss_of(model, *batch_of(args, seed, step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-
-def batch_of(args: Namespace, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Returns tokens and targets of a training step."""
-    rows = max(1, args.step_tokens // args.length)
-    return sample(args, rows, args.length, 10**6 * (seed + 1) + step, False)
 
 
 def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
@@ -207,7 +188,7 @@ def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
         return json.loads(kept.read_text())
     torch.manual_seed(seed)
     model = build(name, args.size, VOCABULARY[args.task])
-    (by_hugging_face if name == "transformer" else by_loop)(args, model, rate, seed)
+    train(args, model, rate, seed)
     model.eval()
     with torch.inference_mode():
         validation = float(loss_of(model, *sample(args, VALIDATION, args.length, 1, False)))
@@ -219,7 +200,9 @@ def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
                 found = [float(loss_of(model, *part)) for part in parts]
                 scores[length] = sum(found) / len(found)
             else:
-                scores[length] = float(right(model, tokens, targets, 8).all(1).double().mean())
+                scores[length] = float(
+                    studies.right(model, tokens, targets, 8).all(1).double().mean()
+                )
     count = sum(one.numel() for one in model.parameters())
     result = {"validation": validation, "scores": scores, "parameters": count}
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -228,4 +211,4 @@ def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(main)
+    studies.run(main)

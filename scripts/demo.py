@@ -27,7 +27,7 @@ from longrnn.evaluation.calibrate import calibrate
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.report import show, write_report
-from longrnn.evaluation.run import run
+from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
@@ -130,12 +130,6 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     documents = read_documents([output / "filler.txt"], tokenizer, broken)
     settings = Settings(train_length=TRAINED, target_length=max(last, 2 * TRAINED))
     found = calibrate(broken, documents, "token_filter", settings, quiet=True)
-    heads = [
-        (layer, head)
-        for layer, thresholds in enumerate(found[0]["threshold"])
-        for head, threshold in enumerate(thresholds)
-        if threshold is not None
-    ]
     models = [
         OpenCheckpoint(BROKEN, broken, tokenizer),
         OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
@@ -144,24 +138,25 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     outcomes = run(models, [PasskeyRetrieval(lengths=asked, n=n)], output)
     report = write_report(outcomes, output)[1]
     show(outcomes[0])
-    cells = {
-        (cell.model, cell.at): cell.estimate
-        for cell in outcomes[0].cells
-        if cell.column.drawn and cell.estimate is not None
-    }
+    recalled = shares(outcomes[0])
 
     def share(name: str, length: int) -> str:
-        return f"{cells[name, length].mean:.0%} of the keys at {format_length(length)} tokens"
+        return f"{recalled[name, length]:.0%} of the keys at {format_length(length)} tokens"
 
-    where = ", ".join(f"head {head} of layer {layer}" for layer, head in heads)
     typer.echo(
         f"{report}\n"
         f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {share(BROKEN, first)} and "
-        f"{share(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
-        f"remembers ({where}), and no training, it recalls {share(REPAIRED, last)}.\n"
+        f"{share(BROKEN, last)}; with the filler's tokens kept out of the heads that remember, "
+        f"and no training, it recalls {share(REPAIRED, last)}.\n"
         f"{HOLDING}, the same network trained on segments that are repeated thousands of times, "
         f"recalls {share(HOLDING, first)} and {share(HOLDING, last)}."
     )
+
+
+def shares(outcome: Outcome) -> dict[tuple[str, int | None], float]:
+    """Returns the share of keys recalled, by model and length."""
+    drawn = [cell for cell in outcome.cells if cell.column.drawn and cell.estimate is not None]
+    return {(cell.model, cell.at): cell.estimate.mean for cell in drawn if cell.estimate}
 
 
 def loss_and_keys(length: int, n: int, output: Path) -> None:
@@ -182,11 +177,7 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
     keys = PasskeyRetrieval(lengths=[length], n=max(1, n // 5), depths=depths, filler=novel)
     losses, recalls = run(models, [loss, keys], output)
     report = write_report([losses, recalls], output)[1]
-    recalled = {
-        cell.model: cell.estimate.mean
-        for cell in recalls.cells
-        if cell.column.drawn and cell.estimate is not None
-    }
+    recalled = {model: share for (model, _), share in shares(recalls).items()}
     typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
     nats = {name: by_bucket(found)[-1][2].mean for name, found in losses.found.items()}
     for name, value in nats.items():

@@ -1,13 +1,11 @@
 """Adds pages to the documentation site that are generated from the code and the repository.
 
 mkdocs calls `on_files` and `on_page_markdown`. README.md becomes the home page. The command
-reference is generated from the typer app, the Python reference from the public names of `longrnn`
-and from the docstrings of its packages.
+reference is generated from the typer app, the Python reference from the public names of `longrnn`.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {target: (ROOT / source).read_text() for source, target in PAGES.items()}
     pages["reference/commands.md"] = commands()
     pages["reference/python.md"] = public_names()
-    pages["reference/packages.md"] = packages()
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -72,58 +69,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def commands() -> str:
-    """Returns the command reference, read from the typer app."""
+    """Returns the command reference, which typer makes from the app."""
     import typer
+    from typer.cli import get_docs_for_click
 
     from longrnn.cli.app import app
 
-    lines = ["# Commands", "", "Every command also prints this with `--help`.", ""]
-
-    def add(command: Any, path: str) -> None:
-        if not hasattr(command, "commands"):
-            lines.extend([f"## {path}", "", *paragraphs(command.help), ""])
-            options = [parameter for parameter in command.params if parameter.name != "help"]
-            if options:
-                lines.extend(["| option | default | meaning |", "| --- | --- | --- |"])
-                lines.extend(row(parameter) for parameter in options)
-            if command.epilog:
-                lines.extend(["", *paragraphs(command.epilog)])
-            lines.append("")
-        else:
-            context = typer.Context(command)
-            for name in command.list_commands(context):
-                add(command.get_command(context, name), f"{path} {name}")
-
-    add(typer.main.get_command(app), "longrnn")
-    return "\n".join(lines)
-
-
-def paragraphs(text: str | None) -> list[str]:
-    """Returns a help text as Markdown; indented paragraphs and examples become code blocks."""
-    shown: list[str] = []
-    for part in (text or "").strip().split("\n\n"):
-        part = part.replace("\b\n", "").rstrip()
-        if part.startswith("Example:"):
-            examples = [line.strip() for line in part.removeprefix("Example:").splitlines()]
-            shown += ["Example:", "", "```", *[line for line in examples if line], "```", ""]
-        elif part.startswith("    "):
-            shown += ["```", *[line.strip() for line in part.splitlines()], "```", ""]
-        else:
-            shown += [part, ""]
-    return shown
-
-
-def row(parameter: Any) -> str:
-    """Returns one option or argument as a row of a Markdown table."""
-    if parameter.param_type_name == "argument":
-        name, default = f"`{(parameter.metavar or parameter.name).upper()}`", ""
-    else:
-        name = ", ".join(f"`{o}`" for o in [*parameter.opts, *parameter.secondary_opts])
-        default = "" if parameter.default in (None, (), "") else f"`{parameter.default}`"
-    if parameter.required:
-        default = "required"
-    about = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
-    return f"| {name} | {default} | {about} |"
+    program = typer.main.get_command(app)
+    return get_docs_for_click(obj=program, ctx=typer.Context(program), name="longrnn")
 
 
 def public_names() -> str:
@@ -138,24 +91,3 @@ def public_names() -> str:
         if not name.startswith("_"):
             shown.append(f"::: {home}.{name}\n")
     return "\n".join([*shown, "::: longrnn.state", ""])
-
-
-def packages() -> str:
-    """Returns a page with the first line of every module's docstring."""
-    lines = ["# Packages", ""]
-    root = ROOT / "longrnn"
-    for path in sorted(root.iterdir()):
-        init = path / "__init__.py" if path.is_dir() else path
-        if init.is_file() and init.suffix == ".py" and not path.name.startswith("__"):
-            lines += [f"## longrnn.{path.stem}", "", docstring(init), ""]
-            modules = [one for one in sorted(path.rglob("*.py")) if not one.name.startswith("__")]
-            for module in modules:
-                name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
-                lines.append(f"- `{name}`: {docstring(module)}")
-            lines.append("")
-    return "\n".join(lines)
-
-
-def docstring(path: Path) -> str:
-    """Returns the first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]

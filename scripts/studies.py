@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
+import json
 import platform
 import shlex
 import subprocess
@@ -12,51 +11,34 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import yaml
-from scipy.stats import t as student
 from torch import Tensor
 
+import longrnn
 from longrnn import LanguageModel, load_tokenizer
-from longrnn.config import RECORDED
 from longrnn.errors import UserError
+from longrnn.intervals import Estimate
+from longrnn.intervals import mean as estimate
+from longrnn.programs import module_command, module_environment, run_to_end
 
-CONFIGS = Path(__file__).parents[1] / "configs/train"
 UNSCORED = -100
-
-
-class Estimate(NamedTuple):
-    """A mean with its 95 % interval (Student t); both ends are infinite for one value."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-    @property
-    def verdict(self) -> str:
-        """`higher` or `lower` than 0, or `inconclusive` if the interval contains 0."""
-        return "higher" if self.low > 0 else "lower" if self.high < 0 else "inconclusive"
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values with its interval."""
-    middle, half = mean(values), math.inf
-    if len(values) > 1:
-        half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return Estimate(middle, middle - half, middle + half)
 
 
 def differences(values: Sequence[float], others: Sequence[float]) -> Estimate:
     """Returns the mean of paired differences."""
     return estimate([a - b for a, b in zip(values, others, strict=True)])
+
+
+def verdict(less: Estimate) -> str:
+    """Returns `higher` or `lower` than 0, or `inconclusive` if the interval contains 0."""
+    return "higher" if less.low > 0 else "lower" if less.high < 0 else "inconclusive"
+
+
+def shown(value: object) -> str:
+    """Returns a value as tables have it, an estimate with its interval."""
+    return value.show(".3f") if isinstance(value, Estimate) else str(value)
 
 
 def options(description: str | None, output: str) -> argparse.ArgumentParser:
@@ -69,44 +51,26 @@ def options(description: str | None, output: str) -> argparse.ArgumentParser:
 
 
 def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) -> Path:
-    """Trains a run with `longrnn train`, unless it is finished, and returns its folder.
+    """Trains a run, unless it is finished, and returns its folder.
 
     Args:
         base: the name of a configuration in `configs/train`, or a whole one.
         output: folder of the run; an unfinished run there is resumed.
         settings: values that replace those of the configuration, by dotted key.
     """
-    if (output / "model.safetensors").exists():
-        return output
-    if (output / RECORDED).exists():
-        command("train", "--resume", str(output), "--quiet")
-        return output
-    config = base if isinstance(base, dict) else yaml.safe_load((CONFIGS / f"{base}.yaml").open())
-    for key, value in {**settings, "output_dir": str(output)}.items():
-        *path, last = key.split(".")
-        place = config
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = value
-    file = output.with_name(f"{output.name}.yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(config))
-    command("train", str(file), "--quiet")
+    if (output / "train.yaml").exists() and not (output / "model.safetensors").exists():
+        longrnn.train(resume=output)
+    elif not output.exists():
+        given = {**settings, "output_dir": str(output)}
+        longrnn.train(base, *(f"{key}={json.dumps(value)}" for key, value in given.items()))
     return output
 
 
-def command(*arguments: str) -> None:
+def command(*words: str) -> None:
     """Runs a command of longrnn; its errors end the study."""
-    found = str(Path(__file__).parents[1])
-    path = os.pathsep.join([found, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "longrnn.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    line, where = module_command("longrnn.cli", *words), module_environment("longrnn.cli")
+    if code := subprocess.run(line, env=where, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise SystemExit(code)
 
 
 def text_task(files: Sequence[Path]) -> dict[str, Any]:
@@ -164,7 +128,7 @@ def right(model: Any, tokens: Tensor, targets: Tensor, batch: int = 64) -> Tenso
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(shown, line))} |" for line in lines)
 
 
 def record(output: Path, title: str, *blocks: str) -> None:
@@ -178,9 +142,5 @@ def record(output: Path, title: str, *blocks: str) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a study; bad input ends it with one sentence and exit code 2."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    """Runs a study; an error ends it with one sentence, bad input with exit code 2."""
+    run_to_end(main, again=lambda: shlex.join(["python", *sys.argv]))

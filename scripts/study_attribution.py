@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from studies import estimate, options, record, run, table
+from studies import estimate, options, record, run, shown, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,10 +43,8 @@ def main() -> None:
     for folder in sorted(args.run.glob("checkpoint-*")):
         squares, counts = attribution(load(folder), batch.tokens, batch.targets, masks)
         shares.append(estimate((squares[0] / squares.sum(0)).tolist()))
-        per_token = [
-            estimate((own / n)[n > 0].tolist()) for own, n in zip(squares, counts, strict=True)
-        ]
-        rows.append([folder.name, shares[-1], *per_token])
+        per_token = (squares.sum(1) / counts.sum(1)).tolist()
+        rows.append([folder.name, shares[-1], *(f"{value:.3g}" for value in per_token)])
     if not rows:
         raise UserError(f"{args.run} has no checkpoints: train with save_steps")
     drawn = masks[0][batch.tokens[:, : trained["length"]["max"]]].double().mean()
@@ -55,7 +53,7 @@ def main() -> None:
         f"Attribution of the gradient: {args.run}",
         table(["checkpoint", "share of rare tokens", "per rare token", "per frequent token"], rows),
         f"**Verdict.** {float(drawn):.1%} of the drawn tokens are rare; at the last checkpoint "
-        f"they have {shares[-1]} of the squared gradient.",
+        f"they have {shown(shares[-1])} of the squared gradient.",
     )
 
 

@@ -14,26 +14,15 @@ All models have equal steps and tokens per step. Finished runs are skipped.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import studies
 import torch
 from scipy import stats
-from studies import (
-    estimate,
-    losses,
-    options,
-    record,
-    right,
-    run,
-    table,
-    text_task,
-    train,
-    windows,
-)  # fmt: skip
+from scipy.optimize import curve_fit
 
 from longrnn import TASKS, load
 from longrnn.errors import UserError
@@ -49,7 +38,7 @@ FACTOR, RECALLED = 2.0, 0.95
 
 
 def main() -> None:
-    parser = options(__doc__, "runs/capacity")
+    parser = studies.options(__doc__, "runs/capacity")
     parser.add_argument("part", choices=STEP_TOKENS)
     parser.add_argument("--d-states", type=parse_lengths, help="state sizes, comma-separated")
     parser.add_argument("--train-lengths", type=parse_lengths)
@@ -96,11 +85,11 @@ def forget(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
         """Trains one model and returns whether it forgets robustly."""
         chosen = settings("forget", d_state, length, seed, args.steps or 250)
         if args.train:
-            chosen["task"] = text_task(args.train)
+            chosen["task"] = studies.text_task(args.train)
         name = f"state{d_state}-length{length}-seed{seed}"
-        folder = train("capacity_forget", args.output / name, chosen)
-        rows = windows(args.text, str(folder), args.length, args.windows)
-        curve = losses(load(folder), rows).mean(0)
+        folder = studies.train("capacity_forget", args.output / name, chosen)
+        rows = studies.windows(args.text, str(folder), args.length, args.windows)
+        curve = studies.losses(load(folder), rows).mean(0)
         width = max(1, length // 8)  # so that one token is not a maximum
         means = torch.stack([piece.mean() for piece in curve.split(width)])
         inside = length // width
@@ -118,28 +107,26 @@ def forget(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
         for (d, t, s), ratio in sorted(ratios.items())
     ]
     head = ["state", "trained on", "seed", "largest loss beyond / inside", "forgets robustly"]
-    record(
+    studies.record(
         args.output,
         "Forgetting by the size of the state",
-        table(["state", "seed", "T_forget"], rows),
-        table(head, models),
+        studies.table(["state", "seed", "T_forget"], rows),
+        studies.table(head, models),
         f"**Verdict.** {slopes(ratios)}",
     )
 
 
 def slopes(ratios: dict[tuple[int, int, int], float]) -> str:
     """Fits log2 of the ratio by doublings of state and training length, with t intervals."""
-    design = np.array([[1, math.log2(d * ENTRIES), math.log2(t)] for d, t, _ in ratios])
-    free = len(design) - 3
-    if free < 1 or np.linalg.matrix_rank(design) < 3:
+    x = np.log2([[d * ENTRIES, length] for d, length, _ in ratios]).T
+    free = x.shape[1] - 3
+    if free < 1 or any(len(set(row)) < 2 for row in x.tolist()):
         return "No fit: it needs four models of different state sizes and training lengths."
     y = np.log2(list(ratios.values()))
-    best, *_ = np.linalg.lstsq(design, y, rcond=None)
-    variance = ((y - design @ best) ** 2).sum() / free
-    errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * variance)
-    half = stats.t.ppf(0.975, free) * errors
+    best, covariance = curve_fit(lambda x, a, b, c: a + b * x[0] + c * x[1], x, y)
+    half = stats.t.ppf(0.975, free) * np.sqrt(np.diag(covariance))
     state, length = (
-        f"{best[k]:.3f} [{best[k] - half[k]:.3f}, {best[k] + half[k]:.3f}]" for k in (1, 2)
+        f"{m:.3f} [{m - h:.3f}, {m + h:.3f}]" for m, h in zip(best[1:], half[1:], strict=True)
     )
     return (
         f"log2 of the largest loss beyond / inside changes by {state} per doubling of the state, "
@@ -149,41 +136,35 @@ def slopes(ratios: dict[tuple[int, int, int], float]) -> str:
 
 def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
     task, rows, longest = TASKS.build({"kind": "passkey"}), [], {}
-    prompts = {}
-    for length in args.prompts:
-        prompts[length] = task.sample(args.n, length=length, seed=length)
+    prompts = {t: task.sample(args.n, length=t, seed=t) for t in args.prompts}
     for seed in range(args.seeds):
         for d_state in d_states:
             start = args.output / f"start{d_state}-seed{seed}"
-            train(
-                "capacity",
-                start,
-                settings("recall", d_state, lengths[0], seed, args.steps or 1000),
-            )
+            first = settings("recall", d_state, lengths[0], seed, args.steps or 1000)
+            studies.train("capacity", start, first)
             for length in lengths:
                 name = f"state{d_state}-length{length}-seed{seed}"
                 more = settings("recall", d_state, length, seed, args.more_steps)
                 del more["model.mixer.d_state"]
-                folder = train({"task": {"kind": "passkey"}}, args.output / name, more | {
+                folder = studies.train({"task": {"kind": "passkey"}}, args.output / name, more | {
                     "init_from": str(start), "learning_rate": 4e-3})  # fmt: skip
                 model, reached, cells = load(folder), 0, []
                 for asked, batch in prompts.items():
                     targets = batch.targets.where(batch.answers(), -100)
-                    share = right(model, batch.tokens, targets, 8).all(1).double().mean()
+                    share = studies.right(model, batch.tokens, targets, 8).all(1).double().mean()
                     cells.append(f"{float(share):.2f}")
                     reached = asked if share > RECALLED else reached
                 longest.setdefault(d_state, []).append(reached)
                 rows.append([f"{d_state * ENTRIES:,}", length, seed, *cells])
     best = {d: max(found) for d, found in longest.items()}
-    record(
+    studies.record(
         args.output,
         "Recall by the size of the state",
-        table(["state", "trained on", "seed", *(f"{t:,}" for t in args.prompts)], rows),
+        studies.table(["state", "trained on", "seed", *(f"{t:,}" for t in args.prompts)], rows),
         "**Verdict.** Longest prompt with more than 95 % of the keys recalled, of the best model: "
-        + "; ".join(f"{d * ENTRIES:,} entries {n:,}" for d, n in best.items())
-        + f". Mean over all models: {estimate([float(n) for f in longest.values() for n in f])}.",
+        f"{'; '.join(f'{d * ENTRIES:,} entries {n:,}' for d, n in best.items())}.",
     )
 
 
 if __name__ == "__main__":
-    run(main)
+    studies.run(main)

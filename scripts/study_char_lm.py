@@ -6,8 +6,8 @@ A vanilla RNN is trained on the head of a text by truncated back-propagation thr
 32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
 window. `mlp-8`, a perceptron that sees the last 8 characters, is the baseline without recurrence.
 All have about the same number of parameters, the same steps and the same characters per step.
-Perplexity is measured on the held-out tail. `longrnn diagnose gradients` shows why, on the models
-of the first seed. Finished runs are skipped.
+Perplexity is measured on the held-out tail; `longrnn diagnose gradients` of the runs shows why.
+Finished runs are skipped.
 """
 
 from __future__ import annotations
@@ -18,20 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import studies
 import torch
-from studies import (
-    command,
-    differences,
-    estimate,
-    losses,
-    options,
-    record,
-    run,
-    table,
-    text_task,
-    train,
-    windows,
-)  # fmt: skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,7 +34,7 @@ CONTEXT, EMBEDDING = 8, 32
 
 
 def main() -> None:
-    parser = options(__doc__, "runs/char-lm")
+    parser = studies.options(__doc__, "runs/char-lm")
     parser.add_argument("text", type=Path)
     parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--steps", type=int, default=800)
@@ -55,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     head, tail = split(args)
     wanted = parameters(model_of("rnn", args.width))
-    sizes, found, first = {}, {}, []
+    sizes, found = {}, {}
     for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
         for setting in args.setting:
             kind, _, window = setting.partition("-")
@@ -68,48 +56,40 @@ def main() -> None:
             else:
                 width = fitting(wanted, lambda d, kind=kind: parameters(model_of(kind, d)))
                 sizes[setting] = parameters(model_of(kind, width))
-                config: dict[str, Any] = {
-                    "model": model_of(kind, width),
-                    "task": text_task([head]),
-                }
-                train(config, folder, run_settings(int(window), seed, args.steps))
-                rows = windows([tail], str(folder), WINDOW, args.tail_windows)
-                nats = float(losses(load(folder), rows).mean())
-                first += [str(folder)] if seed == 0 else []
+                config = {"model": model_of(kind, width), "task": studies.text_task([head])}
+                studies.train(config, folder, run_settings(int(window), seed, args.steps))
+                rows = studies.windows([tail], str(folder), WINDOW, args.tail_windows)
+                nats = float(studies.losses(load(folder), rows).mean())
             found.setdefault(setting, []).append(nats)
     lines = [
-        [name, f"{sizes[name]:,}", estimate(nats), f"{math.exp(sum(nats) / len(nats)):.2f}"]
+        [name, f"{sizes[name]:,}", studies.estimate(nats), f"{math.exp(sum(nats) / len(nats)):.2f}"]
         for name, nats in found.items()
     ]
-    blocks = [table(["setting", "parameters", "nats per character", "perplexity"], lines)]
+    blocks = [studies.table(["setting", "parameters", "nats per character", "perplexity"], lines)]
     others = [name for name in found if name != "rnn-64" and "rnn-64" in found]
-    less = [[n, (d := differences(found[n], found["rnn-64"])), d.verdict] for n in others]
-    blocks.append(table(["against rnn-64", "difference in nats", "verdict"], less))
-    blocks.append(f"**Verdict.** {verdict(found)}")
-    if first:
-        folder = args.output / "gradients"
-        command("diagnose", "gradients", *first, "--text", str(tail), "--output", str(folder),
-                "--quiet")  # fmt: skip
-        blocks.append(f"Gradients of the first seed: `{folder}/report.html`.")
-    record(args.output, "Character language models at equal size and steps", *blocks)
+    less = {name: studies.differences(found[name], found["rnn-64"]) for name in others}
+    judged = [[name, value, studies.verdict(value)] for name, value in less.items()]
+    blocks.append(studies.table(["against rnn-64", "difference in nats", "verdict"], judged))
+    blocks.append(f"**Verdict.** {benefit_of(found)}")
+    studies.record(args.output, "Character language models at equal size and steps", *blocks)
 
 
-def verdict(found: dict[str, list[float]]) -> str:
+def benefit_of(found: dict[str, list[float]]) -> str:
     """Returns whether windows of 64 characters help the RNN, compared with 16."""
     if not {"rnn-16", "rnn-64"} <= found.keys():
         return "None: it needs rnn-16 and rnn-64."
-    benefit = differences(found["rnn-16"], found["rnn-64"])
+    benefit = studies.differences(found["rnn-16"], found["rnn-64"])
     said = "inconclusive"
     if benefit.high < BENEFIT:
         said = "confirmed: longer windows do not help"
     if benefit.low > BENEFIT:
         said = "refuted: longer windows help"
-    return f"Windows of 64 lower the loss of the RNN by {benefit} nats, {said}."
+    return f"Windows of 64 lower the loss of the RNN by {studies.shown(benefit)} nats, {said}."
 
 
 def split(args: Namespace) -> tuple[Path, Path]:
     """Writes the first nine tenths and the rest of the text, and returns both files."""
-    text_task([args.text])
+    studies.text_task([args.text])
     text = args.text.read_text(encoding="utf-8")
     cut = text.find("\n", int(0.9 * len(text))) + 1
     args.tail_windows = (len(text[cut:].encode()) - 1) // WINDOW
@@ -183,10 +163,8 @@ def read(file: Path, count: int) -> Tensor:
 def perceptron_loss(head: Path, rows: Tensor, width: int, seed: int, steps: int) -> float:
     """Trains the baseline with as many characters per step, and returns its loss in nats."""
     torch.manual_seed(seed)
-    model, text = (
-        Perceptron(width),
-        torch.frombuffer(bytearray(head.read_bytes()), dtype=torch.uint8),
-    )
+    model = Perceptron(width)
+    text = torch.frombuffer(bytearray(head.read_bytes()), dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, RATE, total_steps=steps, pct_start=0.1
@@ -204,4 +182,4 @@ def perceptron_loss(head: Path, rows: Tensor, width: int, seed: int, steps: int)
 
 
 if __name__ == "__main__":
-    run(main)
+    studies.run(main)

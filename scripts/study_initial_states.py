@@ -18,19 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import studies
 import torch
-from studies import (
-    differences,
-    estimate,
-    losses,
-    options,
-    record,
-    run,
-    table,
-    text_task,
-    train,
-    windows,
-)
 
 from longrnn import load
 from longrnn.errors import UserError
@@ -42,7 +31,7 @@ INSIDE = 64
 
 
 def main() -> None:
-    parser = options(__doc__, "runs/initial-states")
+    parser = studies.options(__doc__, "runs/initial-states")
     parser.add_argument("--train", type=Path, nargs="+", required=True, help="books to train on")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="held-out books")
     parser.add_argument("--base", help="checkpoint to continue from (default: trained here)")
@@ -65,9 +54,9 @@ def main() -> None:
     if any(args.step_tokens % length for length in rows.values()):
         raise UserError(f"{args.step_tokens} tokens of a step are not a whole number of rows: "
                         "give --step-tokens and lengths that divide")  # fmt: skip
-    task = text_task(args.train)
+    task = studies.text_task(args.train)
     base = args.base or str(
-        train(
+        studies.train(
             "books_256",
             args.output / "base",
             {
@@ -79,20 +68,20 @@ def main() -> None:
         )
     )
     short = min(INSIDE, reach * args.windows // trained)
-    inside = windows(args.text, base, trained, short)
-    beyond = windows(args.text, base, reach, args.windows)
+    inside = studies.windows(args.text, base, trained, short)
+    beyond = studies.windows(args.text, base, reach, args.windows)
     edges = [trained * 4**k for k in range(20) if trained * 4**k < reach] + [reach]
     spans = list(pairwise(edges))
 
     def measured(checkpoint: str) -> list[float]:
         """Returns the loss in short windows, by span of long ones, and largest beyond / inside."""
         model = load(checkpoint)
-        by_position = losses(model, beyond).mean(0)
+        by_position = studies.losses(model, beyond).mean(0)
         width = max(1, trained // 8)
         means = torch.stack([piece.mean() for piece in by_position.split(width)])
         ratio = means[trained // width :].max() / means[: trained // width].max()
         by_span = [float(by_position[a:b].mean()) for a, b in spans]
-        return [float(losses(model, inside).mean()), *by_span, float(ratio)]
+        return [float(studies.losses(model, inside).mean()), *by_span, float(ratio)]
 
     found = {"base": [measured(base)]}
     for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
@@ -108,23 +97,23 @@ def main() -> None:
                 "warmup_steps": args.steps // 15,
                 "weight_decay": 0.1,
             }
-            folder = train(config, args.output / f"{name}-seed{seed}", settings)
+            folder = studies.train(config, args.output / f"{name}-seed{seed}", settings)
             found.setdefault(name, []).append(measured(str(folder)))
     lines, verdicts = [], []
     for name, runs in found.items():
-        lines.append([name, len(runs), *(estimate(c) for c in zip(*runs, strict=True))])
+        lines.append([name, len(runs), *(studies.estimate(c) for c in zip(*runs, strict=True))])
     for name, runs in found.items():
         if name in ("base", "zero"):
             continue
         pairs = zip(zip(*runs, strict=True), zip(*found["zero"], strict=True), strict=True)
-        less = [differences(ours, zero) for ours, zero in pairs]
+        less = [studies.differences(ours, zero) for ours, zero in pairs]
         lines.append([f"{name} − zero", len(runs), *less])
-        verdicts.append(f"{name} {less[-2].verdict}")
+        verdicts.append(f"{name} {studies.verdict(less[-2])}")
     head = [f"{format_length(a)} to {format_length(b)}" for a, b in spans]
-    record(
+    studies.record(
         args.output,
         f"Initial states of training rows, {format_length(trained)} tokens each",
-        table(["start", "seeds", f"windows of {format_length(trained)}", *head,
+        studies.table(["start", "seeds", f"windows of {format_length(trained)}", *head,
                "largest beyond / inside"], lines),
         "**Verdict.** Loss in the last span, compared with zero states: "
         f"{'; '.join(verdicts) or 'nothing to compare'}.",
@@ -132,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    studies.run(main)

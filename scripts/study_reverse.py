@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from studies import differences, estimate, options, record, right, run, table, train
+from studies import differences, estimate, options, record, right, run, table, train, verdict
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -90,10 +90,10 @@ def compared(found: dict[str, list[float]], what: str) -> tuple[list[list[object
     rows, verdicts = [], []
     for encoding, values in found.items():
         less = differences(values, found[CONTROL])
-        verdict = "control" if encoding == CONTROL else less.verdict
-        rows.append([what, encoding, estimate(values), less, verdict])
+        judged = "control" if encoding == CONTROL else verdict(less)
+        rows.append([what, encoding, estimate(values), less, judged])
         if encoding not in (CONTROL, "none"):
-            verdicts.append(verdict)
+            verdicts.append(judged)
     return rows, verdicts
 
 
@@ -203,16 +203,16 @@ def vocabularies(args: Namespace) -> list[str]:
     return [about, table(HEAD, rows), verdict_of(verdicts)]
 
 
-@torch.inference_mode()
 def loss(args: Namespace, cell: str, encoding: str, vocab: int, seed: int) -> float:
     """Trains one model and returns its loss on unseen sequences."""
     model = load(trained(args, cell, encoding, vocab, seed))
     task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
     batch = task.sample(TESTED, length=args.length)
     total = []
-    for tokens, targets in zip(batch.tokens.split(64), batch.targets.split(64), strict=True):
-        logits = model(tokens).logits.flatten(0, 1)
-        total.append(float(F.cross_entropy(logits, targets.flatten())))
+    with torch.inference_mode():
+        for tokens, targets in zip(batch.tokens.split(64), batch.targets.split(64), strict=True):
+            logits = model(tokens).logits.flatten(0, 1)
+            total.append(float(F.cross_entropy(logits, targets.flatten())))
     return sum(total) / len(total)
 
 

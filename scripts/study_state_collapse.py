@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from studies import command, differences, estimate, losses, options, record, run, table, windows
+import studies
 
 from longrnn import load, mitigation
 from longrnn.errors import UserError
@@ -57,7 +57,7 @@ def settings(trained: int) -> Mapping[str, Mapping[str, str | None]]:
 
 
 def main() -> None:
-    parser = options(__doc__, "runs/state-collapse")
+    parser = studies.options(__doc__, "runs/state-collapse")
     parser.add_argument("checkpoint")
     parser.add_argument("--train-length", type=parse_length, required=True)
     parser.add_argument("--calibration", type=Path, nargs="+", required=True)
@@ -76,9 +76,9 @@ def main() -> None:
     tried = {m: s for m, s in settings(trained).items() if m in ("none", *(args.method or [m]))}
     short = min(INSIDE, length * args.windows // trained)
     texts = {
-        "choice": windows(args.choice, name, length, 1),
-        "inside": windows(args.text, name, trained, short),
-        "beyond": windows(args.text, name, length, args.windows),
+        "choice": studies.windows(args.choice, name, length, 1),
+        "inside": studies.windows(args.text, name, trained, short),
+        "beyond": studies.windows(args.text, name, length, args.windows),
     }
     edges = [trained * 2**k for k in range(40) if trained * 2**k < length] + [length]
     spans = list(pairwise(edges))
@@ -97,10 +97,10 @@ def main() -> None:
                 given = [value for text in args.calibration for value in ("--text", str(text))]
                 lengths = ["--train-length", str(trained), *target]
                 how = ["--method", spec.removeprefix("calibrate "), "--output", str(file)]
-                command("calibrate", name, *given, *lengths, *how, "--quiet")
+                studies.command("calibrate", name, *given, *lengths, *how, "--quiet")
             spec = str(file)
         model = plain if spec is None else plain.under(mitigation(spec))
-        found = losses(model, texts[part])
+        found = studies.losses(model, texts[part])
         parts = [(0, trained)] if part == "inside" else spans
         rows = [[float(row[a:b].mean()) for a, b in parts] for row in found]
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -118,16 +118,16 @@ def main() -> None:
         setting = chosen(method)
         inside = [row[0] for row in measured(method, setting, "inside")]
         beyond = measured(method, setting, "beyond")
-        less = differences([row[-1] for row in beyond], none)
-        cells = [estimate(column) for column in zip(*beyond, strict=True)]
-        rows.append([f"{method} {setting}".strip(), estimate(inside), *cells, less])
-        verdicts[method] = less.verdict
+        less = studies.differences([row[-1] for row in beyond], none)
+        cells = [studies.estimate(column) for column in zip(*beyond, strict=True)]
+        rows.append([f"{method} {setting}".strip(), studies.estimate(inside), *cells, less])
+        verdicts[method] = studies.verdict(less)
     lower = [method for method, verdict in verdicts.items() if verdict == "lower"]
     title = f"Mitigations of state collapse: {name}, trained on {format_length(trained)}"
-    record(
+    studies.record(
         args.output,
         title,
-        table(
+        studies.table(
             ["mitigation", f"windows of {format_length(trained)}", *head, "last minus none"], rows
         ),
         "Loss in nats per token with 95 % intervals over windows; differences are paired.",
@@ -138,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    studies.run(main)

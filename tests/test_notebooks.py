@@ -10,11 +10,6 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "tutorials").glob("*.ipynb"))
 
 
-def test_there_are_notebooks() -> None:
-    """The parametrisation below found the tutorials."""
-    assert {path.stem for path in NOTEBOOKS} == {"state_is_a_value", "state_collapse"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:

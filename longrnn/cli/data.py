@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import field_validator
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Quiet
@@ -23,14 +22,6 @@ class Corpora(Reading, Quiet):
     """Folder to write."""
     tokenizer: str = "bytes"
     """Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one."""
-
-    @field_validator("split_on")
-    @classmethod
-    def _without_escapes(cls, text: str | None) -> str | None:
-        """Line ends and tabs in the place of `\\n`, `\\r` and `\\t`."""
-        if text is None:
-            return None
-        return text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
 
 
 def build(corpora: Corpora) -> None:
@@ -49,18 +40,12 @@ def build(corpora: Corpora) -> None:
 
     out, name = corpora.out, corpora.tokenizer
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()
-    try:
-        header = build_corpus(
-            corpora.data, read, out, reading=corpora, name=name, quiet=corpora.quiet
-        )
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"{out} was not written") from error
-    dtype = np.dtype(header.dtype).name
+    header = build_corpus(corpora.data, read, out, reading=corpora, name=name, quiet=corpora.quiet)
     made = f"{out} is built already" if is_built else str(out)
+    dtype = np.dtype(header.dtype).name
     typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({dtype})")
     if header.dropped_documents:
-        why = "are too short" + (" or have no answer" if corpora.instruct else "")
         typer.echo(
-            f"dropped: {header.dropped_documents:,} documents that {why}, "
-            f"{header.dropped_tokens:,} tokens in all"
+            f"dropped: {header.dropped_documents:,} documents that are too short or have no "
+            f"answer, {header.dropped_tokens:,} tokens in all"
         )

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from longrnn.cli.command import command
 from longrnn.cli.options import Models, Output, pick_placement, results_folder
-from longrnn.errors import UserError
 from longrnn.evaluation import options
 from longrnn.options import Options
 from longrnn.processes import is_main, start
@@ -69,14 +68,7 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
     from longrnn.evaluation.suites import read_suite
 
     start()
-    # A shell expands `--suite eval/suites/*.yaml`; the files after the first become arguments.
-    names = models.checkpoints
-    files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
-    models.checkpoints = [name for name in names if name not in files]
-    if not models.checkpoints:
-        raise UserError("give the checkpoints to compare: longrnn compare A B --suite quick")
-    named = suites.suites if "suites" in suites.model_fields_set or not files else []
-    read = [read_suite(name) for name in dict.fromkeys([*named, *files])]
+    read = [read_suite(name) for name in dict.fromkeys(suites.suites)]
     for suite in read if len(read) > 1 else ():
         for evaluation in suite.evaluations:
             evaluation.name = f"{suite.name} {evaluation.title}"
@@ -90,10 +82,7 @@ def _measure(
     from longrnn.hf.opened import open_checkpoint
 
     device, variants = pick_placement(models.device), list(dict.fromkeys(models.checkpoints))
-    opened = [
-        open_checkpoint(variant, models.mitigation, name=label, device=device)
-        for variant, label in _labels(variants, models.mitigation).items()
-    ]
+    opened = [open_checkpoint(one, models.mitigation, device=device) for one in variants]
     folder = output.output or results_folder(name, variants, models.mitigation)
     measure(opened, evaluations, folder, quiet=output.quiet, **how)
 
@@ -111,16 +100,3 @@ def measure(
         for outcome in outcomes:
             show(outcome)
         typer.echo("\n".join(map(str, written)))
-
-
-def _labels(variants: Sequence[str], mitigation: str | None) -> dict[str, str]:
-    """Return a short name for each variant: without parent folders if the names then differ."""
-    from longrnn.hf.names import split_spec
-
-    parts = [(Path(path).name, own, mitigation) for path, own in map(split_spec, variants)]
-    short = ["+".join(filter(None, part)) for part in parts]
-    full = ["+".join(filter(None, (variant, mitigation))) for variant in variants]
-    return {
-        variant: name if short.count(name) == 1 else whole
-        for variant, name, whole in zip(variants, short, full, strict=True)
-    }

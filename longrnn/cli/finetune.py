@@ -10,7 +10,7 @@ from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import lock_output, pick_device
-from longrnn.cli.train import Resumable, divided, echo_main, resumed, run, terminable
+from longrnn.cli.train import Resumable, divided, echo_main, end_at_sigterm, run
 from longrnn.errors import UserError
 from longrnn.options import Tokens
 
@@ -55,40 +55,36 @@ def finetune(options: Finetuning) -> None:
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
     from longrnn.config import dump_config
+    from longrnn.training.finetune import finetuning
+    from longrnn.training.train import resumed
 
     usage = "finetune CHECKPOINT --data FOLDER"
     checkpoint, overrides = divided(options.words, options.resume, usage)
-    with terminable():
-        if options.resume is None:
-            config = _configured(checkpoint, overrides, options)
-        else:
-            config = resumed(options, overrides)
-        if config.validation is None and not options.no_evaluate:
-            raise UserError(
-                "the evaluation reads validation data, and there is none: give --validation, or "
-                "add --no-evaluate"
-            )
-        if options.dry_run:
-            echo_main(dump_config(config))
-        if run(config, options) and not options.no_evaluate:
-            _evaluate(config, options)
-
-
-def _configured(checkpoint: str, overrides: list[str], options: Finetuning) -> TrainConfig:
-    from longrnn.training.finetune import finetuning
-
-    if not options.data:
+    end_at_sigterm()
+    if options.resume is not None:
+        config = resumed(options.resume, overrides, quiet=options.quiet)
+    elif options.data:
+        config = finetuning(
+            checkpoint,
+            options.data,
+            length=options.length,
+            initial_state=options.initial_state,
+            validation=options.validation,
+            output_dir=options.output,
+            overrides=overrides,
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+    else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
-    return finetuning(
-        checkpoint,
-        options.data,
-        length=options.length,
-        initial_state=options.initial_state,
-        validation=options.validation,
-        output_dir=options.output,
-        overrides=overrides,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
-    )
+    if config.validation is None and not options.no_evaluate:
+        raise UserError(
+            "the evaluation reads validation data, and there is none: give --validation, or "
+            "add --no-evaluate"
+        )
+    if options.dry_run:
+        echo_main(dump_config(config))
+    if run(config, options) and not options.no_evaluate:
+        _evaluate(config, options)
 
 
 def _evaluate(config: TrainConfig, options: Finetuning) -> None:
@@ -107,9 +103,6 @@ def _evaluate(config: TrainConfig, options: Finetuning) -> None:
     held_out = TASKS.build(config.validation, tokenizer)
     how = {"length": config.length.max, "longest": options.evaluate_to}
     suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
-    device = pick_device("auto")
-    models = [
-        open_checkpoint(config.init_from, name="before", device=device),
-        open_checkpoint(config.output_dir, name="after", device=device),
-    ]
+    sources, device = {"before": config.init_from, "after": config.output_dir}, pick_device("auto")
+    models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
     measure(models, suite.evaluations, folder, quiet=options.quiet)

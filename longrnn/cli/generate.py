@@ -44,18 +44,16 @@ def generate(model: Model, sampling: Sampling) -> None:
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text
 
-    prompt = sampling.prompt
-    if (prompt is None) == (sampling.prompt_file is None):
+    prompt, file = sampling.prompt, sampling.prompt_file
+    if (prompt is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file")
-    if sampling.prompt_file is not None:
-        prompt, _ = read_text(sampling.prompt_file)
-    check_text("--prompt", prompt or "", remedy="give it in a file, with --prompt-file")
-    for text in sampling.stops:
-        check_text("--stop", text, remedy="give text in UTF-8")
+    text = prompt if file is None else read_text(file)[0]
+    for option, given in (("--prompt", text), *(("--stop", stop) for stop in sampling.stops)):
+        check_text(option, given or "", remedy="give text in UTF-8")
     target = pick_device(model.device)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=target)
     tokenizer, most = opened.tokenizer, sampling.max_new_tokens
-    ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
+    ids = torch.tensor([tokenizer.encode(text or "")], dtype=torch.long, device=target)
     refuse_long(opened.model, ids.shape[1] + most)
     shown = ""
     for (generated,) in stream(

@@ -43,9 +43,10 @@ class Model(Where):
 
 
 class Quiet(Options):
-    """Whether to show progress: the option `--quiet` of the whole program."""
+    """Whether to show progress."""
 
     quiet: bool = False
+    """Show no progress."""
 
 
 class Output(Quiet):
@@ -73,17 +74,13 @@ def pick_device(device: str) -> str:
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
         device = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
     if device == "cuda" and processes.size() > 1:
-        own, there = processes.local_rank(), torch.cuda.device_count()
-        if own >= there:
-            raise UserError(
-                f"process {own} of this machine needs a GPU of its own, and torch can use {there}: "
-                "start fewer processes, or give --device cpu"
-            )
-        device = f"cuda:{own}"
+        device = f"cuda:{processes.local_rank()}"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used here: give cpu or auto") from error
+        raise UserError(
+            f"device {device!r} cannot be used here: give cpu or auto, or start fewer processes"
+        ) from error
     return device
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.options import Options
 
 if TYPE_CHECKING:
+    from longrnn.intervals import Estimate
     from longrnn.training.run import Run
 
 # Metrics that say nothing about how good a model is.
@@ -41,19 +42,18 @@ def report(report: Report, output: Output) -> None:
     from longrnn.training.grid import DIVERGED
     from longrnn.training.run import read_runs
 
-    runs = report.runs
-    diverged = [run for run in runs if (run / DIVERGED).is_file()]
-    for run in diverged:
-        typer.echo(f"{run}: diverged; {(run / DIVERGED).read_text().strip()}")
-    found = read_runs([run for run in runs if run not in diverged])
+    reasons = {run: run / DIVERGED for run in report.runs if (run / DIVERGED).is_file()}
+    for run, reason in reasons.items():
+        typer.echo(f"{run}: diverged; {reason.read_text().strip()}")
+    found = read_runs([run for run in report.runs if run not in reasons])
     lines = [] if report.baseline is None else differences(found, report.baseline)
-    folder = output.output or results_folder("training", [str(run) for run in runs])
+    folder = output.output or results_folder("training", [str(run) for run in report.runs])
     written = write_report(found, lock_output(folder))
     typer.echo("\n".join([summary(found), *lines, *map(str, written)]))
 
 
 def differences(runs: Sequence[Run], baseline: str) -> list[str]:
-    """A table in Markdown: the last metrics of runs, less those of runs with the baseline's value.
+    """Return a table in Markdown: the last metrics of runs, less those of the baseline's runs.
 
     Two runs are a pair if they differ in this key alone, and in the options of a kind.
 
@@ -64,54 +64,43 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     from longrnn.text import parse_yaml
 
     key, _, text = baseline.partition("=")
-    keys = dict.fromkeys(name for run in runs for name in run.settings)
-    varied = [
-        name for name in keys if name != "output_dir" and len({_of(run, name) for run in runs}) > 1
-    ]
+    settings = {run.name: {k: str(v) for k, v in run.settings.items()} for run in runs}
+    keys = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
+    varied = [name for name in keys if len({one.get(name) for one in settings.values()}) > 1]
     if key not in varied:
         raise UserError(f"these runs do not differ in {key!r}: {nearest(key, varied)}")
     value = str(parse_yaml(text))
     # Another kind has other options.
     family = key.removesuffix("kind") if key.endswith(".kind") else f"{key}."
     others = [name for name in varied if not name.startswith(family) and name not in (key, "seed")]
-    base = {_place(run, [*others, "seed"]): run for run in runs if _of(run, key) == value}
-    names = dict.fromkeys(name for run in runs for row in run.rows[-2:] for name in row)
-    metrics = [name for name in names if name not in COSTS]
-    groups: dict[tuple[str, ...], list[tuple[Run, Run]]] = {}
+
+    def place(run: Run, *names: str) -> tuple[str | None, ...]:
+        return tuple(settings[run.name].get(name) for name in (*others, *names))
+
+    base = {place(run, "seed"): run for run in runs if settings[run.name].get(key) == value}
+    groups: dict[tuple[str | None, ...], list[tuple[Run, Run]]] = {}
     for run in runs:
-        partner = base.get(_place(run, [*others, "seed"]))
-        if partner is not None and partner is not run:
-            groups.setdefault(_place(run, [*others, key]), []).append((run, partner))
+        partner = base.get(place(run, "seed"), run)
+        if partner is not run:
+            groups.setdefault(place(run, key), []).append((run, partner))
     if not groups:
         raise UserError(f"no two runs differ in {key} alone, one of them with {value}: give both")
-    head = [*others, key, "pairs", *(f"{name} − {value}" for name in metrics)]
-    lines = [_row(head), "| --- " * len(head) + "|"]
-    for place, pairs in groups.items():
-        cells: list[Any] = [*place, len(pairs)]
+    names = dict.fromkeys(name for run in runs for row in run.rows[-2:] for name in row)
+    metrics = [name for name in names if name not in COSTS]
+    rows = [[*others, key, "pairs", *(f"{name} − {value}" for name in metrics)]]
+    rows.append(["---"] * len(rows[0]))
+    for group, pairs in groups.items():
+        row = [*map(str, group), str(len(pairs))]
         for name in metrics:
             ends = [(run.last(name), other.last(name)) for run, other in pairs]
             less = [a - b for a, b in ends if a is not None and b is not None]
-            cells.append(_shown(mean(less)) if less else "–")
-        lines.append(_row(cells))
-    return lines
+            row.append(_shown(mean(less)) if less else "–")
+        rows.append(row)
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def _of(run: Run, key: str) -> str:
-    return str(run.settings.get(key))
-
-
-def _place(run: Run, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(_of(run, key) for key in keys)
-
-
-def _shown(less: Any) -> str:
-    """A mean with its interval, and what it shows."""
-    if less.n < 2:
-        return f"{less.mean:+.4g}"
-    words = "higher" if less.low > 0 else "lower" if less.high < 0 else "inconclusive"
-    verdict = words if less.n >= LEAST_PAIRS else "inconclusive"
-    return f"{less.mean:+.4g} [{less.low:.4g}, {less.high:.4g}] {verdict}"
-
-
-def _row(cells: Sequence[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def _shown(less: Estimate) -> str:
+    """Return a mean with its interval, and what it shows."""
+    is_clear = less.n >= LEAST_PAIRS and less.low * less.high > 0
+    verdict = "inconclusive" if not is_clear else "higher" if less.low > 0 else "lower"
+    return less.show(".4g", "+") + (f" {verdict}" if less.n > 1 else "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -52,25 +50,26 @@ def train(training: Training) -> None:
     Example: longrnn train passkey_tiny_short max_steps=500 output_dir=runs/try
     """
     from longrnn.training.config import help_config, read_config
+    from longrnn.training.train import resumed
 
     if training.help_config:
         typer.echo(help_config())
         return
     config, overrides = divided(training.words, training.resume, "train CONFIG")
-    with terminable():
-        if training.grid:
-            from longrnn.training.grid import run_grid
+    end_at_sigterm()
+    if training.grid:
+        from longrnn.training.grid import run_grid
 
-            for line in run_grid(config, overrides, quiet=training.quiet):
-                typer.echo(line)
-        elif training.resume is None:
-            run(read_config(config, overrides), training)
-        else:
-            run(resumed(training, overrides), training)
+        for line in run_grid(config, overrides, quiet=training.quiet):
+            typer.echo(line)
+    elif training.resume is None:
+        run(read_config(config, overrides), training)
+    else:
+        run(resumed(training.resume, overrides, quiet=training.quiet), training)
 
 
 def run(config: TrainConfig, options: Resumable) -> bool:
-    """Trains, or only tries one step; returns whether the run ended."""
+    """Train, or only try one step; return whether the run ended."""
     from longrnn.programs import continuing
     from longrnn.training.train import dry_run
     from longrnn.training.train import train as start
@@ -85,37 +84,25 @@ def run(config: TrainConfig, options: Resumable) -> bool:
     return True
 
 
-def resumed(options: Resumable, overrides: list[str]) -> TrainConfig:
-    """Returns the configuration of the run to continue."""
-    from longrnn.training.train import resumed as read
-
-    assert options.resume is not None
-    return read(options.resume, overrides, quiet=options.quiet)
-
-
 def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, list[str]]:
-    """The first argument, which is not of the form key=value, and the overrides after it.
+    """Return the first argument, which a resumed run does not have, and the overrides after it.
 
     Args:
         words: all arguments.
-        resume: the run to continue, which needs no first argument.
+        resume: the run to continue.
         usage: how the command is written without it.
 
     Raises:
-        UserError: the first argument is missing, or one too many.
+        UserError: the first argument is missing.
     """
-    is_first = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
-    if resume is not None and is_first:
-        raise UserError(
-            f"a resumed run has its configuration in its folder: leave out {words[0]}, and change "
-            "values by key=value"
-        )
-    if resume is None and not is_first:
+    if resume is not None:
+        return "", words
+    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
         raise UserError(
             f"nothing is named to begin with: write `longrnn {usage}`, or `longrnn "
             f"{usage.split()[0]} --resume RUN`"
         )
-    return (words[0], words[1:]) if is_first else ("", words)
+    return words[0], words[1:]
 
 
 def echo_main(line: str) -> None:
@@ -126,15 +113,10 @@ def echo_main(line: str) -> None:
         typer.echo(line)
 
 
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Within this context, SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt."""
+def end_at_sigterm() -> None:
+    """Make SIGTERM raise `Terminated` from now on, as Ctrl-C raises KeyboardInterrupt."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise Terminated("what was finished is kept")
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, leave)

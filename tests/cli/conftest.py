@@ -44,6 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The commands with their parameters, which typer builds anew for every call.
 _commands = cache(typer.main.get_command)
+# Commands that show no progress, and so have no option --quiet.
+WITHOUT_PROGRESS = {"convert", "generate", "info", "launch"}
+
+
+def quietly(words: list[str]) -> list[str]:
+    """Return the words of a command with `--quiet`, if it is a command with progress."""
+    return words if WITHOUT_PROGRESS & set(words[:1]) else [*words, "--quiet"]
 
 
 @pytest.fixture
@@ -96,7 +103,7 @@ def commands(
     for own in group.list_commands(context):
         command, name = group.get_command(context, own), (*above, own)
         is_group = hasattr(command, "commands")
-        if groups or not is_group:
+        if (groups or not is_group) and not command.hidden:
             yield name, command
         if is_group:
             yield from commands(command, name, groups=groups)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on the command line: evaluated, converted, refused."""
+"""A checkpoint that records a mitigation, on the command line and elsewhere."""
 
 from __future__ import annotations
 
@@ -17,24 +17,6 @@ from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.auto.models import build_auto
-from tests.hf.foreign import causal, with_bytes
-
-
-@pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with byte-level checkpoints `llama` and `mamba2` as transformers writes them."""
-    root = tmp_path_factory.mktemp("foreign")
-    with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), root / "llama")
-    with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
-    return root
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("It was a dark and stormy night, and the naïve reader read on. " * 20)
-    return path
-
 
 WINDOW = "sliding_window(window=9)"
 
@@ -74,37 +56,3 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     assert load(f"{folder}+none").fingerprint() == own.fingerprint()
     other = Mitigated(own, mitigation("forget_more"))
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()
-
-
-def test_lm_eval_beyond_the_limit(
-    cli: CLI, foreign: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`eval harness` accepts `+beyond`, and then does not truncate contexts."""
-    options = ("--tasks", "longrnn_passkey", "--limit", "1", "--quiet")
-    metadata = ("--metadata", '{"max_seq_lengths": [300]}')
-    cut = cli("eval", "harness", foreign / "llama", *options, *metadata)
-    assert cut.code == 0, cut.err
-    assert "truncated" in caplog.text
-    caplog.clear()
-    whole = cli("eval", "harness", f"{foreign / 'llama'}+beyond", *options, *metadata)
-    assert whole.code == 0, whole.err
-    assert "truncated" not in caplog.text
-    more = ("--model_args", "max_length=300")
-    refused = cli("eval", "harness", foreign / "llama", *options, *metadata, *more)
-    assert refused.code == 2
-    assert "256" in refused.err
-
-
-def test_convert(cli: CLI, foreign: Path) -> None:
-    """Converting a checkpoint and converting it back gives the same model."""
-    for source, destination, layout in (
-        (foreign / "mamba2", "native", "native"),
-        ("native", "ours", "ours"),
-        ("ours", "hf", "hf"),
-    ):
-        done = cli("convert", source, destination, "--to", layout)
-        assert (done.code, done.out) == (0, f"{destination}\n")
-    described = {
-        cli("info", folder).out.split("parameters")[1] for folder in (foreign / "mamba2", "hf")
-    }
-    assert len(described) == 1

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from longrnn.config import dump_config
-from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, refused
 from tests.texts import trained_bpe
 from tests.training.runs import metrics, tiny
@@ -30,7 +29,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
         "corpus: 2 documents, 2,180 tokens (uint16)",
-        "dropped: 1 documents that are too short, 1 tokens in all",
+        "dropped: 1 documents that are too short or have no answer, 1 tokens in all",
     ]
     again = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert (again.code, again.err) == (0, "")
@@ -39,37 +38,9 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert checked.code == 0
     assert "bytes (bytes, 256 ids)" in checked.out
     assert "1,080 to 1,100, median 1,090" in checked.out
-    split = ["--split-on", r"\n\n\n", "--min-length", "10"]
+    split = ["--split-on", "\n\n\n", "--min-length", "10"]
     done = cli("data", "build", "--out", "split", "--quiet", *split, texts[1])
     assert done.out.startswith("split: 50 documents, ")
-
-
-def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """An existing folder stays as it is, and a corpus is not tokenized again."""
-    build = ["data", "build", "--quiet", "--out"]
-    assert cli(*build, "corpus", texts[0]).code == 0
-    refused(cli, *build, "corpus", texts[1], says=("corpus exists and is not overwritten",))
-    more = ["--min-length", "3", texts[0]]
-    refused(cli, *build, "corpus", *more, says=("corpus exists and is not overwritten",))
-    refused(cli, *build, "new", "corpus", says=("corpus is tokenized already",))
-    refused(cli, *build, "new", texts[2], says=("2 tokens or more (1 were dropped)",))
-
-
-def test_an_interrupted_build_leaves_nothing(
-    cli: CLI, texts: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupted build leaves no corpus, and its message says so."""
-
-    def interrupted(self: ByteTokenizer, texts: list[str]) -> list[list[int]]:
-        raise KeyboardInterrupt
-
-    before = set(Path().iterdir())
-    monkeypatch.setattr(ByteTokenizer, "encode_many", interrupted)
-    done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
-    assert done.code == 130
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: ")
-    assert set(Path().iterdir()) == before
 
 
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.cli import doctor
 from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
-from longrnn.ops.cpu import recurrence
 from tests.cli.conftest import CLI
 
 
@@ -51,25 +49,3 @@ def test_a_backend_that_fails_is_named(
     assert "fla on cpu" in result.err
     assert all(f"│ {name}" in result.out for name in BACKENDS)
     assert "Traceback" not in result.err
-
-
-@pytest.mark.parametrize(
-    ("built_for", "message"),
-    [(None, "torch was built without CUDA: install"), ("13.0", "compare the CUDA version")],
-)
-def test_a_gpu_that_torch_does_not_use_is_reported(
-    built_for: str | None, message: str, cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    """A driver without a device is the commonest broken installation."""
-    (tmp_path / "version").touch()
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert message in cli("doctor").out
-
-
-def test_missing_kernels_are_explained(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrence, "missing", lambda: "install a C++ compiler")
-    result = cli("doctor")
-    assert result.code == 0, result.err
-    assert "C++" in result.out

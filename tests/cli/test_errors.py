@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from longrnn.results import read_rows
-from tests.cli.conftest import CLI, assert_refused, refused
+from tests.cli.conftest import CLI, assert_refused
 from tests.training.runs import metrics, tiny, write_config
 
 SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
-
-
-def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:
-    """A run does not overwrite another run in the same folder."""
-    write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
-    assert cli("train", "c.yaml", "--quiet").code == 0
-    refused(cli, "train", "c.yaml", "--quiet", says=("--resume run", "output_dir"))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_eval_and_compare_share_their_rows(
 ) -> None:
     """One folder takes the rows of any evaluation, model and option; nothing is refused."""
     out = ["--output", "out", QUIET]
-    assert cli("compare", models / "text", "mine.yaml", *out).code == 0
+    assert cli("compare", models / "text", "--suite", "mine.yaml", *out).code == 0
     before = (shelf / "out/rows.jsonl").read_bytes()
     asked = ["--lengths", "180,240", "--depths", "0,1.0", "--n", "2"]
     assert cli("eval", "passkey", models / "text", *asked, *out).code == 0
@@ -54,17 +54,19 @@ def test_eval_and_compare_share_their_rows(
     with open(shelf / "out/rows.jsonl", "r+b") as file:
         file.seek(300)
         file.write(b"#")
-    warned = cli("compare", models / "text", "mine.yaml", *out)
+    warned = cli("compare", models / "text", "--suite", "mine.yaml", *out)
     assert warned.code == 0
     assert "rows.jsonl, line" in caplog.text
     assert len(rows(shelf / "out")) == 18
 
 
 def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
-    """As a shell expands --suite *.yaml; two folders of one name keep different names."""
+    """Several suites give one report; two folders of one name keep different names."""
     for name in ("a", "b"):
         shutil.copytree(models / "text", shelf / name / "model")
-    result = cli("compare", "a/model", "b/model", "--suite", "also.yaml", "mine.yaml", QUIET)
+    result = cli(
+        "compare", "a/model", "b/model", "--suite", "also.yaml", "--suite", "mine.yaml", QUIET
+    )
     assert result.code == 0, result.err
     for piece in ("a/model", "b/model", "also passkey", "mine passkey"):
         assert piece in result.out
@@ -86,9 +88,8 @@ def test_a_transformer(cli: CLI, models: Path, shelf: Path) -> None:
     assert "at most 200" in (shelf / "out/report.html").read_text()
 
 
-@pytest.mark.parametrize("how", ["include_path", "file"])
 def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
-    how: str, cli: CLI, models: Path, tmp_path: Path
+    cli: CLI, models: Path, tmp_path: Path
 ) -> None:
     """A suite that names lm-eval task files, which can run Python, needs --trust-task-code."""
     pytest.importorskip("lm_eval")
@@ -104,14 +105,13 @@ def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
         'doc_to_text: ""\ndoc_to_target: !function code.text\n'
         "metric_list: [{metric: bits_per_byte}]\n"
     )
-    options = {"include_path": f"tasks: [mine], include_path: {folder}",
-               "file": f"tasks: [{folder / 'mine.yaml'}], metadata: {{a: 1}}"}  # fmt: skip
+    tasks = f"tasks: [mine], include_path: {folder}"
     suite = tmp_path / "own.yaml"
-    suite.write_text(f"evaluations: [{{kind: harness, {options[how]}}}]")
-    refused = cli("compare", models / "text", suite, "--quiet")
+    suite.write_text(f"evaluations: [{{kind: harness, {tasks}}}]")
+    refused = cli("compare", models / "text", "--suite", suite, "--quiet")
     assert refused.code == 2
     assert "--trust-task-code" in refused.err
     assert not ran.exists()
-    trusted = cli("compare", models / "text", suite, "--trust-task-code", "--quiet")
+    trusted = cli("compare", models / "text", "--suite", suite, "--trust-task-code", "--quiet")
     assert "--trust-task-code" not in trusted.err
     assert ran.exists()

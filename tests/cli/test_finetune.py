@@ -11,8 +11,6 @@ import torch
 
 from longrnn import load, load_tokenizer
 from longrnn.evaluation import perplexity
-from longrnn.training.config import TrainConfig, read_config
-from longrnn.training.finetune import finetuning
 from tests.cli.conftest import CLI, refused
 from tests.training.journeys import IDS, PADDED_IDS, documents, published_mamba2
 from tests.training.runs import last_checkpoint, metrics
@@ -111,29 +109,6 @@ def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     assert Path("run/evaluation/report.html").read_bytes() == report
     assert cli("train", "run/train.yaml", "output_dir=again", "--quiet").code == 0
     assert load("again").fingerprint() == load("run").fingerprint()
-
-
-def test_overrides_go_before_the_recipe(shelf: Path) -> None:
-    """The recipe is the bundled configuration, fitted to the number of steps and the data."""
-
-    def made(*overrides: str, **options: Any) -> TrainConfig:
-        data = [str(shelf / "docs")]
-        given = {"length": 64, "overrides": list(overrides), **options}
-        return finetuning(str(shelf / "base"), data, **given)
-
-    recipe = read_config("finetune", ["init_from=base", "task.data=docs"])
-    plain = made()
-    names = {"output_dir", "init_from", "task", "validation", "length"}
-    assert plain.model_dump(exclude=names) == recipe.model_dump(exclude=names)
-    short = made("max_steps=20")
-    assert (short.warmup_steps, short.eval_steps, short.save_steps) == (2, 4, 4)
-    assert made(initial_state="zero").segments_per_step == 1
-    assert isinstance(plain.validation, dict)
-    assert (plain.task["part"], plain.validation["part"]) == ("training", "held_out")
-    own = made(validation=[str(shelf / "docs/00.txt")])
-    assert isinstance(own.validation, dict)
-    assert (own.task["part"], own.validation["part"]) == ("all", "all")
-    assert made(length=4096, processes=2).per_device_train_batch_size < 4
 
 
 def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:

@@ -13,14 +13,10 @@ COMMANDS = {(): ROOT, **dict(commands(ROOT, groups=True))}
 
 
 @pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
-def test_help_has_an_example_of_the_command(name: tuple[str, ...], cli: CLI) -> None:
+def test_help_has_an_example_and_describes_every_parameter(name: tuple[str, ...], cli: CLI) -> None:
     result = cli(*name, "--help")
     assert result.code == 0
     assert "Usage: longrnn" in result.out
     assert f"Example: {' '.join(('longrnn', *name))} " in " ".join(result.out.split())
-
-
-@pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
-def test_every_parameter_has_a_help_text(name: tuple[str, ...]) -> None:
     parameters = COMMANDS[name].params
     assert [one.name for one in parameters if not getattr(one, "help", None)] == []

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from longrnn.results import Row, read_rows
-from tests.cli.conftest import CLI
 from tests.launched import launch, launched
 from tests.training.forks import run
 
@@ -91,39 +90,6 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     lines = [json.dumps(row) for row in rows(out)]
     assert kept <= set(lines)
     assert len({json.dumps(row["item"]) for row in rows(out)}) == len(lines) == 2 * 5 * 40
-
-
-@pytest.mark.slow
-def test_two_processes_share_a_comparison(
-    cli: CLI, models: Path, text: Path, tmp_path: Path
-) -> None:
-    """Two processes give the table of one, for every kind of evaluation with samples."""
-    suite = tmp_path / "mine.yaml"
-    passkey = "{kind: passkey, lengths: [160], depths: [0, 1], n: 3}"
-    perplexity = f"{{kind: perplexity, texts: [{text}], lengths: [64, 128], windows: 3}}"
-    metadata = "{max_seq_lengths: [200], n: 3}"
-    harness = f"{{kind: harness, tasks: [longrnn_passkey], metadata: {metadata}}}"
-    lines = [passkey, perplexity, harness, "{kind: cost, lengths: [32], decode: 1}"]
-    suite.write_text("evaluations:\n" + "".join(f"  - {line}\n" for line in lines))
-    command = ["compare", models / "text", "--suite", suite]
-    one, two = tmp_path / "one", tmp_path / "two"
-    alone = cli(*command, "--quiet", "--output", one)
-    assert alone.code == 0, alone.err
-    both = launched(*command, "--quiet", "--output", two)
-    assert (two / "report.html").is_file(), both.stderr
-    found, expected = (
-        json.loads((folder / "cells.json").read_text())["cells"] for folder in (two, one)
-    )
-    assert len(found) == len(expected)
-    for row, wanted in zip(found, expected, strict=True):
-        timed = "/s" in row["metric"] or "memory" in row["metric"]
-        assert row["metric"] == wanted["metric"]
-        assert (row["estimate"] is None) == (wanted["estimate"] is None)
-        if not timed and row["estimate"] is not None:
-            for name, value in wanted["estimate"].items():  # bounds may be null
-                close = value if value is None else pytest.approx(value, rel=1e-5)
-                assert row["estimate"][name] == close, (row["metric"], name)
-    assert len(rows(two)) == len(rows(one))
 
 
 @pytest.mark.slow

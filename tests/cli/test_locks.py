@@ -13,8 +13,8 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI, commands, contents
 from tests.holders import held
-from tests.training.forks import Fork, pair
-from tests.training.runs import MAMBA2, tiny, train, write_config
+from tests.training.forks import pair
+from tests.training.runs import MAMBA2, tiny, write_config
 
 pytestmark = pytest.mark.core
 
@@ -27,7 +27,7 @@ FOLDERS = {
     "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
     "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
-    "compare": ["{model}", "suite.yaml", *OUTPUT, *QUIET],
+    "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT, *QUIET],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
     "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT, *QUIET],
@@ -92,23 +92,6 @@ def test_a_command_is_refused_while_another_process_writes_there(
     done = cli(*command)
     assert done.code == 0, done.err
     assert not list(tmp_path.rglob("*.lock"))
-
-
-def test_a_run_whose_trainer_is_alive_is_not_resumed(tmp_path: Path) -> None:
-    """A second trainer is refused while the first one runs, and the first one is not affected."""
-    output = tmp_path / "run"
-    config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
-    first = Fork("train", config, "--quiet", folder=tmp_path / "first")
-    assert first.when(lambda: any(output.glob("checkpoint-*")))
-    second = Fork("train", "--resume", output, "--quiet", folder=tmp_path / "second")
-    assert second.end() == 2
-    assert str(output) in second.err
-    assert str(first.process.pid) in second.err
-    assert first.end() == 0, first.err
-    train(tiny("carry", tmp_path / "alone", max_steps=40, save_steps=4))
-    model = "model.safetensors"
-    assert (output / model).read_bytes() == (tmp_path / "alone" / model).read_bytes()
-    assert not list(output.glob(".*"))
 
 
 def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longrnn import Mitigated, load, mitigation
-from longrnn.data.prompts import FILLER, KEY_LINE, QUESTION
+from longrnn.data.prompts import FILLER
 from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused, table
 
@@ -61,8 +61,6 @@ def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     assert right.pop(load(CHECKPOINT).fingerprint()) == [True, True]
     assert right[fingerprint(strong)] == right[fingerprint(f"{calibrated}+{strong}")] == [False] * 2
     assert len(right) == 3
-    for name in (*variants, both):
-        assert name in result.out
     # What stands behind the checkpoint, and what --mitigation says, apply both, in this order.
     again = cli("eval", "passkey", variants[1], *SMALL, "--output", "two", "--mitigation", strong)
     assert again.code == 0
@@ -101,17 +99,6 @@ def test_a_filler_that_was_calibrated_on(
     assert caplog.text == ""
 
 
-def test_generate(cli: CLI, calibrated: str) -> None:
-    """A mitigation changes the generated text."""
-    prompt = f"{KEY_LINE.format(key=40913)}{FILLER}{QUESTION}"
-    command = ["generate", CHECKPOINT, "--max-new-tokens", "6", "--prompt", prompt]
-    assert cli(*command, "--mitigation", "none") == (0, " 40913\n", "")
-    spec = f"{calibrated}+forget_more(decay_scale=0.9)"
-    result = cli(*command, "--mitigation", spec)
-    assert (result.code, result.err) == (0, "")
-    assert result.out != " 40913\n"
-
-
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     """A mitigation changes the states, and accepts the diagnosis of the plain model."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
@@ -137,84 +124,55 @@ def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
 KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256: [aa]\n"
 FILES = {
     "empty.yaml": "",
-    "words.yaml": "just words\n",
-    "list.yaml": "[1, 2]\n",
     "open.yaml": "a: [\n",
-    "bare.yaml": "fingerprint: a\nlength: 256\ntext_sha256: []\nmitigation: [{kind: none}]\n",
     "none.yaml": KNOWN + "mitigation: []\n",
     "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
     "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
     "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
     "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
-    "value.yaml": KNOWN + "mitigation: [{kind: state_norm, threshold: -1}]\n",
     "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
     "diagnosis.yaml": "collapsing: [[0, 4]]\n",
-    "nodiagnosis.yaml": "collapsing: 3\n",
-    "triples.yaml": "collapsing: [[0, 1, 2]]\n",
     "healthy.yaml": "collapsing: []\n",
     "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
 }
 COLLAPSING = "forget_more(heads=collapsing, diagnosis="
 SPECS = """
     statenorm(threshold=1) | statenorm | state_norm
-    xyz | xyz | forget_more
     sliding_window(windw=3) | windw | window
     forget_more(threshold=3) | threshold | decay_scale
-    none(window=3) | window
     state_norm | state_norm
     sliding_window() | sliding_window
     state_norm(threshold=0) | threshold
     state_norm(threshold=[[1, -2, 1, 1], 3]) | threshold
-    state_norm(threshold=true) | threshold
     state_norm(threshold=much) | threshold | much
-    token_filter(threshold=-0.1) | threshold
     sliding_window(window=0) | window
     sliding_window(window=8, chunk=9) | window
-    sliding_window(window=8x) | window
-    forget_more(decay_scale=0) | decay_scale
     forget_more(decay_scale=1.1) | decay_scale
-    forget_more(input_scale=-1) | input_scale
-    scale_delta(scale=0) | scale
     scale_decay(scale=inf) | scale
-    power_decay(scale=-2) | scale
     forget_more(layers=[2]) | model
-    forget_more(layers=[-1]) | layers
     forget_more(heads=[4]) | layer
-    forget_more(heads=[[1, 4]]) | layer
-    forget_more(heads=[[2, 0]]) | model
-    forget_more(heads=[[0, 0, 0]]) | heads | layer
     state_norm(threshold=[1, 2, 3]) | threshold
-    state_norm(threshold=[[1, 2], 3]) | threshold
     forget_more(heads=collapsing) | diagnosis=FILE | longrnn diagnose states
     COLLAPSING no.yaml | no.yaml | longrnn diagnose states
     COLLAPSING diagnosis.yaml | layer
-    COLLAPSING nodiagnosis.yaml | nodiagnosis.yaml
-    COLLAPSING triples.yaml | triples.yaml
     COLLAPSING healthy.yaml | healthy.yaml
     COLLAPSING foreign.yaml | diagnosis
-    COLLAPSING open.yaml | open.yaml
     state_norm(threshold=1)+sliding_window(window=9) |
     chunk_select | chunk_select | --chunk-select
      | '' is not a valid mitigation | write name(option=value)
     forget_more(decay_scale=0.9 | is not a valid mitigation | write name(option=value)
-    forget_more) | is not a valid mitigation
     forget_more(0.9) | '0.9' is not a valid option | option=value
     forget_more(decay_scale=[) | '[' is not a valid value of decay_scale
     forget_more(decay_scale=0.9, decay_scale=0.8) | decay_scale twice
     nowhere.yaml | nowhere.yaml | longrnn calibrate
-    forget_more+nowhere.yml | nowhere.yml
     binary.yaml | binary.yaml
     open.yaml | open.yaml
     empty.yaml | empty.yaml | longrnn calibrate
-    words.yaml | words.yaml | longrnn calibrate
-    list.yaml | list.yaml | longrnn calibrate
-    bare.yaml | bare.yaml
     none.yaml | none.yaml
     itself.yaml | itself.yaml
     half.yaml | half.yaml | fingerprint
     length.yaml | length.yaml | soon
     kind.yaml | state_norm
-    value.yaml | threshold
     other.yaml | other.yaml
 """
 

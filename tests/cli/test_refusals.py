@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import CLI, Shelf, refused, table
+from tests.cli.conftest import CLI, Shelf, quietly, refused, table
 
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
@@ -15,7 +15,6 @@ STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
 GRADIENTS = "diagnose gradients RUN --lengths 4,8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
-KINDS = "one of: copy, delayed_sum, instruct, passkey"
 # A command, and what its error must contain.
 CASES = """
     evl | No such command 'evl'
@@ -26,41 +25,26 @@ CASES = """
     calibrate SHORT --text a --method x --margni 1 | --margni
     info passkey-tyni | passkey-tiny
     info no/such/folder | passkey-tiny
-    info TEXT/config.json | folder
     info MODELS | config.json
     info half | half/model.safetensors | truncated | copy
     eval passkey half | half/model.safetensors
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
-    PASSKEY --lengths '' | '' is not a valid length
-    PASSKEY --lengths -1 | '-1' is not a valid length
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | length 100 is too short | the least is 156 tokens
-    PASSKEY --depths many | --depths | many
-    PASSKEY --depths 0.5, | --depths
     PASSKEY --depths 0 | the number of depths must be at least 1
     PASSKEY --depths 0.5,1.5 | --depths | 1.5
-    PASSKEY --depths nan,0 | --depths
     PASSKEY --n 0 | --n
-    PASSKEY --n x | --n
     PASSKEY --n 12495 | --n
-    PASSKEY --batch-size 0 | --batch-size
-    PASSKEY --device abacus | device 'abacus' cannot be used | give cpu or auto
     PASSKEY --device cuda:99 | device 'cuda:99' cannot be used
     PASSKEY --output file/below | file | choose another folder
-    PASSKEY --output file | file | choose another folder
     PASSKEY TEXT+forgetmore | forget_more
-    eval passkey TEXT --lengths 256 --insert-at x | 'x'
-    eval passkey TEXT --lengths 256 --insert-at -1 | '-1'
     eval passkey TEXT --lengths 256 --insert-at 0,1M | tokens | length
     eval passkey TEXT --lengths 256 --insert-at 0 --depths 5 | --depths
     eval passkey TEXT --lengths 256 --insert-at 0 --n-keys 2 | prompt
     eval passkey LLAMA --lengths 300 --n 1 | 256
     eval passkey LLAMA+state_norm(threshold=3) |
-    eval reverse RUN --n 0 | --n
     eval reverse RUN --n 17 | 16 | 17
-    eval reverse RUN --lengths 0 | '0' is not a valid length
     eval reverse RUN --lengths 1 | hold out at most half
-    eval reverse RUN --vocab-size 0 | --vocab-size
     eval reverse RUN --vocab-size 9 | 10 ids
     eval reverse TEXT --lengths 4 | was not trained on reverse | --vocab-size and --lengths
     eval task TEXT | task | --task
@@ -69,40 +53,24 @@ CASES = """
     eval task TEXT --task delayed_sum --vocab-size 8 --lengths 5 | even, not 5
     eval task TEXT --task predecessor_query --vocab-size 8 --lengths 9 | vocab_size=9
     eval perplexity TEXT | --text | --newlines
-    eval perplexity TEXT --text none.txt | none.txt
     eval perplexity TEXT --text book.txt | book.txt | 64k
     eval perplexity TEXT --newlines --stride 9 | --context
-    eval perplexity LLAMA --text book.txt --lengths 300 | 256
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
-    compare mine.yaml | checkpoints
-    compare TEXT bad.yaml | longrnn_passkey
-    compare TEXT mine.yaml --device abacus | abacus
-    compare passkey-tyni mine.yaml | passkey-tyni | passkey-tiny
+    compare TEXT --suite bad.yaml | longrnn_passkey
     generate TEXT | give either --prompt or --prompt-file
-    generate TEXT 'The sky' | The sky
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
     generate TEXT --prompt '' | no token
     generate TEXT --prompt-file empty.txt | empty.txt is empty
     generate TEXT --prompt-file none.txt | no text file none.txt
     generate TEXT --prompt-file bytes.txt | bytes.txt is not UTF-8
-    generate TEXT --prompt-file . | cannot be read | give a file of UTF-8 text
     generate TEXT --prompt a\udcff | --prompt | UTF-8
-    generate TEXT --prompt a --stop a\udcff | --stop | UTF-8
-    generate TEXT --prompt a --max-new-tokens -1 | '-1' is not a valid length
     generate TEXT --prompt a --temperature -1 | temperature
     generate TEXT --prompt a --top-p 0 | top_p
-    generate LLAMA --prompt a --mitigation forget_more |
     generate LLAMA --prompt 'The sky' --max-new-tokens 250 | 256
-    generate SHORT --prompt a --mitigation '' | mitigation
     generate TEXT --prompt a --mitigation token_filter(threshold=0.1) | token_filter | forget_more
-    STATES --text none.txt | none.txt
-    STATES --text empty.txt | empty.txt
     STATES --length 3k | 3,072
     STATES --length 64 | 64 | --length
-    STATES --length x | 'x'
-    STATES --train-length 0 | length
-    STATES --mitigation slidingwindow | mitigation
     STATES --mitigation token_filter(threshold=0.1) | token_filter | forget_more
     diagnose states TEXT --length 600 | --text | --newlines
     diagnose states TEXT --length 600 --newlines | length | --train-length
@@ -113,10 +81,8 @@ CASES = """
     GRADIENTS --task [1] | task
     GRADIENTS --task '{vocab_size: 8}' | kind
     GRADIENTS --task reverse | 33
-    GRADIENTS --text none.txt | none.txt
     GRADIENTS --text none.txt --task reverse | --task
     GRADIENTS --lengths 1 |
-    GRADIENTS --lengths x | 'x'
     GRADIENTS --init orthogonal |
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
@@ -128,58 +94,36 @@ CASES = """
     CALIBRATE statenorm | statenorm | 'state_norm'
     CALIBRATE sliding_window | power_decay
     CALIBRATE token_filter | --target-length
-    CALIBRATE state_norm --target-length soon | soon
     CALIBRATE state_norm --target-length 256 | 256
-    CALIBRATE state_norm --train-length 0 | length
-    CALIBRATE state_norm --train-length 1 | length
     CALIBRATE state_norm --train-length 3k | 2,184
     CALIBRATE scale_decay --target-length 4k | 4,097
-    CALIBRATE state_norm(windows=0) | windows
     CALIBRATE state_norm(margin=0) | margin
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
-    CALIBRATE scale_delta(share=0) --target-length 1k | share
     CALIBRATE state_norm --output norm.json | norm.json
-    CALIBRATE state_norm --text nowhere.txt | nowhere.txt
-    CALIBRATE state_norm --text empty.txt | empty.txt
     CALIBRATE state_norm --text filler.txt |
-    CALIBRATE state_norm --device abacus | abacus
     calibrate TEXT --text filler.txt --method state_norm | --train-length
-    CALIBRATE scale_delta --target-length 1k --device abacus | abacus
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama
     convert MAMBA2 TEXT --to ours | exists
     convert MAMBA2 new --to mamba | mamba
-    convert nowhere new --to hf | nowhere
     finetune TEXT | --data
-    finetune TEXT --data book.txt --length 4x | --length | '4x'
     train none.yaml | 'none.yaml' is neither a file | reverse_small
-    train . | cannot be read (it is a folder) | configs/train
-    train words.yaml | words.yaml | mapping
     train open.yaml | is not YAML
     train dollar.yaml | key 'seed' | integer
     train | longrnn train CONFIG
-    train --resume RUN c.yaml | leave out c.yaml
+    train --resume RUN c.yaml | c.yaml | key=value
     TRAIN init_from=LLAMA | llama
     TRAIN output_dir=file/run | file | choose another folder
     TRAIN max_stps=3 | max_stps | max_steps
-    TRAIN 'model={d_modl: 3}' | d_modl | d_model
     TRAIN 'model.mixer={kind: lstn}' | lstn | lstm
     TRAIN 'model.mixer={kind: mamba2, d_stat: 4}' | mamba2 | d_state
-    TRAIN 'model.mixer={kind: mamba2, d_state: x}' | d_state
     TRAIN 'model.mixer={kind: mamba2, A_init: {a: 1}}' | A_init
     TRAIN model.mixer=lstm | key 'model.mixer' | 'lstm'
-    TRAIN model.block=plan | 'model.block' | 'plan' | 'plain'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
-    TRAIN 'task={kind: 3}' | KINDS
-    TRAIN task={} | 'kind' | KINDS
     TRAIN task=passkey | key 'task' | 'passkey'
-    TRAIN max_steps=ten | key 'max_steps'
-    TRAIN max_steps=0 | key 'max_steps' | not 0
     TRAIN max_steps | 'max_steps' is not of the form key=value
-    TRAIN seed=${a | key 'seed'
-    TRAIN 'model.mixer={kind: lstm' | is not YAML
     TRAIN model.mixr.kind=lstm | mixr | did you mean 'mixer'
     TRAIN length.max=100 | at least 156 tokens
     TRAIN tokenizer=gpt3 | no tokenizer at gpt3
@@ -189,13 +133,11 @@ CASES = """
     eval harness --tasks longrnn_passkey | give the checkpoint before
     eval harness passkey-tiny | --tasks longrnn_passkey
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
-    HARNESS --limit x | invalid float value
     HARNESS --fewshot_num 1 | unrecognized
     HARNESS --include_path no | --trust-task-code
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
     HARNESS --metadata n=0 | n is 0
-    data build --out new book.txt nowhere.txt | no file nowhere.txt
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token
@@ -203,13 +145,11 @@ CASES = """
     data build --out new book.txt binary | binary is binary (a NUL at byte 4)
     data build --out new empty.txt | no document has 2 tokens or more
     data build --out new --min-length 4k book.txt | no document has 4096 tokens or more
-    data build --out new --min-length 0 book.txt | '0' is not a valid length
     data build --out new --split-on '' book.txt | --split-on
     data build --out new --split-on <end> book.txt | '<end>' is in none of the files
-    data build --out new --tokenizer gpt9 book.txt | no tokenizer at gpt9
     data build --out file/new book.txt | choose another folder
 """
-SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN", "KINDS")
+SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN")
 
 
 def cases() -> list[tuple[str, list[str]]]:
@@ -220,4 +160,4 @@ def cases() -> list[tuple[str, list[str]]]:
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")
-    refused(cli, *shelf(command), "--quiet", says=tuple(names))
+    refused(cli, *quietly(shelf(command)), says=tuple(names))

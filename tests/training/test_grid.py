@@ -46,7 +46,7 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
         for seed in range(3)
     ]
     mean = sum(a - b for a, b in zip(ends[:3], ends[3:], strict=True)) / 3
-    assert f"{mean:+.4g}" in row
+    assert f"{mean:+.4g}".replace("-", "−") in row
     refused(cli, "report", *folders[:1], "--baseline", "seed=9", says=("seed",))
 
 
