@@ -22,13 +22,13 @@ import typer
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
 from longrnn.data.prompts import FILLER
+from longrnn.diagnostics.calibrate import calibrate
+from longrnn.diagnostics.settings import Settings
 from longrnn.evaluation.base import Found
-from longrnn.evaluation.calibrate import calibrate
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.report import show, write_report
 from longrnn.evaluation.run import run
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.load import load_recurrent

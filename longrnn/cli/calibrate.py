@@ -36,8 +36,8 @@ def calibrate(calibration: Calibration, output: Output) -> None:
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
-    from longrnn.evaluation.calibrate import calibrate as measure
-    from longrnn.evaluation.settings import Settings
+    from longrnn.diagnostics.calibrate import calibrate as measure
+    from longrnn.diagnostics.settings import Settings
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import CRITERION, Finding, find
+from longrnn.diagnostics.layer_statistics import GLOBAL
 from longrnn.diagnostics.observe import LayerObservation, observe
 from longrnn.errors import UserError
 from longrnn.evaluation import texts
-from longrnn.evaluation.layer_statistics import GLOBAL
 from longrnn.evaluation.texts import Document
 from longrnn.files import write_atomic
 from longrnn.models import LanguageModel

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import MARGIN, STATISTICS
+from longrnn.diagnostics.layer_statistics import GLOBAL
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.evaluation.figures import lengths_axis, new_figure, png
-from longrnn.evaluation.layer_statistics import GLOBAL
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.units import format_length
 

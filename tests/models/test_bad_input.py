@@ -14,8 +14,8 @@ from longrnn import generate, positions
 from longrnn import state as states
 from longrnn.checksums import sealed
 from longrnn.data import TASKS
+from longrnn.diagnostics.settings import Settings
 from longrnn.errors import UserError
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.suites import build_evaluation
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face

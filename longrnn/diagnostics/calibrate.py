@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn.diagnostics.layer_statistics import GLOBAL, Job
+from longrnn.diagnostics.per_head import per_head
+from longrnn.diagnostics.settings import Settings
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.layer_statistics import GLOBAL, Job
-from longrnn.evaluation.per_head import per_head
 from longrnn.evaluation.perplexity import losses
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from longrnn.data.batch import UNSCORED
 from longrnn.data.prompts import FILLER, HEADER, PasskeyPrompts, draw_needles
+from longrnn.diagnostics.layer_statistics import GLOBAL, Job, statistics, windows
 from longrnn.errors import UserError
-from longrnn.evaluation.layer_statistics import GLOBAL, Job, statistics, windows
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite

@@ -14,7 +14,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(Options):
-    """What a method of `longrnn.evaluation.calibrate` reads."""
+    """What a method of `longrnn.diagnostics.calibrate` reads."""
 
     train_length: Annotated[Tokens, Field(ge=2)] | None = Field(
         default=None,

@@ -16,11 +16,11 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
+from longrnn.diagnostics.calibrate import METHODS, READERS, calibrate
+from longrnn.diagnostics.layer_statistics import EVERY
+from longrnn.diagnostics.per_head import TOLERANCE
+from longrnn.diagnostics.settings import Settings
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import METHODS, READERS, calibrate
-from longrnn.evaluation.layer_statistics import EVERY
-from longrnn.evaluation.per_head import TOLERANCE
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from longrnn.cells.observe import StepRecord
+from longrnn.diagnostics.settings import Settings
 from longrnn.errors import UserError
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
