@@ -187,7 +187,7 @@ CASES = """
     launch --cpu | longrnn launch
     launch --cpu --num_processes 0 train c.yaml | --num_processes | at least 1, not 0
     eval harness --tasks longrnn_passkey | give the checkpoint before
-    eval harness passkey-tiny | --tasks longrnn_passkey
+    eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
     HARNESS --limit x | invalid float value
     HARNESS --fewshot_num 1 | unrecognized

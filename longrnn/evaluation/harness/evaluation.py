@@ -36,16 +36,9 @@ class Harness(Evaluation):
         default=[], description="Metrics to report (default: all with one number per document)."
     )
     limit: Count | None = Field(default=None, description="Documents of each task (default: all).")
-    num_fewshot: int | None = Field(
-        default=None, description="Examples in each prompt (default: the number in the task)."
-    )
     include_path: str | None = Field(default=None, description="A folder with further tasks.")
     metadata: dict[str, Any] | None = Field(
         default=None, description="Metadata of the tasks, such as {max_seq_lengths: [1024]}."
-    )
-    datasets: str | None = Field(
-        default=None,
-        description="A folder in which ORGANISATION/NAME stands for a data set on the Hub.",
     )
 
     def files(self) -> list[Path]:
@@ -66,7 +59,6 @@ class Harness(Evaluation):
         return {
             "texts": [read_text(path)[1] for path in self.files()],
             "limit": self.limit,
-            "num_fewshot": self.num_fewshot,
             "metadata": self.metadata,
             "seed": self.seed,
         }
@@ -83,18 +75,15 @@ class Harness(Evaluation):
             wrapped = LongRNN(model.model, tokenizer=model.tokenizer, quiet=True)
             found = scores(
                 wrapped,
-                [item.spec],
+                item.spec,
                 include_path=self.include_path,
                 metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
-                datasets=self.datasets,
                 limit=self.limit,
-                num_fewshot=self.num_fewshot,
                 fewshot_random_seed=self.seed,
             )
-            counts = wrapped.counts
-            cut = counts["requests"] + counts["split_documents"]
-            progress.advance(1, counts["computed"])
-            yield [(item, {"cut": {"requests": cut, "reads": wrapped.max_length}, "scores": found})]
+            progress.advance(1, wrapped.counts["computed"])
+            cut = {"requests": wrapped.counts["truncated"], "reads": wrapped.max_length}
+            yield [(item, {"cut": cut, "scores": found})]
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []
