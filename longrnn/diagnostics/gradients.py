@@ -60,22 +60,20 @@ def measure(
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
-    histograms: list[dict[int, list[int]]] = [{} for _ in wide.cells]
-    for length in lengths:
-        batch = task.sample(rows, length=length).to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    batches = [task.sample(rows, length=length).to(device) for length in lengths]
+    for batch in batches:
         with torch.no_grad():
             refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
-        tokens, targets = last_scored(batch)
-        norms, weights = through_time(wide, tokens, targets)
-        for own, gradient in zip(histograms, weights, strict=True):
-            own[length] = histogram(gradient)
+    passes = [through_time(wide, *last_scored(batch)) for batch in batches]
+    batch, norms = batches[-1], passes[-1][0]
     loss = F.cross_entropy(wide(batch.tokens).logits.transpose(1, 2), batch.targets)
     gradients = torch.autograd.grad(loss, list(wide.parameters()), materialize_grads=True)
+    row = last_scored(batch)[0][:1]
     whole = {
         "loss": float(loss.detach()),
         "gradient": float(torch.cat([one.flatten() for one in gradients]).norm()),
     }
-    found = zip(norms, spectra(wide, tokens[:1]), histograms, strict=True)
     return [
         {
             "layer": layer,
@@ -83,10 +81,13 @@ def measure(
             **decay(values),
             "radius": sum(one.radius for one in jacobians) / len(jacobians),
             "singular": max(one.singular for one in jacobians),
-            "histograms": own,
+            "histograms": {
+                length: histogram(weights[layer])
+                for length, (_, weights) in zip(lengths, passes, strict=True)
+            },
             **whole,
         }
-        for layer, (values, jacobians, own) in enumerate(found)
+        for layer, (values, jacobians) in enumerate(zip(norms, spectra(wide, row), strict=True))
     ]
 
 
@@ -115,7 +116,7 @@ def through_time(
         By layer: norms of the gradient of each row's loss in its states, `(b, T)` at distances 1 to
         T; and the gradient of the mean loss in the recurrent weights, flat.
     """
-    state, before = tree_map(_real, model.init_state(len(tokens))), []
+    state, before, logits = tree_map(_real, model.init_state(len(tokens))), [], tokens
     for token in tokens.split(1, dim=1):
         # A separate node, so that the gradient excludes the path through the layer above.
         layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.functional import jvp, vjp
 
 from longrnn.cells import Cell, Edit
@@ -109,8 +110,7 @@ def spectra(model: LanguageModel, tokens: Tensor) -> list[list[Spectrum]]:
     seen: list[list[Sequence[Any]]] = [[] for _ in model.cells]
     with ExitStack() as hooks, torch.no_grad():
         for cell, kept in zip(model.cells, seen, strict=True):
-            keep = cell.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args))
-            hooks.callback(keep.remove)
+            hooks.callback(cell.register_forward_pre_hook(partial(_keep, kept)).remove)
         state = None
         for token in tokens.split(1, dim=1):
             state = model(token, state, keep=0).state
@@ -120,3 +120,7 @@ def spectra(model: LanguageModel, tokens: Tensor) -> list[list[Spectrum]]:
         [spectrum(Step(cell, *calls[place][:2])) for place in places]
         for cell, calls in zip(model.cells, seen, strict=True)
     ]
+
+
+def _keep(kept: list[Sequence[Any]], module: nn.Module, args: tuple[Any, ...]) -> None:
+    kept.append(args)
