@@ -1,8 +1,8 @@
 """One mitigation per head: the mildest that the measured loss beyond the training length permits.
 
 Notable choices:
-- The options of CHOICES come from the training length L: thresholds from statistics of text inside
-  it, a window of L tokens, and decays that forget within L tokens.
+- The options of CHOICES come from the training length L: thresholds from observations of text
+  inside it, a window of L tokens, and decays that forget within L tokens.
 - Candidates are the global heads (see `GLOBAL`). The others hold nothing that is older than L.
 - The objective is measured: nats per token of texts of the target length, plus, with `keys`, nats
   per token of the answers to passkey prompts of that length in the same texts.
@@ -17,20 +17,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import UNSCORED
-from longrnn.data.prompts import FILLER, HEADER, PasskeyPrompts, draw_needles
-from longrnn.diagnostics.layer_statistics import GLOBAL, Job, statistics, windows
-from longrnn.errors import UserError
+from longrnn.data.prompts import PasskeyPrompts, draw_needles
+from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share, nothing_global
+from longrnn.diagnostics.observe import GLOBAL
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
+from longrnn.options import Count, Seed
 from longrnn.progress import Progress
-from longrnn.units import format_length
 
 # The mildest first.
 CHOICES = ("none", "token_filter", "state_norm", "forget_more", "sliding_window")
@@ -43,41 +45,68 @@ Head = tuple[int, int]
 Chosen = dict[Head, str]
 
 
-def per_head(job: Job) -> list[dict[str, Any]]:
-    """Return one member per choice that any head has, with these heads.
+@METHODS.register("per_head")
+@dataclass(kw_only=True)
+class PerHead:
+    """One member per choice that any head has, with these heads.
 
-    Raises:
-        UserError: no head is global, a text is too short, or no choice has finite logits.
+    Attributes:
+        windows: the maximum number of windows of text of the target length.
+        margin: ratio of the threshold of `state_norm` to the largest norm seen.
+        quantile: share of tokens that `token_filter` leaves out.
+        keys: passkey prompts of the target length whose answers count beside the loss of the text.
+        passes: the maximum number of passes over all windows and prompts.
+        seed: of the keys.
     """
-    settings, trained = job.settings, job.settings.trained()
-    # As many tokens as the search reads.
-    most = settings.windows * settings.target() // trained
-    found = statistics(job.model, windows(job.documents, trained, most), job.quiet)
-    norms = [one.largest_norms(settings.margin) for one in found]
-    kept = {
-        (layer, head): value
-        for layer, one in enumerate(found)
-        for head, value in enumerate(one.retention().tolist())
-        if value > GLOBAL and norms[layer][head] > 0
-    }
-    if not kept:
-        raise UserError(
-            f"no head keeps more than {GLOBAL} of its first token over {format_length(trained)} "
-            "tokens, so no head can collapse: the model needs no mitigation"
-        )
-    options: dict[str, dict[str, Any]] = {
-        "none": {},
-        "state_norm": {"threshold": norms},
-        "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
-        "sliding_window": {"window": trained},
-    }
-    if job.model.cells[0].scans:
-        share = settings.filtered()
-        options["token_filter"] = {"threshold": [one.step_quantiles(share) for one in found]}
-    rows, targets = rows_to_score(job)
-    with Progress("per head", settings.passes, unit="tokens", quiet=job.quiet) as progress:
-        search = Search(job.model, rows, targets, options, settings.passes, progress)
-        return search.members(search.run(kept))
+
+    windows: Count = 32
+    margin: Margin = 1.0
+    quantile: Share | None = None
+    keys: Annotated[int, Field(ge=0)] = 0
+    passes: Annotated[int, Field(ge=5)] = 300
+    seed: Seed = 0
+
+    def run(self, job: Job) -> list[dict[str, Any]]:
+        trained = job.train_length
+        # As many tokens as the search reads.
+        found = job.inside(self.windows * job.target() // trained)
+        candidates = (found.retention > GLOBAL) & (found.norms > 0)
+        kept = {
+            (layer, head): float(found.retention[layer, head])
+            for layer, head in candidates.nonzero().tolist()
+        }
+        if not kept:
+            raise nothing_global(trained, GLOBAL)
+        options: dict[str, dict[str, Any]] = {
+            "none": {},
+            "state_norm": {"threshold": found.thresholds(self.margin)},
+            "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
+            "sliding_window": {"window": trained},
+            "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
+        }
+        rows, targets = self.rows(job)
+        with Progress("per head", self.passes, unit="tokens", quiet=job.quiet) as progress:
+            search = Search(job.model, rows, targets, options, self.passes, progress)
+            return search.members(search.run(kept))
+
+    def rows(self, job: Job) -> tuple[Tensor, Tensor]:
+        """Return windows of text, then prompts with keys, and the targets, both `(b, target)`.
+
+        A prompt is the header, text, one key line, text, the question and the answer. The keys are
+        those of training, which no evaluation uses, and are spread evenly over the text.
+        """
+        length, rng = job.target() + 1, random.Random(self.seed)
+        rows = [*job.windows(length, self.windows)]
+        targets = [row[1:] for row in rows]
+        for number, page in enumerate(job.windows(length, self.keys) if self.keys else []):
+            prompts = PasskeyPrompts(job.tokenizer, job.tokenizer.decode(page.tolist()), 1)
+            needle = draw_needles(rng, 1)[0]._replace(depth=number / self.keys)
+            answer = prompts.answer(needle)
+            prompt = prompts.prompt_of([needle], 0, length=length - len(answer))
+            rows.append(torch.cat([prompt, answer]))
+            unscored = torch.full((len(prompt) - 1,), UNSCORED)
+            targets.append(torch.cat([unscored, answer]))
+        return torch.stack(rows)[:, :-1], torch.stack(targets)
 
 
 class Search:
@@ -163,6 +192,8 @@ class Search:
         found = []
         for choice in self.choices[1:]:
             own = sorted(head for head, taken in chosen.items() if taken == choice)
+            if not own:
+                continue
             options = dict(self.options[choice])
             if "threshold" in options:
                 options["threshold"] = [
@@ -171,37 +202,5 @@ class Search:
                 ]
             else:
                 options["heads"] = [list(head) for head in own]
-            if own:
-                found.append({"kind": choice, **options})
+            found.append({"kind": choice, **options})
         return found or [{"kind": "none"}]
-
-
-def rows_to_score(job: Job) -> tuple[Tensor, Tensor]:
-    """Return rows of the target length and their targets: windows of text, then prompts with keys.
-
-    A prompt is the header, text, one key line, text, the question and the answer. The keys are
-    those of training, which no evaluation uses, and are spread evenly over the text.
-    """
-    settings, length = job.settings, job.settings.target() + 1
-    text = job.windows(length)
-    if settings.keys == 0:
-        return text[:, :-1], text[:, 1:]
-    prompts, rng = PasskeyPrompts(job.tokenizer, FILLER, 1), random.Random(settings.seed)
-    if length <= prompts.least_length():
-        raise UserError(
-            f"prompts with keys need a target length above {prompts.least_length()} tokens: give a "
-            "greater one, or leave out keys"
-        )
-    header, rows, answers = prompts.ids(HEADER), [], []
-    for number, page in enumerate(windows(job.documents, length, settings.keys)):
-        (needle,) = draw_needles(rng, 1)
-        line, question = prompts.line(needle), prompts.question(needle)
-        answer = prompts.answer(needle)
-        free = length - sum(map(len, (header, line, question, answer)))
-        place = free * number // settings.keys
-        parts = [header, page[:place], line, page[place:free], question, answer]
-        rows.append(torch.cat(parts))
-        answers.append(rows[-1][1:].clone())
-        answers[-1][: -len(answer)] = UNSCORED
-    every = torch.stack(rows)
-    return torch.cat([text[:, :-1], every[:, :-1]]), torch.cat([text[:, 1:], torch.stack(answers)])
