@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +21,12 @@ from longrnn.diagnostics import per_head  # noqa: F401
 from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share, nothing_global
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
 from longrnn.models import LanguageModel
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.options import Count, Seed
 from longrnn.progress import Progress
 from longrnn.seeds import seeded
@@ -128,15 +129,16 @@ class Search:
     seed: Seed = 0
 
     def run(self, job: Job) -> list[dict[str, Any]]:
-        tokens = job.windows(job.target() + 1, self.windows)
+        device = job.model.init_state(1).position.device
+        tokens = job.windows(job.target() + 1, self.windows).to(device)
         layers, generator = len(job.model.cells), seeded(self.seed)
 
         def loss(logs: Tensor) -> float:
             factors = [round(value, 6) for value in logs.exp().tolist()]
             mitigated = job.model.under(mitigation({"kind": self.kind, "scale": factors}))
-            edges = torch.tensor([[0, tokens.shape[1] - 1]]).repeat(len(tokens), 1)
-            total = losses(mitigated, tokens, edges)
-            return float(total.sum() / (tokens.numel() - len(tokens)))
+            nats, _ = mitigated.token_losses(tokens[:, :-1], tokens[:, 1:])
+            refuse_nonfinite(nats, mitigated, tokens)
+            return float(nats.double().mean())
 
         logs = torch.zeros(layers, dtype=torch.float64)
         best, least = logs, loss(logs)
@@ -147,7 +149,9 @@ class Search:
                 width = 0.2 / (k + 1) ** 0.101
                 sides = [logs + width * signs, logs - width * signs]
                 values = [loss(side) for side in sides]
-                least, best = min([(least, best), *zip(values, sides, strict=True)], key=_first)
+                least, best = min(
+                    [(least, best), *zip(values, sides, strict=True)], key=itemgetter(0)
+                )
                 slope = (values[0] - values[1]) / (2 * width)
                 gain = 0.5 * ((1 + stability) / (k + 1 + stability)) ** 0.602
                 # A step is at most one width: the loss may be steep beyond the training length.
@@ -158,7 +162,3 @@ class Search:
 
 for _kind in ("scale_delta", "scale_decay", "power_decay"):
     METHODS.register(_kind)(type(_kind, (Search,), {"kind": _kind}))
-
-
-def _first(pair: tuple[float, Tensor]) -> float:
-    return pair[0]

@@ -38,8 +38,6 @@ from longrnn.progress import Progress
 CHOICES = ("none", "token_filter", "state_norm", "forget_more", "sliding_window")
 # A milder choice is taken unless its objective is above the least one by more than this, in nats.
 TOLERANCE = 0.002
-# Tokens of all rows in one call of the model.
-CALL = 2**15
 
 Head = tuple[int, int]
 Chosen = dict[Head, str]
@@ -164,23 +162,18 @@ class Search:
         allowed = min(values) + TOLERANCE
         return next(one for one, value in zip(tried, values, strict=True) if value <= allowed)
 
-    @torch.no_grad()
     def objective(self, chosen: Chosen) -> float:
         """Return the loss in nats, per token of text and per token of the answers, added up."""
         key = tuple(chosen.values())
         if key not in self.known:
             model = self.model.under(mitigation(self.members(chosen)))
-            sums, state = torch.zeros(len(self.rows), dtype=torch.float64), None
-            width = max(1, CALL // len(self.rows))
-            for part, target in zip(
-                self.rows.split(width, 1), self.targets.split(width, 1), strict=True
-            ):
-                nats, state = model.token_losses(part, target, state)
-                sums += nats.double().sum(1).cpu()
-            counts = (self.targets != UNSCORED).sum(1).cpu()
-            is_text = counts == self.rows.shape[1]
+            nats, _ = model.token_losses(self.rows, self.targets)
+            scored = self.targets != UNSCORED
+            is_text = scored.all(1)
             total = sum(
-                float(sums[k].sum() / counts[k].sum()) for k in (is_text, ~is_text) if k.any()
+                float(nats[which].double().sum() / scored[which].sum())
+                for which in (is_text, ~is_text)
+                if which.any()
             )
             self.known[key] = total if math.isfinite(total) else math.inf
             plain, least = next(iter(self.known.values())), min(self.known.values())

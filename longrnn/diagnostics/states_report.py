@@ -138,7 +138,8 @@ def _overview(diagnosis: Diagnosis) -> bytes:
         row[0].set_ylabel(LABELS[name], fontsize=9)
     for panel, text in zip(panels[0], texts, strict=True):
         panel.set_title(text["name"], fontsize=10)
-    figure.supxlabel("tokens read (dotted: the training length)", fontsize=9)
+    for panel in panels[-1]:
+        panel.set_xlabel("tokens read (dotted: the training length)", fontsize=9)
     figure.align_ylabels(list(panels[:, 0]))
     legend = {f"layer {layer} head {head}": colour for (layer, head), colour in worst.items()}
     step = max(1, -(-n_layers // NAMED))

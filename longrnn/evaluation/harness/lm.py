@@ -138,11 +138,6 @@ class LongRNN(HFLM):
         found: int | None = super().prefix_token_id
         return self.tokenizer.encode(NEWLINE)[-1] if found is None else found
 
-    @property
-    def tokenizer_name(self) -> str:
-        """The tokenizer's fingerprint, a key of lm-eval's cache of requests."""
-        return self.fingerprint
-
     def _prompt(self, text: str, more: int) -> Ids:
         """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
         special = False if has_bos_prefix(text, self.tokenizer.bos_token) else self.add_bos_token

@@ -19,7 +19,6 @@ from longrnn.errors import UserError
 from longrnn.evaluation.options import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.options import Count, Lengths, Options
-from longrnn.text import Tokenizer
 
 Document = dict[str, Any]
 
@@ -34,24 +33,17 @@ class Metadata(Options):
     depths: Count = Field(default=5, description="Number of depths of the passkey.")
 
 
-def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer that counts tokens: that of the model unless metadata names another."""
-    name = metadata.get("tokenizer") or metadata.get("pretrained")
-    if not isinstance(name, (str, Path)):
-        raise UserError(
-            "the task needs the tokenizer that counts its tokens: give --metadata tokenizer=NAME"
-        )
-    return load_tokenizer(name)
-
-
 def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
     """Return prompts of `longrnn.data`, with evenly spaced depths and held-out keys.
+
+    Their tokens are counted by the model's tokenizer, unless the metadata name another.
 
     Raises:
         UserError: a value in the metadata that is not valid, or a length that is too short.
     """
     known = {name: metadata[name] for name in Metadata.model_fields if name in metadata}
-    given, tokenizer = Metadata(**known), tokenizer_of(metadata)
+    given = Metadata(**known)
+    tokenizer = load_tokenizer(metadata.get("tokenizer") or metadata["pretrained"])
     task, depths = Passkey(tokenizer, filler=given.text and str(given.text)), given.depths
     documents = []
     for length in given.max_seq_lengths:

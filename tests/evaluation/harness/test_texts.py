@@ -48,7 +48,6 @@ def test_own_text_and_tokenizer(tmp_path: Path) -> None:
         ({"max_seq_lengths": [64]}, "64 is too short"),
         ({"max_seq_lengths": "long"}, "long"),
         ({"n": 0}, "n"),
-        ({"pretrained": None}, "tokenizer=NAME"),
         ({"text": "missing.txt"}, "missing.txt"),
     ],
 )
