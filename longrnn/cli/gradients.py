@@ -79,7 +79,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
         "lengths": gradients.lengths,
     }
     report, *files = write_report(about, rows, folder)
-    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=130)
+    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)
     typer.echo("\n".join(map(str, [*files, report])))
 
 

@@ -29,7 +29,7 @@ from longrnn.state import LMState, leaves, tree_map
 ROWS = 8
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
-# A factor per token this near to 1 neither vanishes nor explodes.
+# A gradient with a factor per token this near to 1 neither vanishes nor explodes.
 STEADY = 0.01
 Row = dict[str, Any]
 
@@ -145,7 +145,7 @@ def decay(values: Tensor) -> Row:
     far = values[:, values.shape[1] // 2 :].log()
     far = far[far.isfinite().all(1)]
     if far.shape[1] < 2 or not len(far):
-        return {"factor": None, "half_life": None, "verdict": "is 0 far from the loss"}
+        return {"factor": None, "half_life": None, "verdict": "zero"}
     x = torch.arange(far.shape[1]).to(far)
     x -= x.mean()
     slope = float((far @ x).mean() / x.square().sum())
@@ -154,7 +154,7 @@ def decay(values: Tensor) -> Row:
     return {
         "factor": factor,
         "half_life": -math.log(2) / slope if slope < 0 else None,
-        "verdict": "neither vanishes nor explodes" if abs(factor - 1) < STEADY else verdict,
+        "verdict": "steady" if abs(factor - 1) < STEADY else verdict,
     }
 
 

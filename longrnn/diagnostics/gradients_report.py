@@ -19,13 +19,13 @@ from longrnn.files import write_atomic
 COLUMNS = {
     "model": "model",
     "layer": "layer",
-    "verdict": "the gradient",
+    "verdict": "verdict",
     "factor": "factor per token",
     "half_life": "halved every",
     "radius": "spectral radius",
     "singular": "singular value",
     "loss": "loss",
-    "gradient": "whole gradient",
+    "gradient": "its gradient",
 }
 CAPTIONS = {
     "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "

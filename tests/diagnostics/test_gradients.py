@@ -152,7 +152,7 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     assert all(row["gradient"] > 0 for row in rows)
     verdicts = [row["verdict"] for row in rows]
     assert verdicts[:4] == ["vanishes"] * 4
-    assert verdicts[4:6] == ["explodes", "neither vanishes nor explodes"]
+    assert verdicts[4:6] == ["explodes", "steady"]
     assert rows[4]["factor"] == rows[4]["radius"] == pytest.approx(1.5)
     assert rows[6]["factor"] is None
     about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "lengths": [4, 8]}
@@ -160,7 +160,7 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     assert [file.name for file in files] == [
         "report.html", "norms.png", "weights.png", "gradients.jsonl",
     ]  # fmt: skip
-    assert "neither vanishes nor explodes" in files[0].read_text()
+    assert "steady" in files[0].read_text()
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
