@@ -5,13 +5,9 @@ from __future__ import annotations
 import typer
 
 from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
-from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts
 from longrnn.options import Tokens
-
-# At most this many rows are printed; the report has all of them.
-MAX_ROWS = 30
 
 
 class States(Texts):
@@ -29,11 +25,10 @@ def states(model: Model, states: States, output: Output) -> None:
 
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
-    from longrnn.diagnostics.observe import check_observable
     from longrnn.diagnostics.states import diagnose
-    from longrnn.diagnostics.states_report import COLUMNS, chosen, summary, table, write_report
+    from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import newlines, read_documents, warn_if_calibrated_on
-    from longrnn.hf.load import load_plain, mitigated
+    from longrnn.hf.load import load
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
 
@@ -41,9 +36,8 @@ def states(model: Model, states: States, output: Output) -> None:
         raise UserError("give --text FILE, --newlines, or both")
     checkpoint = model.checkpoint
     trained = states.train_length or required_training_length(checkpoint)
-    plain, own = load_plain(checkpoint, device=pick_device(model.device))
-    check_observable(plain)  # before a mitigation is refused
-    diagnosed = mitigated(plain, [spec for spec in (own, model.mitigation) if spec is not None])
+    spec = "+".join(filter(None, (checkpoint, model.mitigation)))
+    diagnosed = load(spec, device=pick_device(model.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(states.texts, tokenizer, diagnosed)
     warn_if_calibrated_on(diagnosed, {document.sha256: document.name for document in documents})
@@ -60,10 +54,6 @@ def states(model: Model, states: States, output: Output) -> None:
         quiet=output.quiet,
     )
     report, *pictures = write_report(found, folder)
-    if rows := table(found, chosen(found)):
-        title, more = "heads that collapse or are global", len(rows) - MAX_ROWS
-        caption = f"and {more} more rows in the report" if more > 0 else None
-        print_rows(title, COLUMNS, rows[:MAX_ROWS], width=110, caption=caption)
     typer.echo(f"{summary(found)}\n{found.about['criterion']}")
     files = [folder / name for name in ("states.jsonl", "diagnosis.yaml")]
     typer.echo("\n".join(map(str, [*files, *pictures, report])))

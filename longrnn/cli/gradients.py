@@ -65,8 +65,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     if spec is None:
         raise UserError(f"the training task of {entries[0].name} is not known: give --text")
     task = TASKS.build(spec, entries[0].tokenizer)
-    options = {"init": ",".join(inits)} if inits else {}
-    folder = lock_output(output.output or results_folder("gradients", sources, options=options))
+    folder = lock_output(output.output or results_folder("gradients", sources))
     rows = []
     with Progress("gradients", len(entries), unit="models", quiet=output.quiet) as progress:
         for one in entries:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longrnn.diagnostics import per_head  # noqa: F401
-from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share, nothing_global
+from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
@@ -103,9 +103,7 @@ class TokenFilter:
 
     def run(self, job: Job) -> list[dict[str, Any]]:
         share = job.share(self.quantile)
-        found = job.inside(self.windows)
-        if not bool((found.retention > GLOBAL).any()):
-            raise nothing_global(job.train_length, GLOBAL)
+        found = job.inside_global(self.windows)
         pairs = zip(found.retention.tolist(), found.step_quantiles(share), strict=True)
         thresholds = [
             [theta if kept > GLOBAL else None for kept, theta in zip(*layer, strict=True)]

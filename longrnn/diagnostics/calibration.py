@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from longrnn.diagnostics.observe import observe
+from longrnn.diagnostics.observe import GLOBAL, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
@@ -131,17 +131,24 @@ class Job(NamedTuple):
             [torch.cat(own, 1).flatten(0, 1) for own in steps],
         )
 
+    def inside_global(self, most: int) -> Inside:
+        """`inside`, if there is a global head.
+
+        Raises:
+            UserError: there is none.
+        """
+        found = self.inside(most)
+        if not bool((found.retention > GLOBAL).any()):
+            raise UserError(
+                f"no head keeps more than {GLOBAL} of its state over "
+                f"{format_length(self.train_length)} tokens, so no head can collapse and there is "
+                "nothing to filter: use the model as it is"
+            )
+        return found
+
 
 def _keep_steps(
     kept: list[Tensor], module: nn.Module, args: tuple[Any, ...], output: object
 ) -> None:
     """A forward hook of the recurrence of a scanning cell without mitigation, whose gain is dt."""
     kept.append(args[0].gain.double())
-
-
-def nothing_global(train_length: int, share: float) -> UserError:
-    """The error where no head is global."""
-    return UserError(
-        f"no head keeps more than {share} of its first token over {format_length(train_length)} "
-        "tokens, so no head can collapse and there is nothing to filter: use the model as it is"
-    )

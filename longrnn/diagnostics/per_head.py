@@ -1,7 +1,7 @@
 """One mitigation per head: the mildest that the measured loss beyond the training length permits.
 
 Notable choices:
-- The options of CHOICES come from the training length L: thresholds from observations of text
+- The options of the choices come from the training length L: thresholds from observations of text
   inside it, a window of L tokens, and decays that forget within L tokens.
 - Candidates are the global heads (see `GLOBAL`). The others hold nothing that is older than L.
 - The objective is measured: nats per token of texts of the target length, plus, with `keys`, nats
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from longrnn.data.batch import UNSCORED
 from longrnn.data.prompts import PasskeyPrompts, draw_needles
-from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share, nothing_global
+from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel
@@ -34,8 +34,6 @@ from longrnn.models.finite import explain_nonfinite
 from longrnn.options import Count, Seed
 from longrnn.progress import Progress
 
-# The mildest first.
-CHOICES = ("none", "token_filter", "state_norm", "forget_more", "sliding_window")
 # A milder choice is taken unless its objective is above the least one by more than this, in nats.
 TOLERANCE = 0.002
 
@@ -67,22 +65,24 @@ class PerHead:
     def run(self, job: Job) -> list[dict[str, Any]]:
         trained = job.train_length
         # As many tokens as the search reads.
-        found = job.inside(self.windows * job.target() // trained)
+        found = job.inside_global(self.windows * job.target() // trained)
         candidates = (found.retention > GLOBAL) & (found.norms > 0)
         kept = {
             (layer, head): float(found.retention[layer, head])
             for layer, head in candidates.nonzero().tolist()
         }
-        if not kept:
-            raise nothing_global(trained, GLOBAL)
+        # The mildest first.
         options: dict[str, dict[str, Any]] = {
             "none": {},
+            "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
             "state_norm": {"threshold": found.thresholds(self.margin)},
             "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
             "sliding_window": {"window": trained},
-            "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
         }
-        rows, targets = self.rows(job)
+        cell = type(job.model.cells[0])
+        options = {k: v for k, v in options.items() if MITIGATIONS[k].undefined(cell) is None}
+        device = job.model.init_state(1).position.device
+        rows, targets = (one.to(device) for one in self.rows(job))
         with Progress("per head", self.passes, unit="tokens", quiet=job.quiet) as progress:
             search = Search(job.model, rows, targets, options, self.passes, progress)
             return search.members(search.run(kept))
@@ -107,44 +107,38 @@ class PerHead:
         return torch.stack(rows)[:, :-1], torch.stack(targets)
 
 
+@dataclass
 class Search:
     """A search for one choice per head.
 
-    Args:
+    Attributes:
         model: without mitigation.
         rows: `(b, t)` tokens.
         targets: `(b, t)`, the tokens after them, UNSCORED where they do not count.
-        options: of the choices.
+        options: of the choices that are defined for the cells of the model.
         passes: the maximum number of passes over `rows`.
         progress: counts the passes.
+        known: objectives by the choices of all heads.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        rows: Tensor,
-        targets: Tensor,
-        options: Mapping[str, dict[str, Any]],
-        passes: int,
-        progress: Progress,
-    ) -> None:
-        device = model.init_state(1).position.device
-        self.rows, self.targets = rows.to(device), targets.to(device)
-        self.model, self.options = model, options
-        self.passes, self.progress = passes, progress
-        cell = type(model.cells[0])
-        self.choices = [one for one in CHOICES if MITIGATIONS[one].undefined(cell) is None]
-        self.known: dict[tuple[str, ...], float] = {}
+    model: LanguageModel
+    rows: Tensor
+    targets: Tensor
+    options: Mapping[str, dict[str, Any]]
+    passes: int
+    progress: Progress
+    known: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def run(self, kept: Mapping[Head, float]) -> Chosen:
         """Return the choice for each head, given with its retention."""
         heads = sorted(kept, key=lambda head: (-kept[head], head))
-        chosen = self.choose(dict.fromkeys(heads, "none"), heads, self.choices)
+        choices = list(self.options)
+        chosen = self.choose(dict.fromkeys(heads, "none"), heads, choices)
         if not math.isfinite(self.objective(chosen)):
             explain_nonfinite(self.model, self.rows)
         for layer in sorted({layer for layer, _ in heads}):
-            chosen = self.choose(chosen, [one for one in heads if one[0] == layer], self.choices)
-        offered = [one for one in self.choices if one in {"none", *chosen.values()}]
+            chosen = self.choose(chosen, [one for one in heads if one[0] == layer], choices)
+        offered = [one for one in choices if one in {"none", *chosen.values()}]
         before: Chosen = {}
         while chosen != before:
             before = chosen
@@ -183,7 +177,7 @@ class Search:
     def members(self, chosen: Chosen) -> list[dict[str, Any]]:
         """Return the mappings of which `mitigation` makes one mitigation."""
         found = []
-        for choice in self.choices[1:]:
+        for choice in [*self.options][1:]:
             own = sorted(head for head, taken in chosen.items() if taken == choice)
             if not own:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longrnn.diagnostics.collapse import MARGIN, STATISTICS, Finding
+from longrnn.diagnostics.collapse import MARGIN, STATISTICS
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.evaluation.figures import lengths_axis, new_figure, png
@@ -19,9 +19,6 @@ from longrnn.units import format_length
 NAMED = 6
 # Colours of the heads that grow most.
 COLOURS = ("tab:red", "tab:orange", "tab:purple", "tab:brown")
-# Titles of the table of findings.
-COLUMNS = ("layer", "head", "text", "left its range", "from position", "norm, end / inside",
-           "retention")  # fmt: skip
 # What is drawn, from top to bottom, with labels of the vertical axes.
 LABELS = {
     "loss": "loss\n(nats per token)",
@@ -50,35 +47,10 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         "about": diagnosis.about,
         "summary": summary(diagnosis),
         "collapsing": diagnosis.collapsing(),
-        "columns": COLUMNS,
-        "chosen": table(diagnosis, chosen(diagnosis)),
-        "every": table(diagnosis, diagnosis.findings),
+        "findings": sorted(diagnosis.findings, key=lambda one: (not one.left, -one.growth)),
         "length": format_length,
     }
     return write_page("states.html", folder, pictures, values)
-
-
-def chosen(diagnosis: Diagnosis) -> list[Finding]:
-    """Returns the findings on heads that collapse or are global."""
-    heads = {*diagnosis.collapsing(), *diagnosis.global_heads()}
-    return [one for one in diagnosis.findings if (one.layer, one.head) in heads]
-
-
-def table(diagnosis: Diagnosis, findings: Sequence[Finding]) -> list[list[str]]:
-    """Returns findings as texts, one per column."""
-    names = [text["name"] for text in diagnosis.about["texts"]]
-    return [
-        [
-            str(one.layer),
-            str(one.head),
-            names[one.text],
-            ", ".join(one.left) or "–",
-            "–" if one.onset is None else f"{one.onset:,}",
-            f"{one.growth:.3g}",
-            f"{one.retention:.3g}".replace("nan", "–"),
-        ]
-        for one in findings
-    ]
 
 
 def summary(diagnosis: Diagnosis) -> str:

@@ -258,8 +258,9 @@ def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) ->
     assert page.title() == "States of <b>made</b> & co"
     assert "1 of 8 heads" in page.inner_text(".summary")
     assert "layer 1 head 2" in page.inner_text(".summary")
-    first, every = page.locator("table:has(thead)").all()
-    assert (first.locator("tbody tr").count(), every.locator("tbody tr").count()) == (3, 24)
+    rows = page.locator("table:has(thead) tbody tr")
+    assert rows.count() == 24
+    assert rows.first.inner_text().split()[:2] == ["1", "2"]
 
 
 def test_states_that_overflow(tmp_path: Path) -> None:

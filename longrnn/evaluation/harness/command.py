@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lm_eval import simple_evaluate
 from lm_eval.__main__ import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from longrnn.bundled import bundled
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.evaluation.task_code import refuse_task_code, task_code
 from longrnn.files import one_line
 from longrnn.hf.tokenizer import own_tokenizers
@@ -44,52 +42,8 @@ def run(arguments: Sequence[str], *, trust_task_code: bool = False) -> None:
         return manager
 
     parsed = _parse(arguments)
-    with _explained(), patch.object(EvaluatorConfig, "process_tasks", process_tasks):
+    with explained(), patch.object(EvaluatorConfig, "process_tasks", process_tasks):
         parsed.func(parsed)
-
-
-def scores(
-    model: LongRNN,
-    task: str,
-    *,
-    include_path: str | None = None,
-    metadata: dict[str, Any] | None = None,
-    **options: Any,
-) -> dict[str, dict[str, float]]:
-    """Return the scores of a model for each document of a task.
-
-    Args:
-        model: an lm-eval model.
-        task: its name, or a YAML file.
-        include_path: a folder with further tasks.
-        metadata: metadata of the task.
-        options: of lm-eval's `simple_evaluate`, such as `limit`.
-
-    Returns:
-        For each metric with one number per document, under `TASK, METRIC` (`TASK, FILTER, METRIC`
-        for a task with filters): these numbers by document. Nothing in processes other than the
-        main one.
-
-    Raises:
-        UserError: a task or folder does not exist.
-    """
-    evaluate: Any = simple_evaluate
-    with _explained():
-        manager, names = find_tasks([task], include_path, metadata)
-        options |= {"task_manager": manager, "metadata": metadata, "bootstrap_iters": 0}
-        results = evaluate(model=model, tasks=names, log_samples=True, **options)
-    found: dict[str, dict[str, float]] = {}
-    for name, samples in (results or {"samples": {}})["samples"].items():
-        for sample in samples:
-            which = [name] if sample["filter"] == "none" else [name, sample["filter"]]
-            for metric in sample["metrics"]:
-                value = sample[metric]
-                # RULER gives −1 under the lengths that are not that of the document.
-                other_length = metric.isdecimal() and value == -1
-                if isinstance(value, (bool, int, float)) and not other_length:
-                    column = found.setdefault(", ".join([*which, metric]), {})
-                    column[str(sample["doc_id"])] = float(value)
-    return found
 
 
 def find_tasks(
@@ -121,7 +75,7 @@ def find_tasks(
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Give tasks the tokenizers of checkpoints, and turn their errors into sentences.
 
     A task's template, file or function can raise any error.

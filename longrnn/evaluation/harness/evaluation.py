@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,19 +69,28 @@ class Harness(Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        from longrnn.evaluation.harness import LongRNN, scores
+        from lm_eval import simple_evaluate
 
+        from longrnn.evaluation.harness import LongRNN, explained, find_tasks
+
+        evaluate: Any = simple_evaluate
         for item in items:
             wrapped = LongRNN(model.model, tokenizer=model.tokenizer, quiet=True)
-            found = scores(
-                wrapped,
-                item.spec,
-                include_path=self.include_path,
-                metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
-                limit=self.limit,
-                fewshot_random_seed=self.seed,
-            )
+            metadata = {"tokenizer": model.checkpoint, **(self.metadata or {})}
+            with explained():
+                manager, names = find_tasks([item.spec], self.include_path, metadata)
+                results = evaluate(
+                    model=wrapped,
+                    tasks=names,
+                    task_manager=manager,
+                    metadata=metadata,
+                    limit=self.limit,
+                    fewshot_random_seed=self.seed,
+                    bootstrap_iters=0,
+                )
             progress.advance(1, wrapped.counts["computed"])
+            # Only the main process gets results.
+            found = _scores((results or {"samples": {}})["samples"])
             cut = {"requests": wrapped.counts["truncated"], "reads": wrapped.max_length}
             yield [(item, {"cut": cut, "scores": found})]
 
@@ -105,3 +114,23 @@ class Harness(Evaluation):
                     column = Column(name, SCORE, ".3f")
                     measurements.append(Measurement(column, None, samples, reason))
         return measurements
+
+
+def _scores(samples: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return the metrics with one number per document.
+
+    Returns:
+        Numbers by document under `TASK, METRIC`, or `TASK, FILTER, METRIC` for a task with filters.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for task, rows in samples.items():
+        for row in rows:
+            which = [task] if row["filter"] == "none" else [task, row["filter"]]
+            for metric in row["metrics"]:
+                value = row[metric]
+                # RULER gives −1 under the lengths that are not that of the document.
+                other_length = metric.isdecimal() and value == -1
+                if isinstance(value, (bool, int, float)) and not other_length:
+                    column = found.setdefault(", ".join([*which, metric]), {})
+                    column[str(row["doc_id"])] = float(value)
+    return found

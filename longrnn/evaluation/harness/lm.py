@@ -17,11 +17,10 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lm_eval.models  # noqa: F401
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
@@ -77,8 +76,8 @@ class LongRNN(HFLM):
         quiet: show no progress.
 
     Attributes:
-        counts: tokens `requested` and `computed`, `truncated` requests, and the tokens `cut` from
-            them. At the end of an evaluation it is the sum over all processes.
+        counts: tokens `requested` and `computed`, and `truncated` requests. At the end of an
+            evaluation it is the sum over all processes.
 
     Raises:
         UserError: the model or tokenizer cannot be loaded, or the options do not fit it.
@@ -154,7 +153,7 @@ class LongRNN(HFLM):
                 f"{more} tokens to score or to generate leave no room for a context: the model "
                 f"reads at most {self.max_length}; use shorter continuations"
             )
-        self.counts.update(truncated=1, cut=len(context) - room)
+        self.counts["truncated"] += 1
         return tuple(context[-room:])
 
     # The three kinds of requests
@@ -176,13 +175,11 @@ class LongRNN(HFLM):
             self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
         return [found[index] for index in range(len(pairs))]
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of documents, in windows if they exceed the maximum length."""
         pairs: list[Pair] = []
         owners: list[int] = []
-        for index, (text,) in enumerate(_arguments(requests)):
+        for index, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text)
             longest = self.max_length or len(ids) or 1
             windows = get_rolling_token_windows(ids, self.prefix_token_id, longest, context_len=1)
@@ -199,18 +196,18 @@ class LongRNN(HFLM):
                 self.cache_hook.add_partial("loglikelihood_rolling", args, nats[index])
         return nats
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return continuations of prompts, each up to its first stop string."""
         kinds: dict[str, list[int]] = {}
-        for index, (_, options) in enumerate(_arguments(requests)):
+        for index, (_, options) in enumerate(request.args for request in requests):
             kinds.setdefault(json.dumps(options, sort_keys=True), []).append(index)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         answers = [""] * len(requests)
         with self._progress("generate_until", len(requests)) as progress:
             for options, indices in kinds.items():
                 settings = generation(json.loads(options), eos)
-                texts = [cast(str, requests[index].args[0]) for index in indices]
-                prompts = [self._prompt(text, settings["max_new_tokens"]) for text in texts]
+                more = settings["max_new_tokens"]
+                prompts = [self._prompt(requests[index].args[0], more) for index in indices]
                 self.counts["requested"] += sum(map(len, prompts))
                 for place, text in complete(
                     self.model,
@@ -245,7 +242,7 @@ class LongRNN(HFLM):
         if self.counts["truncated"]:
             logger.warning(
                 f"the model reads at most {self.max_length:,} tokens: {self.counts['truncated']} "
-                f"contexts were truncated from the left, by {self.counts['cut']:,} tokens in all"
+                "contexts were truncated from the left"
             )
 
     # Several processes
@@ -283,7 +280,8 @@ class LongRNN(HFLM):
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self.fingerprint,
             "max_length": self.max_length,
-            **{f"tokens_{name}": self.counts[name] for name in ("requested", "computed", "cut")},
+            "tokens_requested": self.counts["requested"],
+            "tokens_computed": self.counts["computed"],
             "requests_truncated": self.counts["truncated"],
         }
 
@@ -325,7 +323,3 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
         "temperature": found["temperature"] if found["do_sample"] else 0.0,
         "top_p": found.get("top_p") or 1.0,
     }
-
-
-def _arguments(requests: Sequence[Instance]) -> list[tuple[Any, ...]]:
-    return [cast("tuple[Any, ...]", request.args) for request in requests]
