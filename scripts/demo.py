@@ -127,8 +127,15 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
     write_atomic(output / "filler.txt", FILLER * 400)
     documents = read_documents([output / "filler.txt"], tokenizer, broken)
-    lengths = {"train_length": TRAINED, "target_length": max(last, 2 * TRAINED)}
-    found = calibrate(broken, documents, "token_filter", **lengths, quiet=True)
+    target = max(last, 2 * TRAINED)
+    found = calibrate(
+        broken,
+        documents,
+        "token_filter",
+        train_length=TRAINED,
+        target_length=target,
+        quiet=True,
+    )
     heads = [
         (layer, head)
         for layer, thresholds in enumerate(found[0]["threshold"])

@@ -123,7 +123,6 @@ CASES = """
     CALIBRATE state_norm --target-length soon | soon
     CALIBRATE state_norm --target-length 256 | 256
     CALIBRATE state_norm --train-length 0 | length
-    CALIBRATE state_norm --train-length 1 | length
     CALIBRATE state_norm --train-length 3k | 2,184
     CALIBRATE scale_decay --target-length 4k | 4,097
     CALIBRATE state_norm(windows=0) | windows

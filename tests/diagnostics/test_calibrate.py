@@ -40,7 +40,7 @@ PROSE = (
 OTHER = "There is nothing surprising in this. If they but knew it, almost all men in their degree."
 LENGTH, TARGET = 40, 150  # LENGTH is no multiple of EVERY
 SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
-LENGTHS = {"train_length": LENGTH, "target_length": TARGET}
+LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
 # Settings with which every method runs quickly on PROSE.
 QUICK = {name: f"{name}(windows=2)" for name in METHODS}
 QUICK |= {name: f"{name}(windows=2, steps=2)" for name in SEARCHED}
@@ -191,28 +191,14 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     for seed in range(4):
         method = f"{kind}(steps={1 + seed}, seed={seed})"
         (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
+        torch.manual_seed(seed)  # which has no effect on the search
+        assert calibrate(model, documents, method, **LENGTHS, quiet=True) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
         assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
     assert min(better) >= 0
     assert max(better) > 1e-6, "nothing was found in four searches"
-
-
-@pytest.mark.parametrize("kind", SEARCHED)
-def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
-    """Equal seeds give equal factors, whatever the global random state."""
-    model = build()
-
-    def search(seed: int) -> list[dict[str, Any]]:
-        method = f"{kind}(windows=1, steps=3, seed={seed})"
-        return calibrate(model, documents, method, **LENGTHS, quiet=True)
-
-    torch.manual_seed(1)
-    first = search(0)
-    torch.manual_seed(2)
-    assert search(0) == first
-    assert any(search(seed) != first for seed in (1, 2, 3))
 
 
 def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None:
@@ -288,7 +274,7 @@ def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text(FILLER * 20)
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    lengths = {"train_length": 256, "target_length": 65536}
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 65536}
     (member,) = calibrate(model, texts, "token_filter(windows=4)", **lengths, quiet=True)
     none = [None] * 4
     (theta,) = [value for value in member["threshold"][0] if value is not None]
@@ -300,7 +286,8 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text(FILLER * 400)
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    method, lengths = "per_head(windows=1, keys=2)", {"train_length": 256, "target_length": 16384}
+    method = "per_head(windows=1, keys=2)"
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 16384}
     (member,) = calibrate(model, texts, method, **lengths, quiet=True)
     assert member["kind"] == "token_filter"
     chosen = [[theta is not None for theta in layer] for layer in member["threshold"]]
@@ -334,7 +321,7 @@ def test_methods_that_cannot_be(
 def test_lengths_that_cannot_be(method: str, documents: list[Document]) -> None:
     """Texts shorter than a window, no target length, and one inside the training length."""
     need = 601 if method in SEARCHED else 501
-    lengths = {"train_length": 501, "target_length": 600}
+    lengths: dict[str, Any] = {"train_length": 501, "target_length": 600}
     with pytest.raises(UserError, match=naming(len(PROSE), need)):
         calibrate(build(), documents, method, **lengths, quiet=True)
     with pytest.raises(UserError):

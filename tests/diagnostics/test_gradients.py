@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import MIXERS, RNN, Mamba2, ScanningCell
+from longrnn.cells import MIXERS, ScanningCell
 from longrnn.data import TASKS, Batch, Task
 from longrnn.diagnostics.gradients import decay, histogram, last_scored, measure, through_time
 from longrnn.diagnostics.gradients_report import write_report
@@ -61,14 +61,6 @@ def test_factor_of_a_linear_network(largest: float) -> None:
     tokens = random_tokens(4, 64)
     (norms,), _ = through_time(model, tokens, tokens[:, 0])
     assert decay(norms)["factor"] == pytest.approx(abs(largest), rel=1e-6)
-
-
-def test_gradients_of_an_orthogonal_network() -> None:
-    """The norm is the same at every distance."""
-    drawn = torch.randn(WIDTH, WIDTH, generator=generator(2), dtype=torch.float64)
-    tokens = random_tokens(2, 30)
-    (norms,), _ = through_time(linear_model(torch.linalg.qr(drawn)[0]), tokens, tokens[:, 0])
-    assert_near(norms, norms[:, :1].expand_as(norms), 1e-12)
 
 
 @pytest.mark.parametrize("block", ["residual", "plain"])
@@ -178,13 +170,6 @@ def step_of(spec: dict[str, Any]) -> Step:
     return Step(cell, x, random_tree(cell.init_state(1), 1))
 
 
-def linear(matrix: Tensor) -> Step:
-    """Returns h ← W h."""
-    cell = RNN(2, len(matrix), nonlinearity="identity").double()
-    cell.get_parameter("cell.weight_hh_l0").data.copy_(matrix)
-    return Step(cell, torch.zeros(1, 1, 2, dtype=torch.float64), cell.init_state(1))
-
-
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_the_jacobian_equals_that_of_autograd(spec: dict[str, Any]) -> None:
     """Products and both spectra equal those of a full autograd computation."""
@@ -200,23 +185,3 @@ def test_the_jacobian_equals_that_of_autograd(spec: dict[str, Any]) -> None:
         radius = torch.linalg.eigvals(expected).abs().max().item()
         assert found.radius == pytest.approx(radius, rel=1e-5)
         assert found.singular == pytest.approx(torch.linalg.matrix_norm(expected, 2).item())
-
-
-def test_a_complex_pair_of_a_large_matrix() -> None:
-    """The eigenvalue pair ±0.9 i of largest modulus is found."""
-    turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]], dtype=torch.float64)
-    rest = torch.diag(torch.tensor([0.5 / (k + 1) for k in range(98)], dtype=torch.float64))
-    drawn = torch.randn(100, 100, generator=generator(3), dtype=torch.float64)
-    frame = torch.linalg.qr(drawn)[0]
-    step = linear(frame @ torch.block_diag(turn, rest) @ frame.T)
-    assert spectrum(step, dense=10) == pytest.approx((0.9, 0.9), abs=1e-8)
-
-
-def test_mamba2_decays_are_its_eigenvalues() -> None:
-    """The spectrum of a Mamba-2 is its decays: the inputs of the convolution only shift."""
-    step = step_of({"kind": "mamba2", "d_state": 5, "head_dim": 4})
-    cell = step.cell
-    assert isinstance(cell, Mamba2)
-    dt = F.softplus(cell.in_proj(step.x)[0, 0, -cell.n_heads :] + cell.dt_bias)
-    decays = (-dt * cell.A_log.exp()).exp()
-    assert spectrum(step).radius == pytest.approx(decays.max().item(), abs=1e-8)

@@ -148,7 +148,7 @@ def judged(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t
         numbers = (
             torch.full((1, 1, 1), value).double() for value in (mean(t), deviation, norm(t), 0, 0)
         )
-        seen.append(Observation(t, nothing, *numbers, nothing))
+        seen.append(Observation._make([t, nothing, *numbers, nothing]))
     (finding,) = find(seen, TRAINED)
     return finding
 
