@@ -22,13 +22,12 @@ import typer
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
 from longrnn.data.prompts import FILLER
+from longrnn.diagnostics.calibrate import calibrate
 from longrnn.evaluation.base import Found
-from longrnn.evaluation.calibrate import calibrate
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.report import show, write_report
 from longrnn.evaluation.run import Outcome, run
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.load import load_recurrent
@@ -68,7 +67,7 @@ def collapse(length: int, output: Path) -> None:
     plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
     texts = bundled("eval/data")
     other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
-    calibrated = calibrate(plain, other, "state_norm", Settings(train_length=ROW), quiet=True)
+    calibrated = calibrate(plain, other, "state_norm", train_length=ROW, quiet=True)
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = Mitigated(plain, mitigation(options))
@@ -128,8 +127,15 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
     write_atomic(output / "filler.txt", FILLER * 400)
     documents = read_documents([output / "filler.txt"], tokenizer, broken)
-    settings = Settings(train_length=TRAINED, target_length=max(last, 2 * TRAINED))
-    found = calibrate(broken, documents, "token_filter", settings, quiet=True)
+    target = max(last, 2 * TRAINED)
+    found = calibrate(
+        broken,
+        documents,
+        "token_filter",
+        train_length=TRAINED,
+        target_length=target,
+        quiet=True,
+    )
     models = [
         OpenCheckpoint(BROKEN, broken, tokenizer),
         OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),

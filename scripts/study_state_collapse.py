@@ -44,10 +44,7 @@ def settings(trained: int) -> Mapping[str, Mapping[str, str | None]]:
             name: f"calibrate token_filter(quantile={share})"
             for name, share in (("half", 0.5), ("nine-tenths", 0.9))
         },
-        "scale_delta": {
-            "search": search.format("scale_delta"), "selective": "calibrate scale_delta(share=0.2)",
-            "4": "scale_delta(scale=0.25)",
-        },
+        "scale_delta": {"search": search.format("scale_delta"), "4": "scale_delta(scale=0.25)"},
         "scale_decay": {"search": search.format("scale_decay")}
         | {k: f"scale_decay(scale={k})" for k in ("4", "16")},
         "power_decay": {

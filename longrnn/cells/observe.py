@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from longrnn.cells.base import Cell
 from longrnn.cells.edit import Update
-from longrnn.ops.scan import ScanInputs
 
 
 class DecaySum:
@@ -23,8 +21,7 @@ class DecaySum:
             decays.
     """
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
+    total: Tensor | None = None
 
     def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """A forward hook of `Cell.recurrence`."""
@@ -42,30 +39,7 @@ class DecaySum:
 def decay_sums(cells: Sequence[Cell]) -> Iterator[list[DecaySum]]:
     """A context in which the log decays of each cell are summed."""
     sums = [DecaySum() for _ in cells]
-    handles = [
-        cell.recurrence.register_forward_hook(one.see)
-        for cell, one in zip(cells, sums, strict=True)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for cell, one in zip(cells, sums, strict=True):
+            hooks.callback(cell.recurrence.register_forward_hook(one.see).remove)
         yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class StepRecord:
-    """The step sizes and log decays of one scanning cell, `(b, t, h)` each, one entry per call."""
-
-    def __init__(self) -> None:
-        self.log_decay: list[Tensor] = []
-        self.dt: list[Tensor] = []
-
-    def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """A forward hook of `Cell.recurrence` of a cell without mitigation, whose gain is dt."""
-        inputs: ScanInputs = args[0]
-        self.log_decay.append(inputs.log_decay.double())
-        self.dt.append(inputs.gain.double())
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """Log decays and step sizes of all tokens, `(b, t, h)` float64."""
-        return torch.cat(self.log_decay, 1), torch.cat(self.dt, 1)

@@ -36,8 +36,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
-    from longrnn.evaluation.calibrate import calibrate as measure
-    from longrnn.evaluation.settings import Settings
+    from longrnn.diagnostics.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
@@ -47,30 +46,27 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.mitigations.base import Calibration as Record
     from longrnn.mitigations.spec import parse, write_calibration
 
-    checkpoint = calibration.checkpoint
-    method, given = parse(calibration.method)
-    given["train_length"], given["target_length"] = (
-        calibration.train_length or required_training_length(checkpoint),
-        calibration.target_length,
-    )
-    settings = Settings(**given)
-    path = output.output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
+    checkpoint, method = calibration.checkpoint, calibration.method
+    trained = calibration.train_length or required_training_length(checkpoint)
+    path = output.output or results_folder("calibrate", [checkpoint]) / f"{parse(method)[0]}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
             ".yaml"
         )
-    settings.check()
     Lock.of_file(path, instead="choose another --output").acquire()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(calibration.texts, tokenizer, model)
-    members = measure(model, documents, method, settings, tokenizer=tokenizer, quiet=output.quiet)
-    record = Record(
-        source=str(path),
-        fingerprint=model.fingerprint(),
-        length=settings.trained(),
-        text_sha256=tuple(document.sha256 for document in documents),
+    members = measure(
+        model,
+        documents,
+        method,
+        train_length=trained,
+        target_length=calibration.target_length,
+        tokenizer=tokenizer,
+        quiet=output.quiet,
     )
-    write_calibration(path, members, record)
+    hashes = tuple(document.sha256 for document in documents)
+    write_calibration(path, members, Record(str(path), model.fingerprint(), trained, hashes))
     typer.echo(f"{mitigation(path)}\n{path}")

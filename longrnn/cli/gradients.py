@@ -17,24 +17,17 @@ from longrnn.errors import UserError
 from longrnn.options import Lengths, Options, listed
 
 if TYPE_CHECKING:
-    from longrnn.diagnostics.gradients import GradientRecord
     from longrnn.models import RecurrentLM
+    from longrnn.text import Tokenizer
 
 
 class ModelEntry(NamedTuple):
-    """A model to diagnose.
-
-    Attributes:
-        name: what the report calls it.
-        model: the model.
-        tokenizer: name of its tokenizer.
-        training: its training configuration; empty if none was recorded.
-    """
+    """A model to diagnose, its name in the report, and its training task if that is known."""
 
     name: str
     model: RecurrentLM
-    tokenizer: str
-    training: dict[str, Any]
+    tokenizer: Tokenizer
+    task: dict[str, Any] | None
 
 
 class Gradients(Options):
@@ -43,14 +36,10 @@ class Gradients(Options):
     sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
     """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
     such as reverse_small) of models that are not trained yet."""
-    task: str | None = None
-    """Name of a task, or '{kind: NAME, option: value}' (default: the training task of the first
-    model)."""
     texts: list[Path] = Field([])
-    """A text file, for next-token prediction."""
-    lengths: Lengths | None = None
-    """Lengths of the task; gradients by distance and Jacobians use the last one (default: 16,32,64,
-    or longer if the task needs it)."""
+    """A text file, for next-token prediction (default: the training task of the first model)."""
+    lengths: Lengths = Field([16, 32, 64])
+    """Lengths of the task; gradients by distance and Jacobians use the last one."""
     init: Annotated[list[str], BeforeValidator(listed)] = Field([])
     """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
     """
@@ -59,44 +48,49 @@ class Gradients(Options):
 def gradients(gradients: Gradients, output: Output) -> None:
     """Diagnose vanishing and exploding gradients, and the effect of initialisation.
 
-    Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is
-    reported with its layer, parameter and token.
+    Writes gradients.jsonl, pictures and report.html.
 
     Example: longrnn diagnose gradients reverse_small --init default,orthogonal
     """
     from longrnn.data import TASKS
-    from longrnn.diagnostics.gradients import default_lengths, diagnose
-    from longrnn.diagnostics.gradients_report import summary, write_report
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.diagnostics.gradients import measure
+    from longrnn.diagnostics.gradients_report import COLUMNS, table, write_report
+    from longrnn.progress import Progress
 
     inits, sources = gradients.init, list(dict.fromkeys(gradients.sources))
-    opened = [one for source in sources for one in _open(source, inits)]
-    spec = _task(gradients, opened[0])
-    task = TASKS.build(spec, load_tokenizer(opened[0].tokenizer))
-    options = {"init": ",".join(inits)} if inits else {}
-    folder = output.output or results_folder("gradients", sources, options=options)
-    record = diagnose(
-        {one.name: one.model for one in opened},
-        task,
-        lengths=gradients.lengths or default_lengths(task),
-        output=lock_output(folder),
-        described=str(spec),
-        quiet=output.quiet,
-    )
-    report, *pictures = write_report(record, folder)
-    print_gradients(record)
-    typer.echo(summary(record))
-    typer.echo("\n".join(map(str, [folder / "gradients.jsonl", *pictures, report])))
+    entries = [one for source in sources for one in _open(source, inits)]
+    spec = entries[0].task
+    if gradients.texts:
+        spec = {"kind": "text", "data": list(map(str, gradients.texts))}
+    if spec is None:
+        raise UserError(f"the training task of {entries[0].name} is not known: give --text")
+    task = TASKS.build(spec, entries[0].tokenizer)
+    folder = lock_output(output.output or results_folder("gradients", sources))
+    rows = []
+    with Progress("gradients", len(entries), unit="models", quiet=output.quiet) as progress:
+        for one in entries:
+            found = measure(one.model, task, gradients.lengths)
+            rows += [{"model": one.name, **row} for row in found]
+            progress.advance(1, 1, one.name)
+    about = {
+        "models": {one.name: one.model.fingerprint() for one in entries},
+        "task": str(spec),
+        "lengths": gradients.lengths,
+    }
+    report, *files = write_report(about, rows, folder)
+    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)
+    typer.echo("\n".join(map(str, [*files, report])))
 
 
 def _open(source: str, inits: list[str]) -> list[ModelEntry]:
     """The model of a checkpoint, or the untrained models of a configuration, one per `init`."""
     from longrnn.hf.load import load_recurrent
     from longrnn.hf.names import resolve
+    from longrnn.hf.tokenizer import load_tokenizer
 
     is_bundled = source in names("configs/train") and not Path(source).exists()
     if is_bundled or source.endswith((".yaml", ".yml")):
-        return _untrained(source, inits)
+        return [_untrained(source, init) for init in inits or [None]]
     if inits:
         raise UserError(
             f"{source} is already trained, so --init does not apply to it: give a configuration "
@@ -105,79 +99,16 @@ def _open(source: str, inits: list[str]) -> list[ModelEntry]:
     model, folder = load_recurrent(source), resolve(source)
     # A checkpoint inside the folder of a run has its configuration one folder higher.
     recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
-    return [ModelEntry(source, model, source, recorded)]
+    return [ModelEntry(source, model, load_tokenizer(source), recorded.get("task"))]
 
 
-def _untrained(source: str, inits: list[str]) -> list[ModelEntry]:
-    """The models of a configuration as training builds them, one per `init`."""
-    import torch
-
-    from longrnn.data import TASKS
+def _untrained(source: str, init: str | None) -> ModelEntry:
+    """The model of a configuration before its first step."""
     from longrnn.training.config import configured
-    from longrnn.training.models import build, tokenizer_of
-    from longrnn.training.optim import fill
+    from longrnn.training.distributed import build_accelerator
+    from longrnn.training.trainer import Trainer
 
-    entries = []
-    if inits and (start := configured(source, []).init_from) is not None:
-        raise UserError(f"{source} starts from {start}: leave --init out")
-    for init in inits or [None]:
-        config = configured(source, [] if init is None else [f"model.mixer.init={init}"])
-        task = TASKS.build(config.task, tokenizer_of(config))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)  # as training does
-            model = build(config, task, lambda line: None)
-        fill(model, config.fill)
-        name = source if init is None else f"{Path(source).stem}, {init}"
-        tokenizer = config.tokenizer or config.init_from or "bytes"
-        entries.append(ModelEntry(name, model.under(None), tokenizer, config.model_dump()))
-    return entries
-
-
-def _task(given: Gradients, first: ModelEntry) -> dict[str, Any]:
-    """The task as a mapping: the one that the user gave, else the one of the first model."""
-    import yaml
-
-    task = given.task
-    if given.texts:
-        if task not in (None, "text"):
-            raise UserError("--text is for the task text: leave out --task or --text")
-        return {"kind": "text", "data": [str(path) for path in given.texts]}
-    if task is None:
-        known = first.training.get("task")
-        if not isinstance(known, dict):
-            raise UserError(
-                f"the training task of {first.name} is not known: give --task or --text"
-            )
-        return known
-    try:
-        described = yaml.safe_load(task)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        described = None
-    if isinstance(described, str):
-        return {"kind": described}
-    if not isinstance(described, dict):
-        raise UserError(
-            f"{task!r} is not a valid task: write a name, or '{{kind: NAME, option: value}}'"
-        )
-    return described
-
-
-def print_gradients(record: GradientRecord) -> None:
-    """Prints one row per model and layer."""
-    from longrnn.diagnostics.gradients_report import layers
-
-    columns = {
-        "factor": "factor per token",
-        "half_life": "halved every",
-        "radius": "spectral radius",
-        "singular": "singular value",
-        "exponent": "Lyapunov",
-    }
-    rows = [
-        [row["subject"], str(row["layer"])]
-        + ["–" if row[name] is None else f"{row[name]:.4g}" for name in columns]
-        for row in layers(record)
-    ]
-    if rows:
-        titles = ["model", "layer", *columns.values()]
-        print_rows("gradients through time", titles, rows, width=110)
+    config = configured(source, [] if init is None else [f"model.mixer.init={init}"])
+    trainer = Trainer(config, build_accelerator(config), quiet=True)
+    name = source if init is None else f"{Path(source).stem}, {init}"
+    return ModelEntry(name, trainer.model.under(None), trainer.tokenizer, config.task)

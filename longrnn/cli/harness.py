@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Annotated
 
 from pydantic import Field
@@ -20,8 +20,6 @@ class Tasks(Quiet):
 
     options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
     """Options of `lm-eval run`."""
-    datasets: Path | None = None
-    """Folder with data sets: ORGANISATION/NAME in it is read, not the Hub."""
     trust_task_code: bool = False
     """Allow lm-eval task files of your own, which can run any Python code."""
 
@@ -32,8 +30,8 @@ def harness(model: Model, tasks: Tasks) -> None:
     The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
     --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
-    --model_args takes dtype, max_length, tokenizer, prefix_token_id, add_bos_token and backend.
-    This package adds the tasks longrnn_passkey and longrnn_reverse.
+    --model_args takes max_length, tokenizer, prefix_token_id and add_bos_token.
+    This package adds the task longrnn_passkey.
 
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey
     --metadata '{"max_seq_lengths": [1024, 4096]}' --limit 20
@@ -47,16 +45,7 @@ def harness(model: Model, tasks: Tasks) -> None:
             raise
         raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
-    options: dict[str, object] = {
-        "device": pick_placement(model.device),
-        "quiet": tasks.quiet,
-    }
-    if model.mitigation is not None:
-        options["mitigation"] = model.mitigation
-    run(
-        model.checkpoint,
-        tasks.options,
-        options,
-        datasets=tasks.datasets,
-        trust_task_code=tasks.trust_task_code,
-    )
+    checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
+    given = json.dumps({"pretrained": checkpoint, "quiet": tasks.quiet})
+    ours = ["--model_args", given, "--device", pick_placement(model.device), "--batch_size", "auto"]
+    run([*ours, *tasks.options, "--model", "longrnn"], trust_task_code=tasks.trust_task_code)

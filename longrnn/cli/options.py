@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +93,6 @@ def results_folder(
     command: str,
     checkpoints: Sequence[str],
     mitigation: str | None = None,
-    options: Mapping[str, str] | None = None,
 ) -> Path:
     """Return the default folder for the results of a command, which a person can type.
 
@@ -104,14 +103,12 @@ def results_folder(
         command: name of the folder above it.
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
         mitigation: applied to all of them, after their own.
-        options: further options that distinguish these results from others, by name.
     """
     from longrnn.hf.names import split_spec
 
     names = []
-    named = [f"{name}-{value}" for name, value in (options or {}).items()]
     for path, own in map(split_spec, checkpoints):
-        parts = [Path(path).resolve().name, *filter(None, (own, mitigation)), *named]
+        parts = [Path(path).resolve().name, *filter(None, (own, mitigation))]
         names.append(re.sub(r"[^a-z0-9._]+", "-", "+".join(parts).lower()).strip("-._"))
     return Path("results") / command / ("--".join(names)[:LONGEST].strip("-._") or "models")
 

@@ -13,13 +13,7 @@ SPARSE = 20
 
 
 def curves(
-    drawn: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    across: str,
-    up: str,
-    log: bool = False,
-    level: float | None = None,
-    powers: bool = False,
+    drawn: Mapping[str, Sequence[tuple[float, float]]], *, across: str, up: str, log: bool = False
 ) -> bytes:
     """Return the PNG of curves given by their points.
 
@@ -28,8 +22,6 @@ def curves(
         across: title of the horizontal axis.
         up: title of the vertical axis.
         log: whether the vertical axis is logarithmic.
-        level: where a dotted horizontal line stands.
-        powers: whether the horizontal axis is logarithmic, to base 2.
     """
     figure = new_figure(8.6, 3.8)
     panel = figure.subplots()
@@ -37,15 +29,7 @@ def curves(
         if points:
             marker = "o" if len(points) < SPARSE else None
             panel.plot(*zip(*points, strict=True), lw=1.2, marker=marker, ms=3, label=label)
-    if log:
-        panel.set_yscale("log")
-    else:
-        panel.ticklabel_format(axis="y", useOffset=False)
-    if level is not None:
-        panel.axhline(level, color="gray", linestyle=":", linewidth=1.2)
-    if powers:
-        panel.set_xscale("log", base=2)
-    panel.set(xlabel=across, ylabel=up)
+    panel.set(xlabel=across, ylabel=up, yscale="log" if log else "linear")
     if 0 < len(panel.get_legend_handles_labels()[0]) <= NAMED:
         figure.legend(fontsize=8, loc="outside lower center", ncols=2, frameon=False)
     return png(figure)

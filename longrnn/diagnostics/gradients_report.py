@@ -2,152 +2,103 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic_core import to_json
 
 from longrnn.diagnostics.curves import curves
-from longrnn.diagnostics.gradients import BINS, GradientRecord, Row
+from longrnn.diagnostics.gradients import BINS, HIGHEST, LOWEST, Row
 from longrnn.evaluation.figures import new_figure, png
 from longrnn.evaluation.report import Picture, write_page
+from longrnn.files import write_atomic
 
-# A factor per token this near to 1 is called neither vanishing nor exploding.
-STEADY = 0.01
-
+# The columns of the table on the terminal and in the page.
+COLUMNS = {
+    "model": "model",
+    "layer": "layer",
+    "verdict": "verdict",
+    "factor": "factor per token",
+    "half_life": "halved every",
+    "radius": "spectral radius",
+    "singular": "singular value",
+    "loss": "loss",
+    "gradient": "its gradient",
+}
 CAPTIONS = {
     "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
     "sequences. A straight line is a constant factor per token; a falling one vanishes.",
     "weights": "Entries of the gradient of the recurrent weights, of the loss at the last token, "
     "by their size, for each sequence length.",
-    "jacobian": "Spectral radius of the step Jacobian along one sequence.",
-    "lyapunov": "Lyapunov exponents of the product of the steps, in nats per token: at 0 a "
-    "direction is kept, below it is forgotten.",
 }
+DEFINITION = (
+    "Norms are those of ∂loss_T/∂h_k: h_k is the state that token k passes to token k + 1, and "
+    "loss_T the loss at the last scored token alone. The factor per token is fitted to the far "
+    "half of the distances T − k; the norm is halved every so many tokens. Jacobians are those of "
+    "one layer's state after a token with "
+    "respect to its state before it, at the input that the layer reads there: the mean spectral "
+    "radius and the largest singular value along one sequence. Loss and gradient are those of all "
+    "scored tokens and all weights."
+)
 
 
-def write_report(record: GradientRecord, folder: Path) -> list[Path]:
-    """Writes the pictures and `report.html`, and returns the files, the report first."""
-    drawings = {"norms": _norms, "weights": _weights, "jacobian": _jacobian, "lyapunov": _lyapunov}
-    pictures = [
-        Picture(name, CAPTIONS[name], draw(record))
-        for name, draw in drawings.items()
-        if record.of(name)
-    ]
-    values = {
-        "about": record.about,
-        "summary": summary(record),
-        "layers": layers(record),
-        "losses": record.of("loss"),
-        "weights": record.of("weights"),
-        "nonfinite": record.of("nonfinite"),
-    }
-    return write_page("gradients.html", folder, pictures, values)
+def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Writes `gradients.jsonl`, the pictures and `report.html`.
+
+    Args:
+        about: models (fingerprints by name), `task` and `lengths`, the first line of the record.
+        rows: of `measure`, each with its `model`.
+        folder: created if it does not exist.
+
+    Returns:
+        The files, the report first.
+    """
+    record = folder / "gradients.jsonl"
+    lines = [to_json(line, inf_nan_mode="null").decode() for line in (about, *rows)]
+    write_atomic(record, "".join(f"{line}\n" for line in lines))
+    drawn = {"norms": _norms(rows), "weights": _weights(rows)}
+    pictures = [Picture(name, CAPTIONS[name], data) for name, data in drawn.items()]
+    values = {"about": about, "columns": COLUMNS, "rows": table(rows), "definition": DEFINITION}
+    return [*write_page("gradients.html", folder, pictures, values), record]
 
 
-def layers(record: GradientRecord) -> list[Row]:
-    """Return one row per model and layer: slope, factor and half-life, spectra, first exponent."""
-    found = []
-    for norms in record.of("norms", part="state"):
-        key = {"subject": norms["subject"], "layer": norms["layer"]}
-        spectra = record.of("jacobian", **key)
-        (exponents,) = record.of("lyapunov", **key)
-        slope = None if norms["slope"] is None else norms["slope"]["mean"]
-        radii = [row["radius"] for row in spectra]
-        found.append(
-            {
-                **key,
-                "slope": slope,
-                "factor": None if slope is None else math.exp(min(slope, 700)),
-                "half_life": -math.log(2) / slope if slope is not None and slope < 0 else None,
-                "radius": sum(radii) / len(radii),
-                "singular": max(row["singular"] for row in spectra),
-                "exponent": exponents["exponents"][0],
-                "method": spectra[0]["method"],
-            }
-        )
-    return found
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the rows as texts, one per column."""
+    return [[_shown(row[name]) for name in COLUMNS] for row in rows]
 
 
-def summary(record: GradientRecord) -> str:
-    """Describe the findings, one sentence per model."""
-    sentences = [
-        f"{row['subject']}: {row['where']} (length {row['length']})."
-        for row in record.of("nonfinite")
-    ]
-    rows = layers(record)
-    for name in dict.fromkeys(row["subject"] for row in rows):
-        of_layers = [row for row in rows if row["subject"] == name]
-        known = [row for row in of_layers if row["factor"] is not None]
-        if not known:
-            sentences.append(f"{name}: the gradient is exactly 0 far from the loss.")
-            continue
-        row = max(known, key=lambda row: row["factor"])
-        where = f" (layer {row['layer']}, the slowest)" if len(of_layers) > 1 else ""
-        sentences.append(f"{name}: the gradient {_manner(row)}{where}.")
-    return " ".join(sentences)
+def _shown(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _manner(row: Row) -> str:
-    factor = f"× {row['factor']:.4g} per token"
-    if row["factor"] > 1 + STEADY:
-        return f"explodes, {factor}"
-    if row["factor"] > 1 - STEADY:
-        return f"neither vanishes nor explodes, {factor}"
-    return f"vanishes, {factor}, halved every {row['half_life']:.3g} tokens"
-
-
-def _norms(record: GradientRecord) -> bytes:
-    rows = record.of("norms", part="state")
+def _norms(rows: Sequence[Row]) -> bytes:
+    deep = any(row["layer"] for row in rows)
     drawn = {
-        _label(row, rows): [(k, norm) for k, norm in enumerate(row["norm"], start=1) if norm > 0]
+        f"{row['model']}, layer {row['layer']}" if deep else row["model"]: [
+            (distance, norm) for distance, norm in enumerate(row["norm"], start=1) if norm > 0
+        ]
         for row in rows
     }
     return curves(drawn, across="distance T − k (tokens)", up="norm of ∂loss_T/∂h_k", log=True)
 
 
-def _weights(record: GradientRecord) -> bytes:
-    """Plot histograms, one panel per model, all layers together."""
-    from matplotlib.ticker import MultipleLocator
-
-    names = list(dict.fromkeys(row["subject"] for row in record.of("weights")))
+def _weights(rows: Sequence[Row]) -> bytes:
+    """Plots histograms, one panel per model, all layers together."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
     columns, lines = min(2, len(names)), -(-len(names) // 2)
     figure = new_figure(4.2 * columns + 0.6, 2.8 * lines + 0.4)
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in grid.flat[len(names) :]:
         panel.remove()
     for panel, name in zip(grid.flat, names, strict=False):
-        for length in record.about["lengths"]:
-            rows = record.of("weights", subject=name, length=length)
-            if rows:
-                counts = [sum(column) for column in zip(*(r["counts"] for r in rows), strict=True)]
-                total = sum(counts) + sum(row["zeros"] for row in rows)
-                shares = [count / total for count in counts]
-                panel.stairs(shares, BINS, label=f"length {length}", lw=1.2)
-        panel.set(title=name, xlabel="log₁₀ |gradient|")
-        panel.xaxis.set_major_locator(MultipleLocator(4))
+        own = [row["histograms"] for row in rows if row["model"] == name]
+        for length in own[0]:
+            counts = np.sum([one[length] for one in own], axis=0)
+            edges = np.linspace(LOWEST, HIGHEST, BINS + 1)
+            panel.stairs(counts / counts.sum(), edges, label=f"length {length}", lw=1.2)
+        panel.set(title=name, xlabel="log₁₀ |gradient|", xticks=range(LOWEST, HIGHEST + 1, 4))
         panel.legend(fontsize=8)
     figure.supylabel("share of entries", fontsize=10)
     return png(figure)
-
-
-def _jacobian(record: GradientRecord) -> bytes:
-    keys = record.of("norms", part="state")
-    drawn = {}
-    for key in keys:
-        rows = record.of("jacobian", subject=key["subject"], layer=key["layer"])
-        drawn[_label(key, keys)] = [(row["position"], row["radius"]) for row in rows]
-    return curves(drawn, across="token", up="spectral radius", level=1)
-
-
-def _lyapunov(record: GradientRecord) -> bytes:
-    rows = record.of("lyapunov")
-    drawn = {
-        _label(row, rows): [(k, e) for k, e in enumerate(row["exponents"], 1) if math.isfinite(e)]
-        for row in rows
-    }
-    return curves(drawn, across="exponent, the largest first", up="nats per token", level=0)
-
-
-def _label(row: Row, rows: Sequence[Row]) -> str:
-    deep = any(other["layer"] for other in rows)
-    return f"{row['subject']}, layer {row['layer']}" if deep else row["subject"]

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.curves import curves
+from longrnn.evaluation.figures import Line, lines, png
 from longrnn.evaluation.report import Picture, write_page
+from longrnn.intervals import Estimate
 from longrnn.training.run import COUNTS, Run
 
 # The loss of an evaluation between the previous position and this one.
@@ -72,17 +74,18 @@ def _picture(runs: Sequence[Run], name: str) -> Picture:
 
 def _by_position(runs: Sequence[Run]) -> Picture:
     """The validation loss by position, at the first and the last evaluation of each run."""
-    drawn = {}
+    drawn = []
     for run in runs:
         found = [(row["step"], _curve(row)) for row in run.rows if _curve(row)]
         for step, curve in (found[0], found[-1]) if found else ():
-            drawn[f"{run.name}, step {step:,}"] = curve
+            values = [Estimate(loss, loss, loss, 1) for _, loss in curve]
+            drawn.append(Line(f"{run.name}, step {step:,}", [at for at, _ in curve], values))
     caption = (
         "Validation loss by position at the first and the last evaluation; each point is the mean "
         "since the one before."
     )
-    data = curves(drawn, across="tokens read", up="nats per token", powers=True)
-    return Picture("eval_loss_by_position", caption, data)
+    figure = lines(drawn, across="tokens read", up="nats per token")
+    return Picture("eval_loss_by_position", caption, png(figure))
 
 
 def _curve(row: dict[str, Any]) -> list[tuple[int, float]]:

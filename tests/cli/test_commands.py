@@ -32,9 +32,8 @@ CASES = """
     compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
     STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | overview.png
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
-    GRADIENTS RUN --lengths 4,8 | gradients through time | lyapunov.png | norms.png
+    GRADIENTS RUN --lengths 4,8 | gradients through time | norms.png
     GRADIENTS TEXT --text book.txt --lengths 4 | gradients.jsonl | weights.png
-    GRADIENTS TEXT --task '{kind: text, data: [book.txt]}' --lengths 4 | jacobian.png
     report RUN | backwards: loss | after 4 of 4 steps. | loss.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml

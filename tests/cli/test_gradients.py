@@ -28,37 +28,21 @@ def test_a_checkpoint_inside_a_run(cli: CLI, models: Path, tmp_path: Path) -> No
     assert "reverse" in head_of(tmp_path / "out")["task"]
 
 
-def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
-    """Untrained models are initialised as training would initialise them."""
-    config = tiny("reverse", tmp_path / "run")
-    write_config(config, tmp_path / "c.yaml")
-    options = [*SMALL, "--init", "default,orthogonal", "--output", "out"]
-    result = cli("diagnose", "gradients", "c.yaml", *options)
-    assert result.code == 0, result.err
-    torch.manual_seed(config.seed)
-    assert config.model is not None
-    expected = RecurrentLM(
-        build_config(
-            RecurrentConfig,
-            {"vocab_size": 9, **config.model, "mixer": {"kind": "gru", "init": "default"}},
-        )
-    )
-    found = head_of(tmp_path / "out")["subjects"]
-    assert list(found) == ["c, default", "c, orthogonal"]
-    assert len(set(found.values())) == 2
-    assert found["c, default"] == expected.fingerprint()
-
-
-def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
-    """Weights that a configuration sets before training are set in its untrained model too."""
-    name = "blocks.0.mixer.cell.weight_hh_l0"
+def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
+    """Untrained models have the weights that training starts with, by initialisation."""
+    name = "blocks.0.mixer.cell.weight_ih_l0"
     config = tiny("reverse", tmp_path / "run", fill={name: 0.05})
     write_config(config, tmp_path / "c.yaml")
-    result = cli("diagnose", "gradients", "c.yaml", *SMALL, "--output", "out")
-    assert result.code == 0, result.err
+    found = {}
+    for options in ([], ["--init", "default,orthogonal"]):
+        result = cli("diagnose", "gradients", "c.yaml", *SMALL, *options, "--output", "out")
+        assert result.code == 0, result.err
+        found |= head_of(tmp_path / "out")["models"]
     torch.manual_seed(config.seed)
     assert config.model is not None
     expected = RecurrentLM(build_config(RecurrentConfig, {"vocab_size": 9, **config.model}))
     with torch.no_grad():
         expected.get_parameter(name).fill_(0.05)
-    assert head_of(tmp_path / "out")["subjects"] == {"c.yaml": expected.fingerprint()}
+    assert list(found) == ["c.yaml", "c, default", "c, orthogonal"]
+    assert found["c.yaml"] == expected.fingerprint()
+    assert len(set(found.values())) == 3

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from longrnn.bundled import bundled
 from tests.cli.conftest import CLI
 
-SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
+SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10})
 LM_EVAL = "longrnn.evaluation.harness"
 TRUST = "--trust-task-code"
 
@@ -63,13 +60,3 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path) -> None:
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "'txt' is undefined" in last
-
-
-def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
-    """`python -m longrnn.evaluation.harness` is lm-eval's command with the type `longrnn`."""
-    command = [sys.executable, "-m", "longrnn.evaluation.harness", "--model", "longrnn"]
-    command += ["--model_args", "pretrained=passkey-tiny,quiet=True", "--tasks", "longrnn_reverse"]
-    command += ["--include_path", str(bundled("eval/tasks")), "--limit", "1", "--device", "cpu"]
-    command += ["--metadata", '{"n_items": 2, "n": 1}', "--gen_kwargs", "max_gen_toks=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert "|longrnn_reverse|" in done.stdout, done.stderr

@@ -75,22 +75,15 @@ CASES = """
     diagnose states TEXT --length 600 | --text | --newlines
     diagnose states TEXT --length 600 --newlines | length | --train-length
     diagnose states LLAMA --newlines --train-length 9 | llama
-    GRADIENTS --task revers | revers | reverse
-    GRADIENTS --task '{kind: reverse, vocab: 3}' | vocab
-    GRADIENTS --task {a | task
-    GRADIENTS --task [1] | task
-    GRADIENTS --task '{vocab_size: 8}' | kind
-    GRADIENTS --task reverse | 33
-    GRADIENTS --text none.txt --task reverse | --task
+    GRADIENTS --text none.txt | none.txt
     GRADIENTS --lengths 1 |
     GRADIENTS --init orthogonal |
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
-    diagnose gradients TEXT | --task
-    diagnose gradients TEXT --task passkey --lengths 16 | 156 | 16
+    diagnose gradients TEXT | --text
     diagnose gradients mamba.yaml --init ortogonal | orthogonal
     diagnose gradients mamba.yaml --init orthogonal | mamba2 | long_memory
-    diagnose gradients on.yaml --init default | --init
+    diagnose gradients on.yaml --init default | model
     CALIBRATE statenorm | statenorm | 'state_norm'
     CALIBRATE sliding_window | power_decay
     CALIBRATE token_filter | --target-length
@@ -131,7 +124,7 @@ CASES = """
     launch --cpu | longrnn launch
     launch --cpu --num_processes 0 train c.yaml | --num_processes | at least 1, not 0
     eval harness --tasks longrnn_passkey | give the checkpoint before
-    eval harness passkey-tiny | --tasks longrnn_passkey
+    eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
     HARNESS --fewshot_num 1 | unrecognized
     HARNESS --include_path no | --trust-task-code

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.diagnostics.collapse import Finding, find
-from longrnn.diagnostics.observe import LayerObservation, observe
-from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines
-from longrnn.diagnostics.states_report import summary, write_report
+from longrnn.diagnostics.observe import Observation, observe
+from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.diagnostics.states_report import write_report
 from longrnn.errors import UserError
+from longrnn.evaluation.texts import Document
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
-from longrnn.text import ByteTokenizer
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.diagnostics.conftest import open_alone
 
-TIME, FIRST = 90, 20
+TIME = 90
 
 
 class Loop:
@@ -35,7 +35,6 @@ class Loop:
     def __init__(self, model: RecurrentLM, tokens: Tensor) -> None:
         self.kind, self.cells = model.config.mixer["kind"], model.cells
         self.inputs: list[list[Tensor]] = [[] for _ in model.cells]  # (b, d) per token
-        self.outputs: list[list[Tensor]] = [[] for _ in model.cells]
         handles = [
             cell.register_forward_hook(self.keep(layer)) for layer, cell in enumerate(self.cells)
         ]
@@ -53,7 +52,6 @@ class Loop:
     def keep(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Any) -> None:
             self.inputs[layer].append(arguments[0][:, 0])
-            self.outputs[layer].append(output[0][:, 0])
 
         return hook
 
@@ -84,9 +82,9 @@ class Loop:
         return torch.sigmoid(gates[:, d : 2 * d])[:, None]  # f of an LSTM, z of a GRU
 
 
-def last(model: RecurrentLM, tokens: Tensor) -> list[LayerObservation]:
-    (found,) = observe(model, tokens, [TIME], first=FIRST)
-    return found.layers
+def last(model: RecurrentLM, tokens: Tensor) -> Observation:
+    (found,) = observe(model, tokens, [TIME])
+    return found
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
@@ -94,57 +92,48 @@ def test_observations_equal_a_loop(mixer: str) -> None:
     """Every statistic equals that of the loop, and no hook remains."""
     model, tokens = build_model(mixer), random_tokens(3, TIME + 1)
     loop = Loop(model, tokens)
-    stops = [7, FIRST, 33, TIME]
     before = 0
-    for found in observe(model, tokens, stops, first=FIRST):
+    for found in observe(model, tokens, [7, 33, TIME]):
         stop = found.position
         assert_near(found.loss, loop.losses[:, before:stop].mean(1), 1e-6, "loss")
-        for layer, one in enumerate(found.layers):
+        for layer in range(len(model.cells)):
             memory = loop.memory(layer, stop)
             flat = memory.flatten(2)
             norm = flat.square().sum(-1).sqrt()
-            assert_near(one.mean, flat.mean(-1), 1e-10, "mean")
-            assert_near(one.norm, norm, 1e-10, "norm")
-            assert_near(one.deviation, flat.std(-1, correction=0), 1e-10, "deviation")
-            assert_near(one.channels, memory.square().mean(-1).sqrt(), 1e-10, "channels")
-            lengths = torch.stack([y.norm(dim=-1) for y in loop.outputs[layer][before:stop]])
-            assert_near(one.output_norm, lengths.mean(0), 1e-10, "output norm")
+            assert_near(found.mean[layer], flat.mean(-1), 1e-10, "mean")
+            assert_near(found.norm[layer], norm, 1e-10, "norm")
+            assert_near(found.deviation[layer], flat.std(-1, correction=0), 1e-10, "deviation")
+            assert_near(found.channels[layer], memory.square().mean(-1).sqrt(), 1e-10, "channels")
             if mixer == "rnn":
-                assert all(t.isnan().all() for t in (one.retention, one.gate, one.first_share))
-                continue
-            if mixer not in ("gru", "lstm", "mamba2"):
-                continue
-            kept = loop.decay(layer, 0, stop).mean(-1)
-            assert_near(one.retention, kept.expand_as(norm), 1e-9, "retention")
-            gate = loop.decay(layer, before, stop) ** (1 / (stop - before))
-            assert_near(one.gate, gate.mean(-1).expand_as(norm), 1e-9, "gate")
-            share = torch.ones_like(norm)
-            if stop > FIRST:
-                first = loop.memory(layer, FIRST).flatten(2) * loop.decay(layer, FIRST, stop)
-                share = first.norm(dim=-1) / norm
-            assert_near(one.first_share, share, 1e-9, "first share")
+                assert bool(found.retention.isnan().all())
+                assert bool(found.gate.isnan().all())
+            if mixer in ("gru", "lstm", "mamba2"):
+                kept = loop.decay(layer, 0, stop).mean(-1)
+                assert_near(found.retention[layer], kept.expand_as(norm), 1e-9, "retention")
+                gate = loop.decay(layer, before, stop) ** (1 / (stop - before))
+                assert_near(found.gate[layer], gate.mean(-1).expand_as(norm), 1e-9, "gate")
         before = stop
-    assert not any(cell._forward_hooks for cell in model.cells)
+    assert not any(cell.is_observed for cell in model.cells)
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru", "lstm"])
 def test_observations_under_a_mitigation(mixer: str) -> None:
     """Decays include the mitigation, and are NaN where they are not defined."""
     model, tokens = build_model(mixer), random_tokens(2, TIME)
-    plain = last(model, tokens)[0]
+    plain = last(model, tokens)
     forget = mitigation("forget_more(decay_scale=0.9, input_scale=1)")
-    forgetful = last(model.under(forget), tokens)[0]
+    forgetful = last(model.under(forget), tokens)
     if mixer == "mamba2":  # its gates do not depend on its state
-        assert_near(forgetful.retention, plain.retention * 0.9**TIME, 1e-9)
+        assert_near(forgetful.retention[0], plain.retention[0] * 0.9**TIME, 1e-9)
     else:
         assert bool((forgetful.retention < plain.retention * 1e-2).all())
     limit = float(plain.norm.min()) / 2
-    for one in last(model.under(mitigation(f"state_norm(threshold={limit})")), tokens):
-        assert float(one.norm.max()) <= limit * 1.000001
-        assert one.retention.isnan().all()
-    for one in last(model.under(mitigation("sliding_window(window=8)")), tokens):
-        assert one.norm.isfinite().all()
-        assert one.first_share.isnan().all()
+    limited = last(model.under(mitigation(f"state_norm(threshold={limit})")), tokens)
+    assert float(limited.norm.max()) <= limit * 1.000001
+    windowed = last(model.under(mitigation("sliding_window(window=8)")), tokens)
+    assert bool(windowed.norm.isfinite().all())
+    for one in (limited, windowed):
+        assert bool(one.retention.isnan().all())
 
 
 ENTRIES, TRAINED, LENGTH, EVERY = 64, 1024, 32768, 64
@@ -152,12 +141,15 @@ ENTRIES, TRAINED, LENGTH, EVERY = 64, 1024, 32768, 64
 
 def judged(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t: 0.0) -> Finding:
     """Returns the finding on one head whose state has this norm and mean at position t."""
-    positions = list(range(EVERY, LENGTH + 1, EVERY))
-    spread = [math.sqrt(max(norm(t) ** 2 / ENTRIES - mean(t) ** 2, 0)) for t in positions]
-    series = {"mean": [mean(t) for t in positions], "norm": [norm(t) for t in positions]}
-    series |= {"deviation": spread, "retention": spread, "first_share": spread}
-    values = {k: torch.tensor(v).double().view(-1, 1, 1, 1) for k, v in series.items()}
-    (finding,) = find(positions, values, TRAINED)
+    nothing = torch.zeros(1)
+    seen = []
+    for t in range(EVERY, LENGTH + 1, EVERY):
+        deviation = math.sqrt(max(norm(t) ** 2 / ENTRIES - mean(t) ** 2, 0))
+        numbers = (
+            torch.full((1, 1, 1), value).double() for value in (mean(t), deviation, norm(t), 0, 0)
+        )
+        seen.append(Observation._make([t, nothing, *numbers, nothing]))
+    (finding,) = find(seen, TRAINED)
     return finding
 
 
@@ -208,8 +200,8 @@ def test_the_criterion(
     assert (found.left, found.onset) == (left, onset)
 
 
-def prompt(name: str, time: int, seed: int = 0) -> Prompt:
-    return Prompt(name, f"{seed:08x}" * 8, random_tokens(1, time, seed)[0])
+def text(name: str, time: int, seed: int = 0) -> Document:
+    return Document(name, f"{seed:08x}" * 8, random_tokens(1, time, seed)[0])
 
 
 def holding(layer: int, head: int) -> RecurrentLM:
@@ -227,28 +219,27 @@ def holding(layer: int, head: int) -> RecurrentLM:
 
 @pytest.fixture
 def found(tmp_path: Path) -> Diagnosis:
-    ones = torch.ones(1000, dtype=torch.long)
-    prompts = [prompt("a", 1000, 1), prompt("a", 1000, 2), Prompt("ones", "1" * 64, ones)]
+    ones = Document("ones", "1" * 64, torch.ones(1200, dtype=torch.long))
+    texts = [text("a", 1000, 1), text("b", 1000, 2), ones]
     options: dict[str, Any] = {"checkpoint": "<b>made</b> & co", "quiet": True}
-    return diagnose(holding(1, 2), prompts, train_length=64, output=tmp_path, **options)
+    return diagnose(holding(1, 2), texts, 1000, train_length=64, output=tmp_path, **options)
 
 
 def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path) -> None:
     """The diagnosis names the collapsing head and no other, and a mitigation reads its file."""
     assert found.collapsing() == found.global_heads() == [(1, 2)]
-    finding = next(one for one in found.findings if one.left and one.prompt == 2)
+    finding = next(one for one in found.findings if one.left and one.text == 2)
     assert finding[:2] == (1, 2)
     assert finding.onset in (128, 256)
     assert (finding.growth > 10, finding.retention > 0.99) == (True, True)
     file = tmp_path / "diagnosis.yaml"
     content = yaml.safe_load(file.read_text())
     assert content["collapsing"] == content["global"] == [[1, 2]]
-    names = ["a (00000001)", "a (00000002)", "ones"]
-    assert [p["name"] for p in content["prompts"]] == names
+    assert [one["name"] for one in content["texts"]] == ["a", "b", "ones"]
     rows = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
     positions = [*range(4, 65, 4), *range(128, 1000, 128), 1000]
-    keys = {(row["position"], row["layer"], row["prompt"], row["head"]) for row in rows}
-    assert len(keys) == len(rows) == len(positions) * 2 * 3 * 4
+    assert [row["position"] for row in rows] == positions
+    assert np.array([row["norm"] for row in rows]).shape == (len(positions), 2, 3, 4)
     spec = f"state_norm(threshold=1, heads=collapsing, diagnosis={file})"
     (masks,) = holding(1, 2).under(mitigation(spec)).mitigated_heads
     assert [mask.nonzero().tolist() for mask in masks] == [[], [[2]]]
@@ -261,14 +252,15 @@ def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) ->
     write_report(found, tmp_path)
     open_alone(page, tmp_path / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
-    assert len(widths) == 3
+    assert len(widths) == 2
     assert min(widths) > 500
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.title() == "States of <b>made</b> & co"
     assert "1 of 8 heads" in page.inner_text(".summary")
     assert "layer 1 head 2" in page.inner_text(".summary")
-    first, every = page.locator("table:has(thead)").all()
-    assert (first.locator("tbody tr").count(), every.locator("tbody tr").count()) == (3, 24)
+    rows = page.locator("table:has(thead) tbody tr")
+    assert rows.count() == 24
+    assert rows.first.inner_text().split()[:2] == ["1", "2"]
 
 
 def test_states_that_overflow(tmp_path: Path) -> None:
@@ -280,23 +272,18 @@ def test_states_that_overflow(tmp_path: Path) -> None:
     with torch.no_grad():
         recurrent.fill_(10.0)
         bias.fill_(1.0)
-    found = diagnose(model, [prompt("a", 300)], train_length=16, output=tmp_path, quiet=True)
+    found = diagnose(model, [text("a", 300)], 300, train_length=16, output=tmp_path, quiet=True)
     assert (0, 0) in found.collapsing()
     lines = (tmp_path / "states.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
-    assert rows[-1]["norm"] is None
-    assert "not defined" in summary(found)
-    assert (tmp_path / "diagnosis.yaml").read_text().count("nan") == 0
+    assert rows[-1]["norm"][0][0][0] is None
     write_report(found, tmp_path)
 
 
-def test_a_length_inside_the_training_length_is_refused(tmp_path: Path) -> None:
-    """Nothing is written."""
+@pytest.mark.parametrize("length", [300, 400])
+def test_lengths_that_cannot_be_diagnosed(length: int, tmp_path: Path) -> None:
+    """Inside the training length, or beyond the end of a text: nothing is written."""
+    options: dict[str, Any] = {"train_length": 300, "output": tmp_path / "out", "quiet": True}
     with pytest.raises(UserError):
-        diagnose(build_model("gru"), [prompt("a", 300)], train_length=300, output=tmp_path / "out")
+        diagnose(build_model("gru"), [text("a", 350)], length, **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_newlines_are_a_prompt() -> None:
-    """A prompt of newlines has the given length."""
-    assert newlines(ByteTokenizer(), 5).tokens.tolist() == [10] * 5

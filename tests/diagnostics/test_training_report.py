@@ -112,17 +112,12 @@ def test_names_and_settings(tmp_path: Path) -> None:
         ('{"step": 1, "tokens": 2}\nx\n', "row of metrics"),
     ],
 )
-def test_what_is_no_run_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
     """A folder without metrics raises a UserError."""
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=message) as error:
         read_runs([tmp_path])
     assert "\n" not in str(error.value)
-
-
-def test_a_run_that_has_logged_nothing(tmp_path: Path) -> None:
-    """The remedy fits the given path."""
-    (tmp_path / "train.yaml").write_text("seed: 0\n")
-    with pytest.raises(UserError):
-        read_runs([tmp_path])

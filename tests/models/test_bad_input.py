@@ -14,8 +14,8 @@ from longrnn import generate, positions
 from longrnn import state as states
 from longrnn.checksums import sealed
 from longrnn.data import TASKS
+from longrnn.diagnostics.calibrate import METHODS
 from longrnn.errors import UserError
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.suites import build_evaluation
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
@@ -202,7 +202,7 @@ def test_a_path_without_a_state_is_refused(name: str, tmp_path: Path) -> None:
 SEEDS: dict[str, Callable[[int], Any]] = {
     "of training": lambda seed: configured({"seed": seed}, []),
     "of an evaluation": lambda seed: build_evaluation({"kind": "passkey", "seed": seed}),
-    "of a calibration": lambda seed: cast(Any, Settings)(train_length=64, seed=seed),
+    "of a calibration": lambda seed: METHODS.build({"kind": "per_head", "seed": seed}),
     "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
     "of held-out sequences": lambda seed: cast(Any, TASKS["reverse"])(None, seed=seed),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,16 +36,9 @@ class Harness(Evaluation):
         default=[], description="Metrics to report (default: all with one number per document)."
     )
     limit: Count | None = Field(default=None, description="Documents of each task (default: all).")
-    num_fewshot: int | None = Field(
-        default=None, description="Examples in each prompt (default: the number in the task)."
-    )
     include_path: str | None = Field(default=None, description="A folder with further tasks.")
     metadata: dict[str, Any] | None = Field(
         default=None, description="Metadata of the tasks, such as {max_seq_lengths: [1024]}."
-    )
-    datasets: str | None = Field(
-        default=None,
-        description="A folder in which ORGANISATION/NAME stands for a data set on the Hub.",
     )
 
     def files(self) -> list[Path]:
@@ -66,7 +59,6 @@ class Harness(Evaluation):
         return {
             "texts": [read_text(path)[1] for path in self.files()],
             "limit": self.limit,
-            "num_fewshot": self.num_fewshot,
             "metadata": self.metadata,
             "seed": self.seed,
         }
@@ -77,24 +69,30 @@ class Harness(Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        from longrnn.evaluation.harness import LongRNN, scores
+        from lm_eval import simple_evaluate
 
+        from longrnn.evaluation.harness import LongRNN, explained, find_tasks
+
+        evaluate: Any = simple_evaluate
         for item in items:
             wrapped = LongRNN(model.model, tokenizer=model.tokenizer, quiet=True)
-            found = scores(
-                wrapped,
-                [item.spec],
-                include_path=self.include_path,
-                metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
-                datasets=self.datasets,
-                limit=self.limit,
-                num_fewshot=self.num_fewshot,
-                fewshot_random_seed=self.seed,
-            )
-            counts = wrapped.counts
-            cut = counts["requests"] + counts["split_documents"]
-            progress.advance(1, counts["computed"])
-            yield [(item, {"cut": {"requests": cut, "reads": wrapped.max_length}, "scores": found})]
+            metadata = {"tokenizer": model.checkpoint, **(self.metadata or {})}
+            with explained():
+                manager, names = find_tasks([item.spec], self.include_path, metadata)
+                results = evaluate(
+                    model=wrapped,
+                    tasks=names,
+                    task_manager=manager,
+                    metadata=metadata,
+                    limit=self.limit,
+                    fewshot_random_seed=self.seed,
+                    bootstrap_iters=0,
+                )
+            progress.advance(1, wrapped.counts["computed"])
+            # Only the main process gets results.
+            found = _scores((results or {"samples": {}})["samples"])
+            cut = {"requests": wrapped.counts["truncated"], "reads": wrapped.max_length}
+            yield [(item, {"cut": cut, "scores": found})]
 
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         measurements = []
@@ -116,3 +114,23 @@ class Harness(Evaluation):
                     column = Column(name, SCORE, ".3f")
                     measurements.append(Measurement(column, None, samples, reason))
         return measurements
+
+
+def _scores(samples: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return the metrics with one number per document.
+
+    Returns:
+        Numbers by document under `TASK, METRIC`, or `TASK, FILTER, METRIC` for a task with filters.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for task, rows in samples.items():
+        for row in rows:
+            which = [task] if row["filter"] == "none" else [task, row["filter"]]
+            for metric in row["metrics"]:
+                value = row[metric]
+                # RULER gives −1 under the lengths that are not that of the document.
+                other_length = metric.isdecimal() and value == -1
+                if isinstance(value, (bool, int, float)) and not other_length:
+                    column = found.setdefault(", ".join([*which, metric]), {})
+                    column[str(row["doc_id"])] = float(value)
+    return found

@@ -15,23 +15,27 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lm_eval.models  # noqa: F401
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
-from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from longrnn import __version__, processes
+from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.options import Arguments, build_model, parse_generation
+from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
@@ -42,11 +46,16 @@ from longrnn.text import ByteTokenizer
 
 logger = logging.getLogger(__name__)
 
+BATCH_SIZE = 8
+# lm-eval's default for tasks that do not set `max_gen_toks`.
+MAX_NEW_TOKENS = 256
+# Generation options that are supported, and values of others that have no effect.
+GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
+NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
 # Key in a cache of answers under which the model and settings are recorded.
 FINGERPRINT = "longrnn fingerprint"
-TRUNCATED = ("requests", "tokens", "split_documents")
 
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type
@@ -57,12 +66,18 @@ class LongRNN(HFLM):
 
     Args:
         pretrained: a checkpoint as `load` takes it, or a loaded model.
-        options: see `Arguments`.
+        tokenizer: a tokenizer or its name; by default that of the checkpoint.
+        device: CUDA by default if it is available.
+        batch_size: rows in one batch; `auto` for BATCH_SIZE.
+        max_batch_size: lm-eval gives it; it has no effect.
+        max_length: in tokens; by default that of the model.
+        prefix_token_id: the token in front of a text; by default BOS, EOS or a newline.
+        add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
+        quiet: show no progress.
 
     Attributes:
-        counts: tokens `requested` and `computed`, and what was truncated: `requests`, the `tokens`
-            cut from them, and `split_documents`. At the end of an evaluation it is the sum over all
-            processes.
+        counts: tokens `requested` and `computed`, and `truncated` requests. At the end of an
+            evaluation it is the sum over all processes.
 
     Raises:
         UserError: the model or tokenizer cannot be loaded, or the options do not fit it.
@@ -73,33 +88,45 @@ class LongRNN(HFLM):
     batch_size: Any = None
     max_length: Any = None
 
-    def __init__(self, pretrained: str | Path | LanguageModel, **options: Any) -> None:
+    def __init__(
+        self,
+        pretrained: str | Path | LanguageModel,
+        *,
+        tokenizer: Any = None,
+        device: str | None = None,
+        batch_size: int | str = BATCH_SIZE,
+        max_batch_size: object = None,
+        max_length: int | None = None,
+        prefix_token_id: int | None = None,
+        add_bos_token: bool | None = None,
+        quiet: bool = False,
+    ) -> None:
         TemplateLM.__init__(self)  # that of the `hf` type would load the model with transformers
-        given = Arguments(**options)
         processes.start()
         self._rank, self._world_size = processes.rank(), processes.size()
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
-        self.model = build_model(pretrained, given)
-        source = pretrained if given.tokenizer is None else given.tokenizer
-        if isinstance(source, LanguageModel):
-            raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
+        self.model = pretrained
+        if not isinstance(pretrained, LanguageModel):
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            self.model = load(pretrained, device=device)
+        source: Any = pretrained if tokenizer is None else tokenizer
         # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
         # that is given, and determines whether special tokens are added.
         named = isinstance(source, (str, Path))
-        own = load_tokenizer(source, add_bos_token=given.add_bos_token) if named else source
+        own = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
         refuse_unfit(own, self.model)
         self.fingerprint = own.fingerprint()
         hf = byte_level() if type(own) is ByteTokenizer else own
         if not isinstance(hf, HFTokenizer):
             raise UserError("lm-eval needs a Hugging Face tokenizer: give one, or bytes")
         self.tokenizer: Any = hf.tokenizer
-        self.batch_size = given.batch_size
-        if given.max_length is not None:
-            refuse_long(self.model, given.max_length)
-        self.max_length = given.max_length or self.model.max_length
-        self.custom_prefix_token_id, self.add_bos_token = given.prefix_token_id, given.add_bos_token
+        self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
+        if max_length is not None:
+            refuse_long(self.model, max_length)
+        self.max_length = max_length or self.model.max_length
+        self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
-        self.quiet = given.quiet
+        self.quiet = quiet
         self.counts: Counter[str] = Counter()
 
     # Texts and ids
@@ -109,11 +136,6 @@ class LongRNN(HFLM):
         """The token in front of the first token of a text."""
         found: int | None = super().prefix_token_id
         return self.tokenizer.encode(NEWLINE)[-1] if found is None else found
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The tokenizer's fingerprint, a key of lm-eval's cache of requests."""
-        return self.fingerprint
 
     def _prompt(self, text: str, more: int) -> Ids:
         """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
@@ -131,7 +153,7 @@ class LongRNN(HFLM):
                 f"{more} tokens to score or to generate leave no room for a context: the model "
                 f"reads at most {self.max_length}; use shorter continuations"
             )
-        self.counts.update(requests=1, tokens=len(context) - room)
+        self.counts["truncated"] += 1
         return tuple(context[-room:])
 
     # The three kinds of requests
@@ -153,18 +175,15 @@ class LongRNN(HFLM):
             self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
         return [found[index] for index in range(len(pairs))]
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of documents, in windows if they exceed the maximum length."""
         pairs: list[Pair] = []
         owners: list[int] = []
-        for index, (text,) in enumerate(_arguments(requests)):
+        for index, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text)
             longest = self.max_length or len(ids) or 1
             windows = get_rolling_token_windows(ids, self.prefix_token_id, longest, context_len=1)
             own = [Pair(tuple(a), tuple(b)) for a, b in map(make_disjoint_window, windows)]
-            self.counts["split_documents"] += len(own) > 1
             pairs += own
             owners += [index] * len(own)
         left, nats = Counter(owners), [0.0] * len(requests)
@@ -177,18 +196,18 @@ class LongRNN(HFLM):
                 self.cache_hook.add_partial("loglikelihood_rolling", args, nats[index])
         return nats
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return continuations of prompts, each up to its first stop string."""
         kinds: dict[str, list[int]] = {}
-        for index, (_, options) in enumerate(_arguments(requests)):
+        for index, (_, options) in enumerate(request.args for request in requests):
             kinds.setdefault(json.dumps(options, sort_keys=True), []).append(index)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         answers = [""] * len(requests)
         with self._progress("generate_until", len(requests)) as progress:
             for options, indices in kinds.items():
-                settings = parse_generation(json.loads(options), eos)
-                texts = [cast(str, requests[index].args[0]) for index in indices]
-                prompts = [self._prompt(text, settings.max_new_tokens) for text in texts]
+                settings = generation(json.loads(options), eos)
+                more = settings["max_new_tokens"]
+                prompts = [self._prompt(requests[index].args[0], more) for index in indices]
                 self.counts["requested"] += sum(map(len, prompts))
                 for place, text in complete(
                     self.model,
@@ -197,10 +216,10 @@ class LongRNN(HFLM):
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
                     progress=progress,
-                    **settings._asdict(),
+                    **settings,
                 ):
                     index = indices[place]
-                    answers[index] = postprocess_generated_text(text, settings.until, None)
+                    answers[index] = postprocess_generated_text(text, settings["until"], None)
                     args = requests[index].args
                     self.cache_hook.add_partial("generate_until", args, answers[index])
                     progress.advance(1, 0)
@@ -220,12 +239,10 @@ class LongRNN(HFLM):
     def _count(self, progress: Progress) -> None:
         """Count the tokens of finished requests, and warn of what was truncated so far."""
         self.counts["computed"] += progress.units
-        cut = self.counts
-        if cut["requests"] or cut["split_documents"]:
+        if self.counts["truncated"]:
             logger.warning(
-                f"the model reads at most {self.max_length:,} tokens: {cut['requests']} contexts "
-                f"were truncated from the left, by {cut['tokens']:,} tokens in all, and "
-                f"{cut['split_documents']} documents were read in windows"
+                f"the model reads at most {self.max_length:,} tokens: {self.counts['truncated']} "
+                "contexts were truncated from the left"
             )
 
     # Several processes
@@ -260,13 +277,12 @@ class LongRNN(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
         return {
-            "longrnn_version": __version__,
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self.fingerprint,
+            "max_length": self.max_length,
             "tokens_requested": self.counts["requested"],
             "tokens_computed": self.counts["computed"],
-            "max_length": self.max_length,
-            "truncated": {name: self.counts[name] for name in TRUNCATED},
+            "requests_truncated": self.counts["truncated"],
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -288,5 +304,22 @@ class LongRNN(HFLM):
 register_model("longrnn")(LongRNN)
 
 
-def _arguments(requests: Sequence[Instance]) -> list[tuple[Any, ...]]:
-    return [cast("tuple[Any, ...]", request.args) for request in requests]
+def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
+    """Return a task's `generation_kwargs` as options of `complete`.
+
+    Raises:
+        UserError: an option that is not supported.
+    """
+    found: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
+    unknown = {name for name, value in found.items() if NEUTRAL.get(name) != value} - GENERATION
+    if unknown:
+        raise UserError(
+            f"generation option {min(unknown)} is not supported: leave it out, or use "
+            f"{', '.join(sorted(GENERATION))}"
+        )
+    return {
+        "until": handle_stop_sequences(found["until"], eos=eos),
+        "max_new_tokens": found["max_gen_toks"],
+        "temperature": found["temperature"] if found["do_sample"] else 0.0,
+        "top_p": found.get("top_p") or 1.0,
+    }

@@ -108,6 +108,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
 def evaluate(model: Any, tasks: Path, *names: str, **options: Any) -> dict[str, Any]:
     """Return lm-eval's results with samples, without listing lm-eval's own tasks."""
-    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    manager = TaskManager(
+        include_path=str(tasks), include_defaults=False, metadata=options.get("metadata")
+    )
     run: Any = simple_evaluate
     return run(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **options)

@@ -135,11 +135,11 @@ def test_a_state_of_another_mitigation_is_refused(tmp_path: Path) -> None:
 def test_states_are_measured_as_they_are() -> None:
     """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
     model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
-    (measured,) = observe(model, text, [32], first=8)
+    (measured,) = observe(model, text, [32])
     after = model.cell_states(model(text[:, :32]).state)
-    for found, state in zip(measured.layers, after, strict=True):
-        assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
-        assert bool(found.retention.isfinite().all())
+    for norm, state in zip(measured.norm, after, strict=True):
+        assert_near(norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
+    assert bool(measured.retention.isfinite().all())
     logits = model(text[:, :32]).logits.transpose(1, 2)
     losses = torch.nn.functional.cross_entropy(logits, text[:, 1:], reduction="none")
     assert_near(measured.loss, losses.mean(1), 1e-9)

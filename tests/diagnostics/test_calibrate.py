@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
+from longrnn.diagnostics.calibrate import METHODS, calibrate
+from longrnn.diagnostics.calibration import EVERY
+from longrnn.diagnostics.per_head import TOLERANCE
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import METHODS, READERS, calibrate
-from longrnn.evaluation.layer_statistics import EVERY
-from longrnn.evaluation.per_head import TOLERANCE
-from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent
@@ -42,8 +40,10 @@ PROSE = (
 OTHER = "There is nothing surprising in this. If they but knew it, almost all men in their degree."
 LENGTH, TARGET = 40, 150  # LENGTH is no multiple of EVERY
 SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
-# What every method needs to run on PROSE.
-QUICK = Settings(train_length=LENGTH, target_length=TARGET, windows=2, steps=2)
+LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
+# Settings with which every method runs quickly on PROSE.
+QUICK = {name: f"{name}(windows=2)" for name in METHODS}
+QUICK |= {name: f"{name}(windows=2, steps=2)" for name in SEARCHED}
 
 
 @pytest.fixture
@@ -129,25 +129,18 @@ def written(
 @pytest.mark.parametrize("mixer", list(MIXERS))
 @torch.no_grad()
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
-    """The threshold is the largest norm of a head inside the training length times the margin."""
+    """The threshold is the largest norm of a head inside the training length times the margin;
+    windows are spread evenly over all texts."""
     model = build(mixer)
-    (member,) = calibrate(
-        model, documents, "state_norm", Settings(train_length=LENGTH, margin=0.8), quiet=True
-    )
-    expected = largest_norms(model, windows(LENGTH))
-    assert member["kind"] == "state_norm"
-    for found, norms in zip(member["threshold"], expected, strict=True):
-        assert found == pytest.approx([0.8 * norm for norm in norms], rel=1e-5)
-
-
-def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
-    """Windows are spread evenly over all texts."""
-    (member,) = calibrate(
-        build(), documents, "state_norm", Settings(train_length=LENGTH, windows=3), quiet=True
-    )
     assert len(windows(LENGTH)) == 13
-    expected = largest_norms(build(), windows(LENGTH, [0, 4, 8]))
-    assert member["threshold"][1] == pytest.approx(expected[1], rel=1e-5)
+    for method, margin, tokens in (
+        ("state_norm(margin=0.8)", 0.8, windows(LENGTH)),
+        ("state_norm(windows=3)", 1.0, windows(LENGTH, [0, 4, 8])),
+    ):
+        (member,) = calibrate(model, documents, method, train_length=LENGTH, quiet=True)
+        assert member["kind"] == "state_norm"
+        for found, norms in zip(member["threshold"], largest_norms(model, tokens), strict=True):
+            assert found == pytest.approx([margin * norm for norm in norms], rel=1e-5)
 
 
 def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
@@ -157,15 +150,15 @@ def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
         for parameter in model.cells[1].parameters():
             parameter.zero_()
     with pytest.raises(UserError, match="layer 1"):
-        calibrate(model, documents, "state_norm", Settings(train_length=LENGTH), quiet=True)
+        calibrate(model, documents, "state_norm", train_length=LENGTH, quiet=True)
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.6, None])
 def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
     """Only global heads have a threshold, which is the quantile of their step sizes."""
     model = build(n_layers=3)
-    asked = Settings(train_length=LENGTH, target_length=TARGET, quantile=quantile)
-    (member,) = calibrate(model, documents, "token_filter", asked, quiet=True)
+    method = "token_filter" if quantile is None else f"token_filter(quantile={quantile})"
+    (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
     share = 1 - LENGTH / TARGET if quantile is None else quantile
     kinds = set()
     found = zip(member["threshold"], steps(model, windows(LENGTH)), strict=True)
@@ -181,32 +174,12 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
     assert kinds == {True, False}, "this model has heads of one kind only"
 
 
-def test_nothing_to_filter(documents: list[Document]) -> None:
-    """If no head is global, a UserError says that there is nothing to filter."""
+@pytest.mark.parametrize("method", ["token_filter", "per_head"])
+def test_nothing_global(method: str, documents: list[Document]) -> None:
+    """If no head is global, a UserError says that there is nothing to do."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=naming("0.05", 40)):
-        calibrate(
-            model,
-            documents,
-            "token_filter",
-            Settings(train_length=LENGTH, target_length=TARGET),
-            quiet=True,
-        )
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.3, 2), (0.5, 4), (0.01, 1), (1.0, 8)])
-def test_scale_delta_by_share(share: float, count: int, documents: list[Document]) -> None:
-    """The factor applies to the share of heads with the longest receptive fields only."""
-    model = build()
-    asked = Settings(train_length=LENGTH, target_length=TARGET, share=share)
-    (member,) = calibrate(model, documents, "scale_delta", asked, quiet=True)
-    slowness = torch.stack(
-        [(dt * A).flatten(0, 1).mean(0) for dt, A in steps(model, windows(LENGTH))]
-    )
-    slow = slowness >= slowness.flatten().sort(descending=True).values[count - 1]
-    assert int(slow.sum()) == count
-    expected = [[LENGTH / TARGET if one else 1.0 for one in layer] for layer in slow.tolist()]
-    assert member == {"kind": "scale_delta", "scale": expected}
+        calibrate(model, documents, method, **LENGTHS, quiet=True)
 
 
 @pytest.mark.parametrize("kind", SEARCHED)
@@ -216,30 +189,16 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     assert len(tokens) == 2
     plain, better = mean_loss(model, tokens), []
     for seed in range(4):
-        asked = Settings(train_length=LENGTH, target_length=TARGET, steps=1 + seed, seed=seed)
-        (member,) = calibrate(model, documents, kind, asked, quiet=True)
+        method = f"{kind}(steps={1 + seed}, seed={seed})"
+        (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
+        torch.manual_seed(seed)  # which has no effect on the search
+        assert calibrate(model, documents, method, **LENGTHS, quiet=True) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
         assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
     assert min(better) >= 0
     assert max(better) > 1e-6, "nothing was found in four searches"
-
-
-@pytest.mark.parametrize("kind", SEARCHED)
-def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
-    """Equal seeds give equal factors, whatever the global random state."""
-    model = build()
-
-    def search(seed: int) -> list[dict[str, Any]]:
-        asked = Settings(train_length=LENGTH, target_length=TARGET, windows=1, steps=3, seed=seed)
-        return calibrate(model, documents, kind, asked, quiet=True)
-
-    torch.manual_seed(1)
-    first = search(0)
-    torch.manual_seed(2)
-    assert search(0) == first
-    assert any(search(seed) != first for seed in (1, 2, 3))
 
 
 def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None:
@@ -249,8 +208,8 @@ def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None
     candidates = {(i, h) for i, one in enumerate(kept) for h in range(len(one)) if one[h] > 0.05}
     found = []
     for passes in (5, 300, 300):
-        asked = QUICK.model_copy(update={"passes": passes})
-        members = calibrate(model, documents, "per_head", asked, quiet=True)
+        method = f"per_head(windows=2, passes={passes})"
+        members = calibrate(model, documents, method, **LENGTHS, quiet=True)
         changed = {
             (layer, head)
             for member in members
@@ -272,7 +231,7 @@ def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     """A calibration survives its file unchanged, and is refused for another model."""
     model = build()
-    members = calibrate(model, documents, method, QUICK, quiet=True)
+    members = calibrate(model, documents, QUICK[method], **LENGTHS, quiet=True)
     path = written(tmp_path, model, documents, members)
     content = yaml.safe_load(path.read_text())
     assert content["fingerprint"] == model.fingerprint()
@@ -315,8 +274,8 @@ def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text(FILLER * 20)
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    asked = Settings(train_length=256, target_length=65536, windows=4)
-    (member,) = calibrate(model, texts, "token_filter", asked, quiet=True)
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 65536}
+    (member,) = calibrate(model, texts, "token_filter(windows=4)", **lengths, quiet=True)
     none = [None] * 4
     (theta,) = [value for value in member["threshold"][0] if value is not None]
     assert member["threshold"] == [[None, theta, None, None], none]
@@ -327,14 +286,14 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     (tmp_path / "filler.txt").write_text(FILLER * 400)
     model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    asked = Settings(train_length=256, target_length=16384, windows=1, keys=2)
-    (member,) = calibrate(model, texts, "per_head", asked, quiet=True)
+    method = "per_head(windows=1, keys=2)"
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 16384}
+    (member,) = calibrate(model, texts, method, **lengths, quiet=True)
     assert member["kind"] == "token_filter"
     chosen = [[theta is not None for theta in layer] for layer in member["threshold"]]
     assert chosen == [[False, True, False, False], [False] * 4]
-    with pytest.raises(UserError, match="leave out keys"):
-        short = Settings(train_length=64, target_length=128, windows=1, keys=1)
-        calibrate(model, texts, "per_head", short, quiet=True)
+    with pytest.raises(UserError, match="fewer keys"):
+        calibrate(model, texts, method, train_length=64, target_length=128, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +301,9 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     [
         ("statenorm", "mamba2", "state_norm"),
         ("sliding_window", "mamba2", "sliding_window"),
+        ("state_norm(quantile=0.5)", "mamba2", "quantile"),
+        ("token_filter(quantile=2)", "mamba2", "quantile"),
+        ("per_head(passes=4)", "mamba2", "passes"),
         ("token_filter", "lstm", "token_filter"),
         ("scale_delta", "gru", "scale_delta"),
         ("power_decay", "rnn", "power_decay"),
@@ -350,37 +312,23 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
 def test_methods_that_cannot_be(
     method: str, mixer: str, message: str, documents: list[Document]
 ) -> None:
-    """An unknown or unsuitable method raises a UserError."""
+    """An unknown or unsuitable method or setting raises a UserError."""
     with pytest.raises(UserError, match=message):
-        calibrate(build(mixer), documents, method, QUICK, quiet=True)
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [pair for pair in product(METHODS, READERS) if pair[0] not in READERS[pair[1]]],
-)
-def test_a_setting_that_a_method_does_not_read_is_refused(
-    method: str, name: str, documents: list[Document]
-) -> None:
-    """A setting is not silently without effect."""
-    with pytest.raises(UserError, match=naming(name, *READERS[name])):
-        calibrate(build(), documents, method, QUICK.model_copy(update={name: 0.5}), quiet=True)
+        calibrate(build(mixer), documents, method, **LENGTHS, quiet=True)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_texts_that_are_too_short(method: str, documents: list[Document]) -> None:
-    """A text that is shorter than a window raises a UserError."""
-    need = 600 if method in SEARCHED else 500
-    with pytest.raises(UserError, match=naming(len(PROSE), need + 1)):
-        calibrate(
-            build(), documents, method, Settings(train_length=501, target_length=600), quiet=True
-        )
+def test_lengths_that_cannot_be(method: str, documents: list[Document]) -> None:
+    """Texts shorter than a window, no target length, and one inside the training length."""
+    need = 601 if method in SEARCHED else 501
+    lengths: dict[str, Any] = {"train_length": 501, "target_length": 600}
+    with pytest.raises(UserError, match=naming(len(PROSE), need)):
+        calibrate(build(), documents, method, **lengths, quiet=True)
     with pytest.raises(UserError):
-        calibrate(build(), [], method, QUICK, quiet=True)
-
-
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"state_norm"}))
-def test_the_target_length_must_be_said(method: str, documents: list[Document]) -> None:
-    """A method that needs a target length raises a UserError without one."""
-    with pytest.raises(UserError, match="--target-length"):
-        calibrate(build(), documents, method, Settings(train_length=LENGTH), quiet=True)
+        calibrate(build(), [], method, **LENGTHS, quiet=True)
+    with pytest.raises(UserError, match=naming(LENGTH, LENGTH + 1)):
+        lengths = {"train_length": LENGTH + 1, "target_length": LENGTH}
+        calibrate(build(), documents, method, **lengths, quiet=True)
+    if method != "state_norm":
+        with pytest.raises(UserError, match="--target-length"):
+            calibrate(build(), documents, method, train_length=LENGTH, quiet=True)
