@@ -71,9 +71,9 @@ class TokenStack:
         assert self._packed is not None
         assert self._packed.layers is not None
         given = [
-            cpu.Tokens(*one.state, one.recent)
+            cpu.Tokens(one.state.conv, one.state.ssm, one.recent)
             if isinstance(one, EditedState)
-            else cpu.Tokens(*one, None)
+            else cpu.Tokens(one.conv, one.ssm, None)
             for one in states
         ]
         memory = self._memory.take(len(states), given[0].ssm)
@@ -155,8 +155,9 @@ class _Packed:
         self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
         own = [None] * len(blocks) if edits is None else edits
         suits = all(map(_suits, blocks))
-        layers = list(map(_layer, blocks, own)) if suits else [None]
-        self.layers = None if None in layers else cpu.pack_layers(layers)
+        found = list(map(_layer, blocks, own)) if suits else []
+        layers = [one for one in found if one is not None]
+        self.layers = cpu.pack_layers(layers) if len(layers) == len(blocks) else None
 
     def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
@@ -206,7 +207,6 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
     numbers = None if edit is None else edit.numbers(cell.n_heads)
     if edit is not None and numbers is None:
         return None
-    windowed = edit is not None and edit.window is not None
     every = torch.ones(cell.n_heads, dtype=torch.bool)
     heads = every if edit is None or edit.heads is None else edit.heads
     return cpu.Layer(
@@ -217,6 +217,6 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
         cell.weights(),
         cell.state_like(),
         numbers,
-        edit.window if windowed else None,
+        None if edit is None else edit.window,
         heads.nonzero()[:, 0],
     )

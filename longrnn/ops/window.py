@@ -82,8 +82,8 @@ def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
     before = [one.entries for one in recent]
     known = before[0].shape[1]
     with _CLAIMING:
-        room = _ROOMS.get(before[0])
-        start = 0 if room is None else before[0].storage_offset() // before[0].shape[2]
+        room: _Room | None = _ROOMS.get(before[0])
+        start = 0 if room is None else int(before[0].storage_offset()) // before[0].shape[2]
         stop = start + known + count
         if room is None or room.used != start + known or stop > room.parts[0].shape[1]:
             start, stop = 0, known + count

@@ -47,8 +47,8 @@ STRUCTS = {
     """,
     "FewRows": "long rows m k kind; data weight; floats x y",
     "Layer": """
-        CellCall of; Window window; long d; real eps; mixed norm; long in_kind; data in_weight; mixed in_bias;
-        long out_kind; data out_weight; mixed out_bias
+        CellCall of; Window window; long d; real eps; mixed norm; long in_kind; data in_weight;
+        mixed in_bias; long out_kind; data out_weight; mixed out_bias
     """,
     "Stack": "long count rows; data layers states; mixed x x_after",
 }
