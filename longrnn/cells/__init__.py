@@ -1,7 +1,7 @@
 """The recurrent cells."""
 
 from longrnn.cells.base import MIXERS, Cell, EditedState
-from longrnn.cells.edit import Edit, Steps, Update, merge
+from longrnn.cells.edit import Edit, StepChange, Steps, Update, merge
 from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
 from longrnn.cells.mamba2 import Mamba2
@@ -24,6 +24,7 @@ __all__ = [
     "Mamba2",
     "Mamba3",
     "ScanningCell",
+    "StepChange",
     "Steps",
     "StepwiseCell",
     "TorchCell",

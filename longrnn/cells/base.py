@@ -56,6 +56,8 @@ class Cell(nn.Module, ABC):
     gated = True
     diagonal = True
     recurrence: nn.Module
+    # What `like` found for a state and an edit, because it is needed per token.
+    _known_like: tuple[PyTree, Edit, PyTree] | None = None
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -143,7 +145,11 @@ class Cell(nn.Module, ABC):
         own = self.state_like()
         if edit is None or edit.window is None:
             return own
-        return EditedState(own, tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit)))
+        known = self._known_like
+        if known is None or known[0] is not own or known[1] is not edit:
+            recent = tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit))
+            self._known_like = known = own, edit, EditedState(own, recent)
+        return known[2]
 
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
         """Calls `observe` with the output by channel in every forward pass, until removed.

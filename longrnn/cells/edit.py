@@ -50,6 +50,37 @@ class Steps(NamedTuple):
         return self._replace(dt=change(self.dt), decay_dt=decay_dt)
 
 
+class StepChange(NamedTuple):
+    """A change of the steps by numbers per head, `(h,)` float64; None for none.
+
+    Attributes:
+        least: a step at or below it becomes 0, and so does its x.
+        step: factor of dt.
+        power: exponent of |A|.
+        rate: factor of A.
+    """
+
+    least: Tensor | None = None
+    step: Tensor | None = None
+    power: Tensor | None = None
+    rate: Tensor | None = None
+
+    def __call__(self, steps: Steps) -> Steps:
+        x, dt, A, _ = steps
+        if self.least is not None:
+            # In the dtype of dt, so that a threshold taken from a step equals this step.
+            short = dt <= self.least.to(dt)
+            # x too, because 0 times an infinite input would be NaN in the state.
+            steps = steps._replace(x=torch.where(short[..., None], torch.zeros_like(x), x))
+            steps = steps.with_steps(lambda dt: dt.masked_fill(short, 0))
+        if (step := self.step) is not None:
+            steps = steps.with_steps(lambda dt: dt * step.to(dt))
+        if self.power is not None:
+            # In float64, which is cheap for one number per head, so that s is not rounded.
+            A = -(-A.double()).pow(self.power.to(A.device)).to(A)
+        return steps._replace(A=A if self.rate is None else A * self.rate.to(A))
+
+
 class Update(NamedTuple):
     """How one token changes a stepwise cell's memory: memory ← keep ∘ memory + add.
 
@@ -91,6 +122,27 @@ class Edit(NamedTuple):
         """The edit with its numbers on a device."""
         keep, add, limit = (None if one is None else one.to(device) for one in self[1:4])
         return self._replace(keep=keep, add=add, limit=limit)
+
+    def numbers(self, heads: int) -> Tensor | None:
+        """Stages 1, 2 and the limit as numbers per head, `(7, h)` float64, for a kernel.
+
+        In this order: `least`, `step`, `rate` and `power` of one `StepChange`, the logarithm of
+        `keep`, `add`, and `limit`. None if a step is changed by another function.
+        """
+        ones = torch.ones(heads, dtype=torch.float64)
+        least, step, rate, power = -ones, ones, ones, ones
+        for change in self.steps:
+            if not isinstance(change, StepChange):
+                return None
+            if change.least is not None:
+                least = torch.maximum(least, change.least.float() / step)
+            step = step if change.step is None else step * change.step
+            if change.power is not None:
+                rate, power = rate**change.power, power * change.power
+            rate = rate if change.rate is None else rate * change.rate
+        keep, add = (ones if one is None else one for one in (self.keep, self.add))
+        limit = ones * torch.inf if self.limit is None else self.limit
+        return torch.stack([least, step, rate, power, keep.log(), add, limit])
 
     @property
     def changes_nothing(self) -> bool:

@@ -6,20 +6,26 @@ With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
-from longrnn.cells import Cell, Edit, Steps
+from longrnn.cells import Cell, Edit, StepChange
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import FiniteAboveZero, per_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
-    """Base of mitigations with one factor per layer and head, in (0, ∞)."""
+    """Base of mitigations with one factor per layer and head, in (0, ∞).
+
+    Attributes:
+        field: of `StepChange`, to which the factor is given.
+    """
 
     scale: FiniteAboveZero = 1.0
+
+    field: ClassVar[str]
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
@@ -27,12 +33,7 @@ class Scaling(Mitigation):
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
         scale = per_head(self.scale, layer, heads, alone=1.0)
-        return Edit(steps=(partial(self.apply, scale=scale),))
-
-    @staticmethod
-    def apply(steps: Steps, scale: Tensor) -> Steps:
-        """Applies the factors `(h,)` float64."""
-        raise TypeError("implemented by the subclasses")
+        return Edit(steps=(StepChange(**{self.field: scale}),))
 
 
 @MITIGATIONS.register("scale_delta")
@@ -55,10 +56,7 @@ class ScaleDelta(Scaling):
     """
 
     name = "scale_delta"
-
-    @staticmethod
-    def apply(steps: Steps, scale: Tensor) -> Steps:
-        return steps.with_steps(lambda dt: dt * scale.to(dt))
+    field = "step"
 
 
 @MITIGATIONS.register("scale_decay")
@@ -74,10 +72,7 @@ class ScaleDecay(Scaling):
     """
 
     name = "scale_decay"
-
-    @staticmethod
-    def apply(steps: Steps, scale: Tensor) -> Steps:
-        return steps._replace(A=steps.A * scale.to(steps.A))
+    field = "rate"
 
 
 @MITIGATIONS.register("power_decay")
@@ -96,9 +91,4 @@ class PowerDecay(Scaling):
     """
 
     name = "power_decay"
-
-    @staticmethod
-    def apply(steps: Steps, scale: Tensor) -> Steps:
-        # In float64, which is cheap for one number per head, so that s is not rounded.
-        power = (-steps.A.double()).pow(scale.to(steps.A.device))
-        return steps._replace(A=-power.to(steps.A))
+    field = "power"

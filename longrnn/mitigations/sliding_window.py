@@ -24,8 +24,8 @@ class SlidingWindow(Mitigation):
 
     The model's state holds the inputs of the last min(w, tokens read) tokens: h p + g n numbers per
     token and layer in the dtype of the weights, and 2 h in float32. For the 130m shape these are
-    160 KB per token in float32, so 1.3 GB at w = 8,192. A generated token reads and copies all of
-    them.
+    160 KB per token in float32, so 1.3 GB at w = 8,192, and up to a quarter more while tokens are
+    generated. A generated token reads all of them.
 
     Args:
         window: w >= 1, in tokens.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor
 
-from longrnn.cells import Cell, Edit, Steps
+from longrnn.cells import Cell, Edit, StepChange
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import AtLeastZero, per_head
 
@@ -45,18 +43,4 @@ class TokenFilter(Mitigation):
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
         threshold = per_head(self.threshold, layer, heads, alone=NEVER)
-        return Edit(steps=(partial(ignore_short, threshold=threshold),))
-
-
-def ignore_short(steps: Steps, threshold: Tensor) -> Steps:
-    """Sets steps at or below the threshold of their head to 0.
-
-    Args:
-        steps: of a call.
-        threshold: `(h,)` float64.
-    """
-    # In the dtype of dt, so that a threshold taken from a step equals this step.
-    short = steps.dt <= threshold.to(steps.dt)
-    # x too, because 0 times an infinite input would be NaN in the state.
-    x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
-    return steps._replace(x=x).with_steps(lambda dt: dt.masked_fill(short, 0))
+        return Edit(steps=(StepChange(least=threshold),))

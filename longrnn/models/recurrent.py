@@ -8,8 +8,9 @@ Notable choices:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from longrnn.cells import MIXERS, Cell
 from longrnn.config import validated
 from longrnn.errors import UserError, nearest
+from longrnn.mitigations import Chain, Mitigation
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.checks import check_targets, check_tokens
@@ -104,6 +106,11 @@ class RecurrentLM(LanguageModel):
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         pairs = zip(self.cells, self.edits, strict=True)
         return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
+
+    def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
+        copied = super().under(mitigation)
+        copied._token_stack = TokenStack()
+        return copied
 
     def gradient_checkpointing_enable(self, every: str = "block") -> None:
         """Computes activations again in the backward pass instead of keeping them.
@@ -226,9 +233,9 @@ class RecurrentLM(LanguageModel):
     def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
         x, position = self.embed(tokens, state.position, rows)
-        plain = rows is None and self._edits is None
-        if plain and self._token_stack.suits(self.blocks, x, state.layers):
-            x, layers = self._token_stack.run(x, state.layers)
+        stack = self._token_stack
+        if rows is None and stack.suits(self.blocks, x, state.layers, self._edits):
+            x, layers = stack.run(x, state.layers)
             return x, LMState(position, tuple(layers))
         layers = []
         for block, layer, edit in zip(self.blocks, state.layers, self.edits, strict=True):

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from longrnn.cells import Mamba2
+from longrnn.cells import Edit, EditedState, Mamba2
 from longrnn.models.blocks import Block
 from longrnn.ops import cpu
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2 import Mamba2State
 from longrnn.state import PyTree
 
+Edits = Sequence[Edit | None] | None
 OPTIONS = ("backend", "gate", "n_groups", "norm_eps", "dt_limit")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,21 +39,24 @@ class TokenStack:
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
 
-    def suits(self, blocks: nn.ModuleList, x: Tensor, states: Sequence[PyTree]) -> bool:
+    def suits(
+        self, blocks: nn.ModuleList, x: Tensor, states: Sequence[PyTree], edits: Edits
+    ) -> bool:
         """Whether `run` computes this call.
 
         Args:
             blocks: of the model.
             x: `(b, t, d)`.
             states: of the cell of each block.
+            edits: of each cell; None for no edits.
         """
         if x.shape[1] != 1 or len(x) > cpu.FEW_ROWS or torch.is_autocast_enabled("cpu"):
             return False
         # A local name, because other threads may replace the attribute.
         packed = self._packed
-        if packed is None or not packed.is_of(blocks):
-            self._packed = packed = _Packed(blocks)
-        given = [x, *(leaf for state in states for leaf in state)]
+        if packed is None or not packed.is_of(blocks, edits):
+            self._packed = packed = _Packed(blocks, edits)
+        given = [x, *(leaf for state in states for leaf in _leaves(state))]
         return (
             packed.layers is not None
             and x.dtype in cpu.MIXED
@@ -62,13 +66,26 @@ class TokenStack:
             and not torch_module._has_any_global_hook()
         )
 
-    def run(self, x: Tensor, states: Sequence[Mamba2State]) -> tuple[Tensor, list[Mamba2State]]:
+    def run(self, x: Tensor, states: Sequence[PyTree]) -> tuple[Tensor, list[PyTree]]:
         """The output of the last block `(b, 1, d)`, and the states after one token per row."""
         assert self._packed is not None
         assert self._packed.layers is not None
-        after = self._memory.take(len(states), states[0].ssm)
-        y, conv, ssm = cpu.layers(self._packed.layers, x, states, after)
-        return y, [Mamba2State(*pair) for pair in zip(conv, ssm, strict=True)]
+        given = [
+            cpu.Tokens(one.state.conv, one.state.ssm, one.recent)
+            if isinstance(one, EditedState)
+            else cpu.Tokens(one.conv, one.ssm, None)
+            for one in states
+        ]
+        memory = self._memory.take(len(states), given[0].ssm)
+        y, after = cpu.layers(self._packed.layers, x, given, memory)
+        own = [(Mamba2State(conv, ssm), recent) for conv, ssm, recent in after]
+        return y, [one if recent is None else EditedState(one, recent) for one, recent in own]
+
+
+def _leaves(state: PyTree) -> Sequence[Tensor]:
+    if isinstance(state, EditedState):
+        return *state.state, *(one.entries for one in state.recent)
+    return state
 
 
 # Threads that decode with one model look for memory one after another.
@@ -116,7 +133,7 @@ class _Packed:
         hooks: the dictionaries of hooks of all modules that it computes.
     """
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks: nn.ModuleList, edits: Edits) -> None:
         modules = list(blocks.modules())
         slots = [
             (holder, name)
@@ -130,19 +147,23 @@ class _Packed:
             for name in OPTIONS
             if name in vars(block.mixer)  # type: ignore[arg-type]
         ]
-        self._blocks, self._count = blocks, len(blocks)
+        self._blocks, self._count, self._edits = blocks, len(blocks), edits
         self._holders, self._names = zip(*slots, strict=True)
         self._values = self._held()
         self.tensors = [one for one in self._values if isinstance(one, Tensor)]
         self._memory = self._addresses()
         self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
-        suits = all(_suits(block) for block in blocks)
-        self.layers = cpu.pack_layers(list(map(_layer, blocks))) if suits else None
+        own = [None] * len(blocks) if edits is None else edits
+        suits = all(map(_suits, blocks))
+        found = list(map(_layer, blocks, own)) if suits else []
+        layers = [one for one in found if one is not None]
+        self.layers = cpu.pack_layers(layers) if len(layers) == len(blocks) else None
 
-    def is_of(self, blocks: nn.ModuleList) -> bool:
+    def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
         return (
             blocks is self._blocks
+            and edits is self._edits
             and len(blocks) == self._count
             and all(map(is_, self._held(), self._values))
             and self._addresses() == self._memory
@@ -180,8 +201,14 @@ def _suits(block: nn.Module) -> bool:
     )
 
 
-def _layer(block: nn.Module) -> cpu.Layer:
+def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
+    """A block as the kernel reads it; None for an edit that it does not compute."""
     cell: Any = block.mixer
+    numbers = None if edit is None else edit.numbers(cell.n_heads)
+    if edit is not None and numbers is None:
+        return None
+    every = torch.ones(cell.n_heads, dtype=torch.bool)
+    heads = every if edit is None or edit.heads is None else edit.heads
     return cpu.Layer(
         (cell.in_proj.weight, cell.in_proj.bias),
         (cell.out_proj.weight, cell.out_proj.bias),
@@ -189,4 +216,7 @@ def _layer(block: nn.Module) -> cpu.Layer:
         block.eps,  # type: ignore[arg-type]
         cell.weights(),
         cell.state_like(),
+        numbers,
+        None if edit is None else edit.window,
+        heads.nonzero()[:, 0],
     )

@@ -61,7 +61,7 @@ def _with_scan(scan: Callable[..., tuple[Tensor, Tensor]]) -> Backend:
 TORCH = Backend(
     scan.scan, conv.conv, norm.gated_rms_norm, limit.limited, cell=NotImplemented
 ).composed()
-CPU = Backend(cpu.scan, cpu.conv, cpu.gate, cpu.limit, cpu.cell)
+CPU = Backend(cpu.scan, cpu.conv, cpu.gate, cpu.limit, cpu.cell, cpu.delta)
 CPU_GRADIENTS = _with_scan(cpu.scan)._replace(cell=cpu.cell)
 FLA = _with_scan(gpu.fla_scan)._replace(delta=gpu.fla_delta)
 MAMBA_SSM = TORCH._replace(recurrence=gpu.mamba_ssm_recurrence).composed()

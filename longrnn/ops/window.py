@@ -10,21 +10,27 @@ A call is cut into blocks of w tokens from its own start. The window of row r of
 
 So no state is subtracted, and gradients and devices are those of the scan. Calls of few tokens are
 computed as attention to their windows. What is remembered are the inputs of the last w tokens; the
-state after them is their sum (`state_of`), which no later call needs.
+state after them is their sum (`state_of`), which no later call needs. Without gradients, tokens of
+short calls are written behind the inputs before them, into memory that no other state has
+(`extended`), so that a token does not copy its window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import NEVER, ScanInputs
+from longrnn.ops.transforms import is_transformed
 from longrnn.state import History
 
 # A call of at most so many tokens is computed as attention; chosen on a CPU.
@@ -49,6 +55,51 @@ class Recent(NamedTuple):
     gain: History
     log_decay: History
     B: History
+
+
+@dataclass
+class _Room:
+    """Memory of a `Recent`, `(b, tokens, …)` each, of which the first `used` tokens are written."""
+
+    parts: list[Tensor]
+    used: int
+
+
+# The memory that `Recent.x` is a part of, and whose end it may reach.
+_ROOMS = WeakTensorKeyDictionary()
+_CLAIMING = Lock()
+
+
+def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
+    """Remembers `count` more tokens, of which the inputs are to be written.
+
+    What a state holds is never written again: the tokens are behind the end of every state that
+    shares the memory. If another call has continued this state, its tokens are copied.
+
+    Returns:
+        The tokens of `recent` and the new ones, and the last w of them, all parts of one memory.
+    """
+    before = [one.entries for one in recent]
+    known = before[0].shape[1]
+    with _CLAIMING:
+        room: _Room | None = _ROOMS.get(before[0])
+        start = 0 if room is None else int(before[0].storage_offset()) // before[0].shape[2]
+        stop = start + known + count
+        if room is None or room.used != start + known or stop > room.parts[0].shape[1]:
+            start, stop = 0, known + count
+            room = _Room([_copied(one, stop + max(16, known // 4)) for one in before], stop)
+        room.used = stop
+    first = max(start, stop - w)
+    after = Recent(*(History(one[:, first:stop]) for one in room.parts))
+    _ROOMS[after.x.entries] = room
+    return [one[:, start:stop] for one in room.parts], after
+
+
+def _copied(one: Tensor, capacity: int) -> Tensor:
+    with torch.inference_mode(False):  # a later call may write to it outside of this mode
+        copied = torch.empty(len(one), capacity, one.shape[2], dtype=one.dtype, device=one.device)
+    copied.data[:, : one.shape[1]] = one
+    return copied
 
 
 class _Inputs(NamedTuple):
@@ -96,15 +147,23 @@ def _windowed(
     inputs: ScanInputs, recent: Recent, w: int, scan: Scan, rows: Rows | None
 ) -> tuple[Tensor, Recent]:
     time, given = inputs.x.shape[1], _Inputs(*inputs[:4])
+    tensors = (*given, *(one.entries for one in recent))
+    tracked = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    if time <= FEW and rows is None and not tracked and not is_transformed():
+        whole, after = extended(recent, time, w)
+        for one, new in zip(whole, given, strict=True):
+            # `data`, because a graph may hold the tokens before these.
+            one.data[:, -time:] = new.flatten(2)
+        both = after if time == 1 else Recent(*map(History, whole))
+        return _attention(_by_head(both, given), inputs.C, w), after
     before = _by_head(recent, given)
     # A state of a wider window remembers more.
     before = before.slice(max(0, before.x.shape[1] - w), before.x.shape[1])
     known = before.x.shape[1]
     last = _last(before, given, w, rows)
     after = Recent(*(History(one.flatten(2)) for one in last))
-    if time <= FEW:  # the last w tokens are the whole window of a single token
-        both = last if time == 1 and rows is None else _joined(before, given)
-        return _attention(both, inputs.C, w), after
+    if time <= FEW:
+        return _attention(_joined(before, given), inputs.C, w), after
     before, given = (
         one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given)
     )
@@ -180,10 +239,9 @@ def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
     dtype, time, groups = both.gain.dtype, C.shape[1], C.shape[2]
     total = both.log_decay.clamp(min=NEVER).double().cumsum(1).transpose(1, 2)  # b h j
     between = total[:, :, -time:, None] - total[:, :, None]  # b h i j
-    if time > 1:
-        place = torch.arange(both.x.shape[1], device=C.device)
-        distance = place[-time:, None] - place
-        between = between.masked_fill((distance < 0) | (distance >= w), -torch.inf)
+    place = torch.arange(both.x.shape[1], device=C.device)
+    distance = place[-time:, None] - place
+    between = between.masked_fill((distance < 0) | (distance >= w), -torch.inf)
     weights = (between.exp() * both.gain.transpose(1, 2)[:, :, None]).to(dtype)
     scores = C.to(dtype).transpose(1, 2) @ both.B.to(dtype).permute(0, 2, 3, 1)  # b g i j
     weights = (weights.unflatten(1, (groups, -1)) * scores[:, :, None]).flatten(1, 2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.mamba2 import Mamba2
+from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM
 from longrnn.ops import cpu
 from longrnn.state import LMState, clone, leaves
@@ -20,7 +21,9 @@ from tests.contracts.builders import (
     MIXER_SPECS,
     assert_near,
     assert_trees_equal,
+    build_mitigated,
     build_model,
+    mitigation_spec,
     random_state,
     random_tokens,
     spec_id,
@@ -59,6 +62,43 @@ def test_forks_of_a_state_are_decoded_separately(spec: dict[str, Any], rows: int
         assert_near(fork[0], logits, 1e-5)
         for (_, one), (_, other) in zip(leaves(fork[1]), leaves(final), strict=True):
             assert_near(one, other, 1e-5)
+
+
+MITIGATED: list[list[dict[str, Any]]] = [
+    *([mitigation_spec(kind)] for kind in MITIGATIONS if kind != "none"),
+    [{"kind": "sliding_window", "window": 5}],
+    [{"kind": "sliding_window", "window": 3, "heads": [0, 3, 4], "layers": [1]}],
+    [
+        {"kind": "scale_delta", "scale": [[0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 3.0, 1.0], 0.8]},
+        *(mitigation_spec(kind) for kind in ("token_filter", "power_decay", "scale_decay")),
+        *(mitigation_spec(kind) for kind in ("scale_delta", "token_filter", "forget_more")),
+        {"kind": "state_norm", "threshold": 0.02, "heads": [1, 2]},
+        {"kind": "sliding_window", "window": 4, "heads": [0, 7]},
+    ],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("specs", MITIGATED, ids=lambda specs: specs[-1]["kind"])
+@torch.no_grad()
+def test_single_tokens_under_mitigations(specs: list, groups: int, dtype: torch.dtype) -> None:
+    """They are those of one call in float64, and forks of a state do not meet."""
+    mixer = {"kind": "mamba2", "d_state": 21, "head_dim": 8, "n_groups": groups}
+    model = build_mitigated(specs, mixer, d_model=32, dtype=dtype, residual_in_fp32=True)
+    exact = copy.deepcopy(model).double()
+    tokens = random_tokens(2, 12)
+    state, whole = model(tokens).state, exact(tokens).state
+    given = clone(state)
+    forks = [decoded(model, state, seed) for seed in (1, 2)]
+    assert_trees_equal(state, given)
+    for seed, (found, after) in enumerate(forks, 1):
+        expected, final = exact(random_tokens(2, 6, seed), whole)
+        assert_near(found, expected, 2e-5 if dtype == torch.float32 else 0.1)
+        pairs = zip(model.memories(after), exact.memories(final), strict=True)
+        for ours, wanted in pairs:
+            assert_near(ours, wanted, 2e-5 if dtype == torch.float32 else 0.1)
+        assert_trees_equal(decoded(copy.deepcopy(model), clone(given), seed), (found, after))
 
 
 @needs_kernels

@@ -5,11 +5,12 @@
 
 from longrnn.ops.cpu.layer import MIXED, MOST_TAPS, cell, conv, gate
 from longrnn.ops.cpu.library import missing
-from longrnn.ops.cpu.recurrence import limit, refusal, scan, tracked
+from longrnn.ops.cpu.recurrence import delta, limit, refusal, scan, tracked
 from longrnn.ops.cpu.tokens import (
     FEW_KINDS,
     FEW_ROWS,
     Layer,
+    Tokens,
     few_rows,
     few_rows_suits,
     layers,
@@ -24,8 +25,10 @@ __all__ = [
     "MIXED",
     "MOST_TAPS",
     "Layer",
+    "Tokens",
     "cell",
     "conv",
+    "delta",
     "few_rows",
     "few_rows_suits",
     "gate",

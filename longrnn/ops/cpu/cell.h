@@ -3,7 +3,7 @@
 #pragma once
 #include "mixed.h"
 #include "parts.h"
-#include "scan.h"
+#include "edited.h"
 
 namespace {
 
@@ -18,6 +18,7 @@ template <class T> struct Cell {
   T *y, *conv_after, *state_after;  // (b, t, h p), …
   T *scanned, *kept;
   long segment;
+  const double *edit;
 
   long d() const { return h * p; }
   long c() const { return d() + 2 * g * n; }
@@ -52,7 +53,7 @@ template <class T> Scan<T> scan_of(const Cell<T> &s, const T *mixed, const T *dt
           s.t * c, c, s.state, y, d, s.state_after, s.kept, s.segment};
 }
 
-template <class T> void cell_between(const Cell<T> &s) {
+template <class T> void cell_between(const Cell<T> &s, const Window<T> *window) {
   const long tokens = s.b * s.t;
   const int threads = threads_for(double(tokens) * s.d() * WORK_PER_CHANNEL);
   Buffer<T> mixed(tokens * s.c()), dt(tokens * s.h), log_decay(tokens * s.h);
@@ -61,7 +62,13 @@ template <class T> void cell_between(const Cell<T> &s) {
   keep_inputs<T>(convolution);
   steps<T>(s, dt, log_decay, nullptr);
   T *scanned = s.scanned ? s.scanned : s.y;
-  scan<T>(scan_of<T>(s, mixed, dt, log_decay, scanned));
+  const Scan<T> recurrence = scan_of<T>(s, mixed, dt, log_decay, scanned);
+  if (s.edit) {
+    edit_steps<T>(s.edit, tokens, s.h, s.A, dt, log_decay);
+    edited_token<T>(recurrence, s.edit, *window);
+  } else {
+    scan<T>(recurrence);
+  }
   gate<T>(s.gate(scanned, mixed), threads);
 }
 
@@ -71,7 +78,8 @@ template <class T> void read_taps(const T *weight, long c, long k, T *taps) {
     for (long tap = 0; tap < k; tap++) taps[tap * c + i] = weight[i * k + tap];
 }
 
-template <class T> int cell(const CellCall<T> &s) {
+// `window` is read where there is an edit, which one token per row may have.
+template <class T> int cell(const CellCall<T> &s, const Window<T> *window) {
   const long d = s.h * s.p, c = d + 2 * s.g * s.n, tokens = s.b * s.t, kept = s.b * (s.k - 1) * c;
   const Wide<T> projected(s.projected, tokens * (d + c + s.h)), conv(s.conv, kept);
   const Wide<T> weight(s.conv_weight, c * s.k), conv_bias(s.conv_bias, c), norm_weight(s.norm_weight, d);
@@ -79,11 +87,13 @@ template <class T> int cell(const CellCall<T> &s) {
   Narrowed<T> y(s.y, tokens * d), conv_after(s.conv_after, kept);
   Buffer<T> taps(s.k * c), A(s.h);
   read_taps<T>(weight, c, s.k, taps);
-  for (long head = 0; head < s.h; head++) A[head] = -std::exp(A_log[head]);
+  for (long head = 0; head < s.h; head++)
+    A[head] = s.edit ? rate<T>(s.edit, s.h, head, A_log[head]) : -std::exp(A_log[head]);
   cell_between<T>({s.b, s.t, s.h, s.p, s.g, s.n, s.k, s.norm_eps, s.dt_least, s.dt_largest, projected,
                    taps, conv_bias, dt_bias, A, D, norm_weight, conv, s.state, y, conv_after, s.state_after, s.scanned,
-                   s.kept, s.segment});
+                   s.kept, s.segment, s.edit}, window);
   return 1;
 }
+template <class T> int cell(const CellCall<T> &s) { return cell<T>(s, nullptr); }
 
 }  // namespace

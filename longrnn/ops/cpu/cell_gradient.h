@@ -216,7 +216,7 @@ template <class T> int cell_gradient(const CellGradient<T> &to) {
   for (long head = 0; head < to.h; head++) A[head] = -std::exp(to.A_log[head]);
   const Cell<T> s{to.b, to.t, to.h, to.p, to.g, to.n, to.k, to.norm_eps, to.dt_least, to.dt_largest,
                   to.projected, taps, to.conv_bias, to.dt_bias, A, to.D, to.norm_weight, to.conv, to.state,
-                  nullptr, nullptr, nullptr, to.scanned, to.kept, to.segment};
+                  nullptr, nullptr, nullptr, to.scanned, to.kept, to.segment, nullptr};
   convolve<T>(s.convolution(mixed), threads);
   steps<T>(s, dt, log_decay, slope);
   std::fill(sums.data, sums + threads * (d + to.h), 0.0);

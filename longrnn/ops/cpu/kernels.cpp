@@ -7,6 +7,7 @@
 //   one process cannot use each other's functions.
 
 #include "cell_gradient.h"
+#include "delta.h"
 #include "layers.h"
 #include "limited.h"
 #include "scan_gradient.h"

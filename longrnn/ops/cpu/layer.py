@@ -119,6 +119,7 @@ def _cell(
         y=written[1],
         scanned=scanned,
         kept=kept,
+        edit=None,
     )
     for own, wide in zip((conv_after, y), written, strict=True):
         if own is not wide:

@@ -9,7 +9,10 @@ namespace {
 struct States {  // of one layer: those before and after the token
   void *conv, *conv_after;  // in the dtype that `Layer.of.conv` has
   const float *state;
-  float *state_after;
+  float *state_after;  // null where every head has a window
+  void *x, *B;         // of the window, in the dtypes that `Layer.window` has, with room for the token
+  float *gain, *log_decay;
+  long length, capacity;
 };
 
 // y (rows, m) = x (rows, k) weightᵀ + bias
@@ -47,7 +50,11 @@ inline void layer(const Layer<float> &s, const States &states, long rows, const 
   cell_call.y = {y.data, 0};
   cell_call.state = states.state, cell_call.state_after = states.state_after;
   cell_call.conv.data = states.conv, cell_call.conv_after.data = states.conv_after;
-  cell<float>(cell_call);
+  Window<float> window = s.window;
+  window.x.data = states.x, window.B.data = states.B;
+  window.gain = states.gain, window.log_decay = states.log_decay;
+  window.length = states.length, window.capacity = states.capacity;
+  cell<float>(cell_call, &window);
   project(s.out_kind, s.out_weight, s.out_bias, rows, s.d, inner, y, out);
   Narrowed<float> to(after, rows * s.d);
   for (long i = 0; i < rows * s.d; i++) to[i] = x[i] + out[i];

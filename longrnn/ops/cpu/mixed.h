@@ -34,6 +34,17 @@ template <class T> struct Wide {  // reads a Mixed tensor
   operator const T *() const { return data; }
 };
 
+// n numbers of a tensor from `at`, which are widened to `copy` if need be.
+template <class T> const T *numbers(const Mixed &of, long at, long n, T *copy) {
+  if (!of.is_bfloat16) return static_cast<const T *>(of.data) + at;
+  widen(static_cast<const uint16_t *>(of.data) + at, n, copy);
+  return copy;
+}
+template <class T> void write(const Mixed &to, long at, long n, const T *from) {
+  if (to.is_bfloat16) narrow(from, n, static_cast<uint16_t *>(to.data) + at);
+  else std::memcpy(static_cast<T *>(to.data) + at, from, n * sizeof(T));
+}
+
 template <class T> struct Narrowed {  // writes a Mixed tensor when it is destroyed
   const Mixed &to;
   long n;

@@ -1,4 +1,4 @@
-"""The recurrence and the limit of its norm in C++, and the gradient of the recurrence.
+"""The recurrences and the limit of their norm in C++, and the gradient of that of Mamba-2.
 
 All compute in the dtype of the state, float32 or float64, and take and return tensors of any dtype.
 Their callers ask `refusal` first. A backward pass keeps the inputs and one state per SEGMENT
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from longrnn.errors import UserError
 from longrnn.ops.cpu.library import call, missing
+from longrnn.ops.delta import delta as torch_delta
 from longrnn.ops.limit import UNLIMITED, limited
 from longrnn.ops.scan import FEW, ScanInputs, reversible
 from longrnn.ops.transforms import is_transformed
@@ -194,6 +195,20 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
         )
     )
     return (y, final) if fits else limited(inputs, state, limit, scan)
+
+
+def delta(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See `longrnn.ops.delta.delta`, which computes more than FEW tokens."""
+    if inputs.x.shape[1] > FEW:
+        return torch_delta(inputs, state, final=final)
+    state = inputs.zero_state() if state is None else state
+    given, before = _scan_inputs((*inputs, state), state.dtype)
+    y, after = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
+    fields = _scan_fields(given, before)
+    call("delta", state.dtype, **fields, y=y, final_state=after, kept=None)
+    return y, after
 
 
 def refuse_second_derivatives() -> None:

@@ -154,13 +154,18 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
   }
 }
 
+// Whether `one_token` writes the states of one token past the caches.
+template <class T> bool streams(const Scan<T> &s) {
+  return s.t == 1 && s.b * s.h * s.p * s.n * long(sizeof(T)) >= STREAMED_BYTES && s.n % Lane<T>::W == 0 &&
+         reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
+}
+
 template <class T> int scan(const Scan<T> &s) {
   const long r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
   if (s.t <= 2) {
     // Few tokens: `state` and `final_state` are not null.
-    const bool past_caches = s.t == 1 && s.b * s.h * s.p * s.n * long(sizeof(T)) >= STREAMED_BYTES &&
-                             s.n % Lane<T>::W == 0 && reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
+    const bool past_caches = streams<T>(s);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)

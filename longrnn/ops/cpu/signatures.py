@@ -31,8 +31,9 @@ STRUCTS = {
     "CellCall": """
         long b t h p g n k; real norm_eps dt_least dt_largest; in state; out state_after;
         mixed projected conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after y;
-        out scanned kept; long segment
+        out scanned kept; long segment; doubles edit
     """,
+    "Window": "long count groups length capacity; data heads; mixed x B; out gain log_decay",
     "CellGradient": """
         long b t h p g n k; real norm_eps dt_least dt_largest;
         in projected conv_weight conv_bias dt_bias A_log D norm_weight conv state;
@@ -46,8 +47,8 @@ STRUCTS = {
     """,
     "FewRows": "long rows m k kind; data weight; floats x y",
     "Layer": """
-        CellCall of; long d; real eps; mixed norm; long in_kind; data in_weight; mixed in_bias;
-        long out_kind; data out_weight; mixed out_bias
+        CellCall of; Window window; long d; real eps; mixed norm; long in_kind; data in_weight;
+        mixed in_bias; long out_kind; data out_weight; mixed out_bias
     """,
     "Stack": "long count rows; data layers states; mixed x x_after",
 }
@@ -57,6 +58,7 @@ KERNELS = {
     "scan": "Scan",
     "scan_gradient": "ScanGradient",
     "limited_scan": "Limited",
+    "delta": "Scan",
     "convolution": "Convolution",
     "gated_norm": "Gate",
     "cell": "CellCall",

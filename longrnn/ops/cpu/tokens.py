@@ -12,6 +12,7 @@ from torch import Tensor
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
 from longrnn.ops.cpu.recurrence import SEGMENT, refusal, tracked
 from longrnn.ops.mamba2 import Mamba2State, Weights
+from longrnn.ops.window import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
 # less time in torch than the call.
@@ -119,6 +120,9 @@ class Layer(NamedTuple):
         eps: of the norm.
         weights: of the cell.
         state: of one row without batch axis.
+        edit: see `Edit.numbers`; None for no edit.
+        window: its tokens; None for no window.
+        heads: the heads that have a window, int64.
     """
 
     in_proj: tuple[Tensor, Tensor | None]
@@ -127,13 +131,16 @@ class Layer(NamedTuple):
     eps: float
     weights: Weights
     state: Mamba2State
+    edit: Tensor | None
+    window: int | None
+    heads: Tensor
 
 
 class PackedLayers(NamedTuple):
-    """`Layer`s as the kernel reads them; `memory` holds addresses of their weights."""
+    """`Layer`s as the kernel reads them; `memory` holds addresses of their tensors."""
 
     memory: Tensor
-    state: Mamba2State
+    layers: Sequence[Layer]
 
 
 def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
@@ -162,7 +169,16 @@ def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
             conv=narrow,
             conv_after=narrow,
             segment=SEGMENT,
+            edit=one.edit,
             **dict.fromkeys(("state", "state_after", "projected", "y", "scanned", "kept")),
+            count=0 if one.window is None else len(one.heads),
+            groups=_window_groups(one),
+            length=0,
+            capacity=0,
+            heads=one.heads,
+            x=narrow,
+            B=narrow,
+            **dict.fromkeys(("gain", "log_decay")),
             d=len(one.norm),
             eps=one.eps,
             norm=one.norm,
@@ -173,33 +189,55 @@ def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
             in_bias=one.in_proj[1],
             out_bias=one.out_proj[1],
         )
-    return PackedLayers(torch.frombuffer(packed, dtype=torch.uint8), all_layers[0].state)
+    return PackedLayers(torch.frombuffer(packed, dtype=torch.uint8), all_layers)
+
+
+def _window_groups(layer: Layer) -> int:
+    """How many B a window remembers; see `ScanInputs.heads`."""
+    h, groups = layer.state.ssm.shape[0], layer.weights.groups
+    return groups if len(layer.heads) == h or groups == 1 else len(layer.heads)
+
+
+class Tokens(NamedTuple):
+    """State of one layer of `layers`; `recent` are the inputs of a window, or None without one."""
+
+    conv: Tensor
+    ssm: Tensor
+    recent: Recent | None
 
 
 def layers(
-    packed: PackedLayers, x: Tensor, states: Sequence[Mamba2State], after: Tensor
-) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    packed: PackedLayers, x: Tensor, states: Sequence[Tokens], memory: Tensor
+) -> tuple[Tensor, list[Tokens]]:
     """Computes one token per row by all layers, without gradients.
 
     Args:
         packed: of the layers.
         x: `(b, 1, d)`, b <= FEW_ROWS, in one of `MIXED`.
         states: of each layer.
-        after: memory for ssm after the token, of all layers.
+        memory: for ssm after the token, of all layers.
 
     Returns:
-        The output of the last layer in the dtype of x, and conv and ssm of each layer.
+        The output of the last layer in the dtype of x, and the state of each layer.
     """
     x = x.contiguous()
-    before = [(one.conv.contiguous(), one.ssm.contiguous()) for one in states]
-    conv = x.new_empty(len(states), *states[0].conv.shape, dtype=states[0].conv.dtype).unbind()
-    ssm = after.unbind()
-    addresses = [
-        one.data_ptr()
-        for (c, s), c_after, s_after in zip(before, conv, ssm, strict=True)
-        for one in (c, c_after, s, s_after)
-    ]
+    conv = x.new_empty(len(states), *states[0].conv.shape, dtype=states[0].conv.dtype)
+    before, after, addresses = [], [], []  # `before` keeps copies in memory
+    for layer, state, own, ssm in zip(packed.layers, states, conv, memory, strict=True):
+        given = state.conv.contiguous(), state.ssm.contiguous()
+        before.append(given)
+        places, recent = (0, 0, 0, 0, 0, 0), None
+        if layer.window is not None and state.recent is not None:
+            recent = extended(state.recent, 1, layer.window)[1]
+            x_, gain, log_decay, B = (one.entries for one in recent)
+            capacity = x_.stride(0) // x_.shape[2]
+            places = *(one.data_ptr() for one in (x_, B, gain, log_decay)), x_.shape[1], capacity
+            if len(layer.heads) == ssm.shape[1]:
+                ssm = given[1]  # no head changes it
+        ssm_after = 0 if ssm is given[1] else ssm.data_ptr()
+        addresses += given[0].data_ptr(), own.data_ptr(), given[1].data_ptr(), ssm_after, *places
+        after.append(Tokens(own, ssm, recent))
     y, table = torch.empty_like(x), torch.tensor(addresses)
     sizes = {"count": len(states), "rows": len(x), "layers": packed.memory, "states": table}
     call("layers", None, **sizes, x=x, x_after=y)
-    return y, conv, ssm
+    return y, after

@@ -1,0 +1,143 @@
+// One token per row under an edit: other steps, limits of norms, and windows. See `longrnn/cells/edit.py`.
+
+#pragma once
+#include "mixed.h"
+#include "scan.h"
+
+namespace {
+
+// The weight of a token is 0 below this log decay.
+constexpr double LEAST_LOG = -60;
+
+// Rows of an edit, one number per head each, in the order of `Edit.numbers`.
+enum Number : long { LEAST_STEP, STEP, RATE, POWER, LOG_KEEP, ADD, LIMIT };
+
+// The rate A of a head.
+template <class T> T rate(const double *edit, long h, long head, T A_log) {
+  return T(-edit[RATE * h + head] * std::exp(double(A_log) * edit[POWER * h + head]));
+}
+
+// `dt` becomes the gain.
+template <class T> void edit_steps(const double *edit, long tokens, long h, const T *A, T *dt, T *log_decay) {
+  for (long token = 0; token < tokens; token++, dt += h, log_decay += h)
+    for (long head = 0; head < h; head++) {
+      const bool ignored = double(dt[head]) <= edit[LEAST_STEP * h + head];
+      const T step = ignored ? T(0) : dt[head] * T(edit[STEP * h + head]);
+      log_decay[head] = step * A[head] + T(edit[LOG_KEEP * h + head]);
+      dt[head] = step * T(edit[ADD * h + head]);
+    }
+}
+
+// to += factor from
+template <class T> inline void add(T factor, const T *from, long n, T *to) {
+  long i = 0;
+  for (; i + Lane<T>::W <= n; i += Lane<T>::W) store<T>(to + i, load<T>(to + i) + factor * load<T>(from + i));
+  for (; i < n; i++) to[i] += factor * from[i];
+}
+
+template <class T> struct WindowWork {  // of one thread
+  Buffer<T> x, B, logs, weights;
+  Buffer<double> total;
+  WindowWork(long length, long count, long groups, long p, long n)
+      : x(count * p), B(groups * n), logs(padded<T>(count)), weights(length * padded<T>(count)),
+        total(count) {}
+};
+
+// Writes the inputs of the token behind those of the window.
+template <class T> void remember(const Scan<T> &s, const Window<T> &w, long row) {
+  const long *heads = static_cast<const long *>(w.heads);
+  const long each = w.count / w.groups, at = row * w.capacity + w.length - 1;
+  for (long i = 0; i < w.count; i++) {
+    write<T>(w.x, (at * w.count + i) * s.p, s.p, s.x + row * s.x_row + heads[i] * s.p);
+    w.gain[at * w.count + i] = s.gain[row * s.h + heads[i]];
+    w.log_decay[at * w.count + i] = s.log_decay[row * s.h + heads[i]];
+  }
+  for (long i = 0; i < w.groups; i++)
+    write<T>(w.B, (at * w.groups + i) * s.n, s.n, s.B + row * s.bc_row + heads[i * each] / (s.h / s.g) * s.n);
+}
+
+// y of the windowed heads [first, last): attention to the tokens of the window. Weights are computed from the
+// newest token to the oldest, and x is read in the order of memory.
+template <class T>
+void attend(const Scan<T> &s, const Window<T> &w, WindowWork<T> &work, long row, long first, long last) {
+  const long *heads = static_cast<const long *>(w.heads);
+  const long each = w.count / w.groups, count = last - first, step = padded<T>(count), start = row * w.capacity;
+  std::fill_n(work.total.data, count, 0.0);
+  std::fill_n(work.logs.data, step, T(0));
+  for (long t = w.length - 1; t >= 0; t--) {
+    const T *gain = w.gain + (start + t) * w.count + first, *log_decay = w.log_decay + (start + t) * w.count + first;
+    const T *B = numbers<T>(w.B, (start + t) * w.groups * s.n, w.groups * s.n, work.B);
+    T *weights = work.weights + t * step;
+    for (long i = 0; i < count; i++) work.logs[i] = T(work.total[i]), work.total[i] += double(log_decay[i]);
+    for (long i = 0; i < step; i += Lane<T>::W) store<T>(weights + i, exponential(load<T>(work.logs + i)));
+    for (long group = first / each; group * each < last; group++) {
+      const long from = std::max(first, group * each) - first, to = std::min(last, (group + 1) * each) - first;
+      const T *C = s.C + row * s.bc_row + heads[group * each] / (s.h / s.g) * s.n;
+      const T score = T(dot<T>(C, B + group * s.n, s.n));
+      for (long i = from; i < to; i++) weights[i] = work.logs[i] < LEAST_LOG ? T(0) : weights[i] * gain[i] * score;
+    }
+  }
+  for (long i = first; i < last; i++) std::fill_n(s.y + (row * s.h + heads[i]) * s.p, s.p, T(0));
+  for (long t = 0; t < w.length; t++) {
+    const T *x = numbers<T>(w.x, ((start + t) * w.count + first) * s.p, count * s.p, work.x);
+    for (long i = 0; i < count; i++, x += s.p) {
+      prefetch<T>(x + 2 * w.count * s.p, s.p);
+      if (const T weight = work.weights[t * step + i]; weight != T(0))
+        add<T>(weight, x, s.p, s.y + (row * s.h + heads[first + i]) * s.p);
+    }
+  }
+}
+
+// One token of a head without a window.
+template <class T>
+void limited_token(const Scan<T> &s, double limit, const T *nothing, bool past_caches, long row, long head) {
+  const long task = row * s.h + head, size = s.p * s.n, bc = row * s.bc_row + head / (s.h / s.g) * s.n;
+  T *after = s.final_state + task * size, *y = s.y + task * s.p;
+  // 0 times an infinite input would be NaN.
+  const T *x = s.gain[task] == T(0) ? nothing : s.x + row * s.x_row + head * s.p;
+  const auto run = past_caches && !(limit < INFINITY) ? one_token<T, true> : one_token<T, false>;
+  run(s.p, s.n, x, s.gain[task], s.log_decay[task], s.B + bc, s.C + bc, s.state + task * size, after, y);
+  if (!(limit < INFINITY)) return;
+  double sums[8] = {}, square = 0;
+  long i = 0;
+  for (; i + 8 <= size; i += 8)
+    for (int k = 0; k < 8; k++) sums[k] += double(after[i + k]) * double(after[i + k]);
+  for (; i < size; i++) square += double(after[i]) * double(after[i]);
+  for (double one : sums) square += one;
+  if (square <= limit * limit) return;
+  const T scale = T(limit / std::sqrt(square));
+  for (long j = 0; j < size; j++) after[j] *= scale;
+  for (long j = 0; j < s.p; j++) y[j] *= scale;
+}
+
+template <class T> void edited_token(const Scan<T> &s, const double *edit, const Window<T> &w) {
+  const long *heads = static_cast<const long *>(w.heads), size = s.p * s.n;
+  if (w.count) {
+    const int threads = threads_for(double(s.b) * w.length * w.count * s.p);
+    const long parts = std::min<long>(threads, w.count), each = (w.count + parts - 1) / parts;
+    PerThread<WindowWork<T>> works(threads, w.length, w.count, w.groups, s.p, s.n);
+    for (long row = 0; row < s.b; row++) remember<T>(s, w, row);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long task = 0; task < s.b * parts; task++) {
+      const long first = task % parts * each, last = std::min(w.count, first + each);
+      if (first < last) attend<T>(s, w, works.mine(), task / parts, first, last);
+    }
+  }
+  if (!s.final_state) return;
+  const bool past_caches = streams<T>(s);
+  Buffer<T> nothing(s.p);
+  std::fill_n(nothing.data, s.p, T(0));
+#pragma omp parallel num_threads(threads_for(double(s.b) * s.h * size))
+  {
+#pragma omp for schedule(static)
+    for (long task = 0; task < s.b * s.h; task++) {
+      if (std::binary_search(heads, heads + w.count, task % s.h))
+        std::memcpy(s.final_state + task * size, s.state + task * size, size * sizeof(T));
+      else
+        limited_token<T>(s, edit[LIMIT * s.h + task % s.h], nothing, past_caches, task / s.h, task % s.h);
+    }
+    if (past_caches) finish_streams();
+  }
+}
+
+}  // namespace
