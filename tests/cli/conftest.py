@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -54,8 +56,10 @@ def quietly(words: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CLI:
-    """Runs `longrnn …` in an empty folder."""
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[CLI]:
+    """Runs `longrnn …` in an empty folder, in this process, whose environment it leaves as it was."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(typer.main, "get_command", _commands)
 
@@ -69,7 +73,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         printed = capsys.readouterr()
         return Outcome(code or 0, printed.out, printed.err)
 
-    return call
+    with patch.dict(os.environ):  # `launch` sets variables for its processes
+        yield call
 
 
 def assert_refused(result: Outcome, *pieces: str, code: int = 2) -> None:
