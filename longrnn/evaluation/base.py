@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from pydantic import PrivateAttr
+
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate, Quantity
 from longrnn.options import Options, Seed
@@ -26,12 +28,14 @@ class Item(NamedTuple):
         group: items with equal groups share work, such as a common beginning; so do, to a lesser
             extent, items with an equal first entry.
         work: its part of the progress, in the steps that `measure` counts.
+        name: of its samples, the same for every model, by which differences are paired.
     """
 
     key: dict[str, Any]
     spec: Any = None
     group: tuple[Any, ...] = ()
     work: int = 1
+    name: str = ""
 
 
 Found = list[tuple[Item, Row]]
@@ -45,7 +49,7 @@ class Column(NamedTuple):
         quantity: how samples become an estimate.
         form: format specification of values.
         drawn: whether it is drawn by length.
-        brief: whether tables leave its intervals out if it is not drawn.
+        brief: whether tables show it first and without intervals and differences.
     """
 
     name: str
@@ -100,7 +104,7 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         if self.estimate is None:
             return self.reason or "–"
-        if self.column.brief and not self.column.drawn:
+        if self.column.brief:
             return format(self.estimate.mean, self.column.form)
         return self.estimate.show(self.column.form)
 
@@ -129,6 +133,9 @@ class Evaluation(Options, ABC):
     # Whether it needs a tokenizer that fits the model.
     reads_text: ClassVar[bool] = True
 
+    # What to measure, by the name of the model.
+    _items: dict[str, list[Item]] = PrivateAttr(default_factory=dict)
+
     @property
     def title(self) -> str:
         """Its name in tables and files."""
@@ -143,7 +150,7 @@ class Evaluation(Options, ABC):
         return []
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Prepare data that all models share, and refuse options that cannot be measured.
+        """Find the items of all models, and refuse options that cannot be measured.
 
         Args:
             models: all models; the others are compared with the first one.
@@ -157,9 +164,9 @@ class Evaluation(Options, ABC):
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         """Return the settings that values of a model depend on, beside the items."""
 
-    @abstractmethod
     def items(self, model: OpenCheckpoint) -> list[Item]:
-        """Return what to measure, without what a model cannot read."""
+        """Return what to measure, without what a model cannot read; `prepare` has found it."""
+        return self._items[model.name]
 
     @abstractmethod
     def measure(
@@ -167,9 +174,35 @@ class Evaluation(Options, ABC):
     ) -> Iterator[Found]:
         """Measure items, and yield the results of each batch as soon as they are known."""
 
-    @abstractmethod
+    def samples(self, item: Item, row: Row) -> Iterator[tuple[Column, int | None, Any]]:
+        """Yield the samples of an item: column, row of the table, and value."""
+        raise NotImplementedError
+
+    def reasons(self, model: OpenCheckpoint) -> Iterator[tuple[Column, int | None, str | None]]:
+        """Yield by column and row of the table why a model has no samples there; None if it has."""
+        yield from ()
+
+    def independent(self, found: Found) -> float | None:
+        """Return how many of these results count as independent samples; None for all."""
+        return None
+
     def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
         """Return the samples of every column and length, from the results of all items."""
+        groups: dict[tuple[Column, int | None], list[tuple[Item, Row, Any]]] = {}
+        for item, row in found:
+            for column, at, value in self.samples(item, row):
+                groups.setdefault((column, at), []).append((item, row, value))
+        measured = [
+            Measurement(
+                *place,
+                {item.name: value for item, _, value in own},
+                None,
+                self.independent([(item, row) for item, row, _ in own]),
+            )
+            for place, own in groups.items()
+        ]
+        reasons = [Measurement(*one[:2], {}, one[2]) for one in self.reasons(model) if one[2]]
+        return [*measured, *reasons]
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Return sentences that belong under the table of a model."""
