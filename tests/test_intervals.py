@@ -141,18 +141,18 @@ def test_paired_proportions_cover() -> None:
 def test_quantities() -> None:
     """Each kind of quantity has one estimate, and one difference on the same items."""
     a, b = [1.0, 5.0, 9.0], [0.9, 4.8, 8.7]
-    assert MEAN.estimate(a, None) == mean(a)
+    assert MEAN.estimate(a) == mean(a)
     assert MEAN.difference is not None
-    assert MEAN.difference(a, b, None) == pytest.approx(mean([0.1, 0.2, 0.3]))
-    assert SCORE.estimate([1.0, 0.0, 1.0], 2) == proportion(2, 3, 2)
-    assert SCORE.estimate([0.5, 0.5], None) == proportion(1.0, 2), "no spread to estimate from"
-    assert SCORE.estimate([0.5, 0.7], None) == mean([0.5, 0.7])
+    assert MEAN.difference(a, b) == pytest.approx(mean([0.1, 0.2, 0.3]))
+    assert SCORE.estimate([1.0, 0.0, 1.0]) == proportion(2, 3)
+    assert SCORE.estimate([0.5, 0.5]) == proportion(1.0, 2), "no spread to estimate from"
+    assert SCORE.estimate([0.5, 0.7]) == mean([0.5, 0.7])
     assert SCORE.difference is not None
-    assert SCORE.difference([1, 1], [1, 0], None) == paired_proportion([1, 1], [1, 0])
+    assert SCORE.difference([1, 1], [1, 0]) == paired_proportion([1, 1], [1, 0])
     assert RATIO.difference is not None
     with pytest.raises(ValueError, match="bytes"):
-        RATIO.difference([(1.0, 2)], [(1.0, 3)], None)
-    assert FIGURE.estimate([3.0], None) == Estimate(3.0, -math.inf, math.inf, 1)
+        RATIO.difference([(1.0, 2)], [(1.0, 3)])
+    assert FIGURE.estimate([3.0]) == Estimate(3.0, -math.inf, math.inf, 1)
     assert FIGURE.difference is None
 
 

@@ -28,14 +28,12 @@ class Item(NamedTuple):
         group: items with equal groups share work, such as a common beginning; so do, to a lesser
             extent, items with an equal first entry.
         work: its part of the progress, in the steps that `measure` counts.
-        name: of its samples, the same for every model, by which differences are paired.
     """
 
     key: dict[str, Any]
     spec: Any = None
     group: tuple[Any, ...] = ()
     work: int = 1
-    name: str = ""
 
 
 Found = list[tuple[Item, Row]]
@@ -59,22 +57,22 @@ class Column(NamedTuple):
     brief: bool = False
 
 
-class Measurement(NamedTuple):
-    """The samples of one column at one length.
+class Sample(NamedTuple):
+    """One value of one column, or the reason why there is none.
 
     Attributes:
         column: the column.
         at: row of the table, usually a length in tokens; None for a column without rows.
-        samples: by the name of the item, which is the same for every model.
-        reason: why there are none.
-        independent: how many of them count as independent; None for all.
+        name: of the sample, the same for every model, by which differences are paired.
+        value: as the quantity of the column takes it.
+        reason: why a model has no samples in this cell.
     """
 
     column: Column
     at: int | None
-    samples: Mapping[str, Any]
+    name: str = ""
+    value: Any = None
     reason: str | None = None
-    independent: float | None = None
 
 
 class Cell(NamedTuple):
@@ -160,9 +158,9 @@ class Evaluation(Options, ABC):
         """
         return
 
-    @abstractmethod
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         """Return the settings that values of a model depend on, beside the items."""
+        return {}
 
     def items(self, model: OpenCheckpoint) -> list[Item]:
         """Return what to measure, without what a model cannot read; `prepare` has found it."""
@@ -174,35 +172,13 @@ class Evaluation(Options, ABC):
     ) -> Iterator[Found]:
         """Measure items, and yield the results of each batch as soon as they are known."""
 
-    def samples(self, item: Item, row: Row) -> Iterator[tuple[Column, int | None, Any]]:
-        """Yield the samples of an item: column, row of the table, and value."""
-        raise NotImplementedError
+    @abstractmethod
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        """Yield what the result of an item adds to the table."""
 
-    def reasons(self, model: OpenCheckpoint) -> Iterator[tuple[Column, int | None, str | None]]:
-        """Yield by column and row of the table why a model has no samples there; None if it has."""
+    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
+        """Yield a reason for each row of the table that a model has no items for."""
         yield from ()
-
-    def independent(self, found: Found) -> float | None:
-        """Return how many of these results count as independent samples; None for all."""
-        return None
-
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        """Return the samples of every column and length, from the results of all items."""
-        groups: dict[tuple[Column, int | None], list[tuple[Item, Row, Any]]] = {}
-        for item, row in found:
-            for column, at, value in self.samples(item, row):
-                groups.setdefault((column, at), []).append((item, row, value))
-        measured = [
-            Measurement(
-                *place,
-                {item.name: value for item, _, value in own},
-                None,
-                self.independent([(item, row) for item, row, _ in own]),
-            )
-            for place, own in groups.items()
-        ]
-        reasons = [Measurement(*one[:2], {}, one[2]) for one in self.reasons(model) if one[2]]
-        return [*measured, *reasons]
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Return sentences that belong under the table of a model."""

@@ -12,13 +12,13 @@ from pydantic import PrivateAttr
 from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, read
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.passkey_prompts import build, draw
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import Answer, Prompt, answers, count_tokens, out_of_reach
-from longrnn.intervals import SCORE, independent_stretches
+from longrnn.intervals import SCORE, SHARE_OF_STRETCHES, independent_stretches
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.results import Row
@@ -81,7 +81,6 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
                     q,
                     # Prompts with the same index begin at the same place and share keys.
                     (q.number, q.place),
-                    name=f"{q.place}/{q.number}",
                 )
                 for q in drawn
                 if self._reason(model, q.length) is None
@@ -116,35 +115,35 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
             progress.advance(len(batch), 0)
             yield rows
 
-    def samples(self, item: Item, row: Row) -> Iterator[tuple[Column, int, float]]:
-        length, place = item.spec[:2]
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        asked, right = item.spec, float(row["correct"])
+        name = f"{asked.place}/{asked.number}"
         if len(self._places()) > 1:
-            label = _label(place)
-            name = f"depth {label}" if self.insert_at is None else label
-            yield Column(name, PLACE, drawn=False, brief=True), length, float(row["correct"])
-        yield self._recalled(), length, float(row["correct"])
+            label = _label(asked.place)
+            column = Column(
+                f"depth {label}" if self.insert_at is None else label, PLACE, brief=True
+            )
+            yield Sample(column, asked.length, name, right)
+        # With the built-in filler, all prompts have the same text and only the key is sampled.
+        value = right if self.filler is None else (right, asked.start, asked.covers)
+        yield Sample(self._recalled(), asked.length, name, value)
 
-    def reasons(self, model: OpenCheckpoint) -> Iterator[tuple[Column, int, str | None]]:
+    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
         for length in self.lengths:
-            yield self._recalled(), length, self._reason(model, length)
+            if reason := self._reason(model, length):
+                yield Sample(self._recalled(), length, reason=reason)
 
     def _recalled(self) -> Column:
-        return Column(f"{self.title}, keys recalled", SCORE)
-
-    def independent(self, found: Found) -> float | None:
-        # Prompts that read overlapping parts of a text file are not independent samples of such
-        # texts. With the built-in filler, all have the same text and only the key is sampled.
-        if self.filler is None or not found:
-            return None
-        asked = [item.spec for item, _ in found]
-        return independent_stretches([one.start for one in asked], asked[0].covers)
+        quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
+        return Column(f"{self.title}, keys recalled", quantity)
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         notes, overlapping = [], []
-        for length in self.lengths:
-            own = [(item, row) for item, row in found if item.spec.length == length]
-            if (count := self.independent(own)) is not None:
-                overlapping.append(f"{count:.1f} of {len(own)} at {format_length(length)}")
+        for length in self.lengths if self.filler is not None else ():
+            asked = [item.spec for item, _ in found if item.spec.length == length]
+            if asked:
+                count = independent_stretches([one.start for one in asked], asked[0].covers)
+                overlapping.append(f"{count:.1f} of {len(asked)} at {format_length(length)}")
         if overlapping:
             notes.append(
                 "Prompts that contain the same filler text are not independent: the intervals "

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pydantic import PrivateAttr
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
-from longrnn.evaluation.forgetting import forgetting
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import newlines, read_documents
 from longrnn.evaluation.windows import Window, cut_windows, grid, losses, powers
@@ -35,21 +33,23 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training_length import training_length
 from longrnn.inference.engine import out_of_reach
 from longrnn.inference.overlapping import Overlap
-from longrnn.intervals import FIGURE, MEAN, RATIO, Estimate, mean
+from longrnn.intervals import RATIO, Estimate, mean
 from longrnn.progress import Progress
+from longrnn.results import Row
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.base import Cell
     from longrnn.evaluation.report import Picture
 
+# The largest factor between losses beyond and inside the training length (arXiv 2410.07145).
+ROBUST = 2.0
+
 
 class Perplexity(PerplexityOptions, Evaluation):
     """Loss by position, see `PerplexityOptions`."""
 
     kind: ClassVar[str] = "perplexity"
-
-    _windows: dict[str, list[Window]] = PrivateAttr(default_factory=dict)
 
     def files(self) -> list[Path]:
         return list(self.texts)
@@ -72,43 +72,27 @@ class Perplexity(PerplexityOptions, Evaluation):
         if self.newlines:
             for documents, model in zip(of_model, models, strict=True):
                 documents.append(newlines(model.tokenizer, self.lengths[-1] + 1))
-        self._windows = {model.name: [] for model in models}
         for texts in zip(*of_model, strict=True):
             cut = cut_windows(texts, self.lengths, self.windows, self._reach(models))
             for model, windows in zip(models, cut, strict=True):
-                self._windows[model.name] += windows
+                self._items.setdefault(model.name, []).extend(map(_item, windows))
 
     def _reach(self, models: Sequence[OpenCheckpoint]) -> list[float]:
         """Return how many tokens of a window each model can score."""
         most = [model.model.max_length or math.inf for model in models]
         return [math.inf if self.context is not None and self.context <= n else n for n in most]
 
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        return out_of_reach(model.model, min(length, self.context or length))
-
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {} if self.overlap is None else self.overlap._asdict()
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        found = []
-        for window in self._windows[model.name]:
-            digest = window.document.sha256
-            key = {"text": digest[:16], "start": window.start, "length": window.length}
-            if further := sorted(set(window.edges) - set(grid(window.length))):
-                key["edges"] = further
-            found.append(Item(key, window, (digest, window.number), window.length))
-        return found
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        shapes: dict[tuple[int, int], list[Item]] = {}
-        for item in items:
-            shapes.setdefault((item.spec.length, len(item.spec.edges)), []).append(item)
-        for same in shapes.values():
-            for first in range(0, len(same), most):
-                batch = same[first : first + most]
+        # With different tokenizers, windows of the same bytes have different lengths.
+        for _, same in groupby(sorted(items, key=_shape), _shape):
+            alike = list(same)
+            for batch in (alike[first : first + most] for first in range(0, len(alike), most)):
                 tokens = torch.stack([item.spec.tokens() for item in batch])
                 edges = torch.tensor([item.spec.edges for item in batch])
                 nats = losses(
@@ -119,43 +103,47 @@ class Perplexity(PerplexityOptions, Evaluation):
                     for item, row in zip(batch, nats.tolist(), strict=True)
                 ]
 
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        measurements = []
-        known = all(item.spec.document.byte_ends is not None for item, _ in found)
-        unit, quantity = ("bits per byte", RATIO) if known else ("nats per token", MEAN)
-        here = Column(f"{self.title}, {unit}", quantity, ".3f")
-        whole = Column(f"{self.title}, {unit} from the start", quantity, ".3f", drawn=False)
-        read = Column(f"{self.title}, tokens read per token", FIGURE, ".2f", drawn=False)
-        for number, length in enumerate(self.lengths, 1):
-            reached = [(i.spec, row["nats"]) for i, row in found if len(i.spec.cuts) > number]
-            reason = None if reached else self._reason(model, length) or "not measured"
-            for column, first in ((here, number - 1), (whole, 0)):
-                samples = {
-                    window.name: window.sample(nats, window.cuts[first], window.cuts[number])
-                    for window, nats in reached
-                }
-                if column is here or len(self.lengths) > 1:
-                    measurements.append(Measurement(column, length, samples, reason))
-            if self.overlap is not None and reached:
-                share = self.overlap.tokens_read(length) / length
-                measurements.append(Measurement(read, length, {"": share}))
-        return measurements
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        window: Window = item.spec
+        known = window.document.byte_ends is not None
+        here = self._column(known)
+        whole = here._replace(name=f"{here.name} from the start", drawn=False)
+        for length, (start, stop) in zip(self.lengths, pairwise(window.cuts), strict=False):
+            yield Sample(here, length, window.name, window.sample(row["nats"], start, stop))
+            if len(self.lengths) > 1:
+                yield Sample(whole, length, window.name, window.sample(row["nats"], 0, stop))
+
+    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
+        for length in self.lengths:
+            if reason := out_of_reach(model.model, min(length, self.context or length)):
+                yield Sample(self._column(), length, reason=reason)
+
+    def _column(self, known: bool = True) -> Column:
+        unit = "bits per byte" if known else "nats per token"
+        return Column(f"{self.title}, {unit}", RATIO, ".3f")
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         if not found:
             return []
-        rows = [(item.spec.edges, row["nats"]) for item, row in found]
-        nats = mean([sum(values) / edges[-1] for edges, values in rows])
+        buckets, length = by_bucket(found), found[0][0].spec.length
+        nats = mean([sum(row["nats"]) / item.spec.length for item, row in found])
         notes = [
-            f"{nats.show('.3f')} nats per token over {len(rows)} windows of "
-            f"{format_length(rows[0][0][-1])} tokens, perplexity "
-            f"{math.exp(min(nats.mean, 700)):,.2f}."
+            f"{nats.show('.3f')} nats per token over {len(found)} windows of "
+            f"{format_length(length)} tokens, perplexity {math.exp(min(nats.mean, 700)):,.2f}."
         ]
+        if self.overlap is not None:
+            share = self.overlap.tokens_read(length) / length
+            notes.append(f"The overlapping windows read {share:.2f} tokens per scored token.")
         trained = self.trained(model)
-        if self.overlap is None and trained is not None:
-            judged = forgetting(rows, trained)
-            if judged is not None:
-                notes.append(judged.sentence(trained, model.model.vocab_size))
+        inside = [value.mean for _, stop, value in buckets if stop <= (trained or 0)]
+        beyond = [(value.mean, start) for start, _, value in buckets if start >= (trained or 0)]
+        if inside and beyond and self.overlap is None:
+            worst, start = max(beyond)
+            notes.append(
+                f"Beyond the training length of {trained:,} the loss reaches {worst:.3f} nats per "
+                f"token (from position {start:,}), {worst / inside[-1]:.2f} × the loss at its end "
+                f"({inside[-1]:.3f}); a model that forgets robustly stays within {ROBUST:g} ×."
+            )
         return notes
 
     def trained(self, model: OpenCheckpoint) -> int | None:
@@ -170,15 +158,13 @@ class Perplexity(PerplexityOptions, Evaluation):
         from longrnn.evaluation.figures import Line, lines, png
         from longrnn.evaluation.report import Picture, by_length, picture_name
 
-        windows = [item.spec for own in found.values() for item, _ in own]
-        if any(window.edges == window.cuts for window in windows):
-            return by_length(self, cells)
         drawn = []
-        for name, own in found.items():
-            if own:
-                buckets = by_bucket(own)
-                middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
+        for name, buckets in ((name, by_bucket(own)) for name, own in found.items()):
+            middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
+            if buckets:
                 drawn.append(Line(name, middles, [estimate for *_, estimate in buckets]))
+        if not drawn:  # the tokenizers differ
+            return by_length(self, cells)
         marks = sorted({one for model in models if (one := self.trained(model)) is not None})
         figure = lines(
             drawn,
@@ -192,12 +178,27 @@ class Perplexity(PerplexityOptions, Evaluation):
         return [Picture(picture_name(self.title, "by position"), caption, png(figure))]
 
 
+def _item(window: Window) -> Item:
+    digest = window.document.sha256
+    key = {"text": digest[:16], "start": window.start, "length": window.length}
+    if further := sorted(set(window.edges) - set(grid(window.length))):
+        key["edges"] = further
+    return Item(key, window, (digest, window.number), window.length)
+
+
+def _shape(item: Item) -> tuple[int, int]:
+    return item.spec.length, len(item.spec.edges)
+
+
 def by_bucket(found: Found) -> list[tuple[int, int, Estimate]]:
     """Return the mean loss in nats per token between the powers of 2, with its interval.
 
     Args:
-        found: results of windows of one length.
+        found: results of windows of one length; the list is empty if there are none, or they were
+            cut for models with different tokenizers.
     """
+    if not found or found[0][0].spec.edges == found[0][0].spec.cuts:
+        return []
     return [
         (a, b, mean([item.spec.sum(row["nats"], a, b) / (b - a) for item, row in found]))
         for a, b in pairwise(powers(found[0][0].spec.length))

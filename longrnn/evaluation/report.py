@@ -88,7 +88,8 @@ def table(outcome: Outcome) -> Table:
     """Return the table of an evaluation: lengths ascending, models and columns in their order."""
     evaluation, cells = outcome.evaluation, outcome.cells
     own = {(cell.at, cell.model, cell.metric): cell for cell in cells}
-    metrics = list(dict.fromkeys(cell.metric for cell in cells))
+    columns = dict.fromkeys(cell.column for cell in cells)
+    metrics = [column.name for column in sorted(columns, key=lambda column: not column.brief)]
     rows = []
     for at in sorted({cell.at for cell in cells}, key=lambda at: -1 if at is None else at):
         for model in outcome.models:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,11 +56,11 @@ class Window(NamedTuple):
         """Return the sum of losses between two edges."""
         return math.fsum(nats[self.edges.index(start) : self.edges.index(stop)])
 
-    def sample(self, nats: Sequence[float], start: int, stop: int) -> Any:
-        """Return bits and bytes between two edges, or nats per token if bytes are not known."""
+    def sample(self, nats: Sequence[float], start: int, stop: int) -> tuple[float, int]:
+        """Return bits and bytes between two edges, or nats and tokens if bytes are not known."""
         total, ends = self.sum(nats, start, stop), self.document.byte_ends
         if ends is None:
-            return total / (stop - start)
+            return total, stop - start
         return total / math.log(2), int(ends[self.start + stop] - ends[self.start + start])
 
 
