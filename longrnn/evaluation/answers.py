@@ -13,7 +13,7 @@ from longrnn.data.stream import shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import Pair, out_of_reach, score
+from longrnn.inference.engine import Pair, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.options import Count
 from longrnn.progress import Progress
@@ -43,7 +43,6 @@ class Answers(Evaluation):
 
     _documents: Any = PrivateAttr()
     _sha256: str = PrivateAttr()
-    _longest: int = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         first = models[0]
@@ -57,11 +56,12 @@ class Answers(Evaluation):
         self._documents, self._sha256 = task.documents, task.data_sha256()
         lengths = self._documents.lengths
         chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
-        self._longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
+        longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
         pairs = {document: self._pairs(document) for document in chosen}
         items = [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
         for model in models:
-            self._items[model.name] = [] if out_of_reach(model.model, self._longest) else items
+            is_reached = self.reaches(model, longest, self._loss(), None)
+            self._items[model.name] = items if is_reached else []
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {"data": self._sha256}
@@ -92,10 +92,6 @@ class Answers(Evaluation):
         yield Sample(self._loss(), None, name, (row["nats"], row["tokens"]))
         match = Column(f"{self.title}, exact match", SCORE)
         yield Sample(match, None, name, float(row["right"]))
-
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        if reason := out_of_reach(model.model, self._longest):
-            yield Sample(self._loss(), None, reason=reason)
 
     def _loss(self) -> Column:
         return Column(f"{self.title}, nats per token", RATIO, ".3f")

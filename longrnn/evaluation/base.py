@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pydantic import PrivateAttr
 
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import Estimate, Quantity
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.results import Row
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.report import Picture
+    from matplotlib.figure import Figure
 
 
 class Item(NamedTuple):
@@ -131,8 +132,9 @@ class Evaluation(Options, ABC):
     # Whether it needs a tokenizer that fits the model.
     reads_text: ClassVar[bool] = True
 
-    # What to measure, by the name of the model.
+    # By the name of the model: what to measure, and a reason for each row of the table without.
     _items: dict[str, list[Item]] = PrivateAttr(default_factory=dict)
+    _unmeasured: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -166,6 +168,18 @@ class Evaluation(Options, ABC):
         """Return what to measure, without what a model cannot read; `prepare` has found it."""
         return self._items[model.name]
 
+    def unmeasured(self, model: OpenCheckpoint) -> list[Sample]:
+        """Return a reason for each row of the table that a model has no items for."""
+        return self._unmeasured.get(model.name, [])
+
+    def reaches(self, model: OpenCheckpoint, tokens: int, column: Column, at: int | None) -> bool:
+        """Return whether a model can read so many tokens; if not, note the reason for a cell."""
+        reason = out_of_reach(model.model, tokens)
+        if reason is not None:
+            missing = Sample(column, at, reason=reason)
+            self._unmeasured.setdefault(model.name, []).append(missing)
+        return reason is None
+
     @abstractmethod
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
@@ -176,18 +190,12 @@ class Evaluation(Options, ABC):
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
 
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        """Yield a reason for each row of the table that a model has no items for."""
-        yield from ()
-
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Return sentences that belong under the table of a model."""
         return []
 
     def pictures(
-        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> list[Picture]:
-        """Return the pictures: by default one per column, with one line per model."""
-        from longrnn.evaluation.report import by_length
-
-        return by_length(self, cells)
+        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> Iterator[tuple[str, str, Figure]]:
+        """Yield name, caption and figure of pictures beside those of the columns by length."""
+        yield from ()

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.hf.load import load
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import SCORED_TOKENS
 from longrnn.intervals import FIGURE
 from longrnn.models.finite import refuse_nonfinite
@@ -33,10 +32,10 @@ from longrnn.results import Row
 
 MIB = 2**20
 COLUMNS = {
-    "prefill_tokens_per_second": Column("prefill, tokens/s", FIGURE, ",.0f"),
-    "decode_tokens_per_second": Column("decoding, tokens/s", FIGURE, ",.0f"),
-    "peak_mib": Column("peak memory, MiB", FIGURE, ",.0f"),
-    "peak_over_model_mib": Column("of it above the model, MiB", FIGURE, ",.0f"),
+    "prefill": Column("prefill, tokens/s", FIGURE, ",.0f"),
+    "decode": Column("decoding, tokens/s", FIGURE, ",.0f"),
+    "peak": Column("peak memory, MiB", FIGURE, ",.0f"),
+    "peak_over_model": Column("of it above the model, MiB", FIGURE, ",.0f"),
     "state_bytes": Column("state or cache, bytes", FIGURE, ",.0f"),
 }
 
@@ -52,8 +51,6 @@ class Cost(Evaluation):
     lengths: Lengths = Field(default=[256, 1024, 4096], description="Numbers of tokens to read.")
     decode: Tokens = Field(default=32, description="Tokens to generate after that.")
 
-    _failed: dict[tuple[str, int], str] = PrivateAttr(default_factory=dict)
-
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
             "device": model.device,
@@ -63,9 +60,13 @@ class Cost(Evaluation):
         }
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        self._unmeasured = {}
         for model in models:
-            reached = [n for n in self.lengths if self._reason(model, n) is None]
-            self._items[model.name] = [Item({"length": length}, length) for length in reached]
+            self._items[model.name] = [
+                Item({"length": length}, length)
+                for length in self.lengths
+                if self.reaches(model, length + self.decode, COLUMNS["prefill"], length)
+            ]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
@@ -80,7 +81,8 @@ class Cost(Evaluation):
             measured = in_a_process(job)
             # A failed measurement has no row, so that it is repeated the next time.
             if isinstance(measured, str):
-                self._failed[model.name, item.spec] = measured
+                failed = Sample(COLUMNS["prefill"], item.spec, reason=measured)
+                self._unmeasured.setdefault(model.name, []).append(failed)
             else:
                 yield [(item, measured)]
             progress.advance(1, item.spec)
@@ -88,16 +90,6 @@ class Cost(Evaluation):
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         for name, column in COLUMNS.items():
             yield Sample(column, item.spec, value=row[name])
-
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        column = COLUMNS["prefill_tokens_per_second"]
-        for length in self.lengths:
-            failed = self._failed.get((model.name, length))
-            if reason := self._reason(model, length) or failed:
-                yield Sample(column, length, reason=reason)
-
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        return out_of_reach(model.model, length + self.decode)
 
 
 def in_a_process(job: Mapping[str, Any]) -> dict[str, float] | str:
@@ -132,9 +124,8 @@ def measure(
         seed: seed of the tokens.
 
     Returns:
-        `prefill_tokens_per_second`, `decode_tokens_per_second` (greedy, one token per call),
-        `peak_mib` (of the whole process; on CUDA, of the tensors), `peak_over_model_mib` (the part
-        above the loaded model), `state_bytes` (after the prefill, for one sequence).
+        By the names of COLUMNS. Decoding is greedy, one token per call; the peak is that of the
+        whole process, or on CUDA of the tensors; the state is that after the prefill.
     """
     torch.set_num_threads(threads)
     model = load(source, device=device)
@@ -155,10 +146,10 @@ def measure(
         logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
     decoded, peak = _clock(place), _memory(place)[1]
     return {
-        "prefill_tokens_per_second": length / (read - begun),
-        "decode_tokens_per_second": decode / (decoded - read),
-        "peak_mib": peak / MIB,
-        "peak_over_model_mib": (peak - before) / MIB,
+        "prefill": length / (read - begun),
+        "decode": decode / (decoded - read),
+        "peak": peak / MIB,
+        "peak_over_model": (peak - before) / MIB,
         "state_bytes": size,
     }
 

@@ -14,6 +14,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,8 +27,8 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
+from longrnn.evaluation.windows import Window, cut_windows
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import prefill
 from longrnn.intervals import MEAN, mean
 from longrnn.models import LanguageModel
@@ -51,23 +52,22 @@ class Memory(MemoryOptions, Evaluation):
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         if self.positions[0] < 2:
             raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
-        longest = self.positions[-1]
         for model in models:
-            reached = [at for at in self.positions if out_of_reach(model.model, at) is None]
+            reached = [at for at in self.positions if self.reaches(model, at, self._column(at), at)]
             work = sum(ends[-1] - start for start, ends in compared(reached).items() if ends)
-            items = self._items[model.name] = []
+            windows: list[Window] = []
             for document in read_documents(self.texts, model.tokenizer, model.model):
-                count = min((len(document.tokens) - 1) // longest, self.stretches)
-                if count < 1:
-                    raise UserError(
-                        f"{document.name} has {len(document.tokens):,} tokens and a stretch of "
-                        f"{format_length(longest)} needs {longest + 1:,}: give a longer text or "
-                        "smaller --positions"
-                    )
-                for start in range(0, count * longest, longest) if reached else ():
-                    key = {"text": document.sha256[:16], "start": start, "positions": reached}
-                    tokens = document.tokens[start : start + longest]
-                    items.append(Item(key, tokens, work=work))
+                cut = cut_windows([document], self.positions, None, [math.inf])[0]
+                windows += cut[: self.stretches]
+            self._items[model.name] = [
+                Item(
+                    {"text": one.document.sha256[:16], "start": one.start, "positions": reached},
+                    one.tokens()[:-1],
+                    work=work,
+                )
+                for one in windows
+                if reached
+            ]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
@@ -87,11 +87,6 @@ class Memory(MemoryOptions, Evaluation):
         for position, values in row.items():
             for kept, value in values.items():
                 yield Sample(self._column(int(position)), int(kept), name, value)
-
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        for position in self.positions:
-            if reason := out_of_reach(model.model, position):
-                yield Sample(self._column(position), position, reason=reason)
 
     def _column(self, position: int) -> Column:
         return Column(f"EffRem, T = {format_length(position)}", MEAN, ".3f")

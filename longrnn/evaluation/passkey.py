@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,12 +14,13 @@ from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, read
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.figures import heat_maps
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.passkey_prompts import build, draw
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.inference.engine import Answer, Prompt, answers, count_tokens, out_of_reach
-from longrnn.intervals import SCORE, SHARE_OF_STRETCHES, independent_stretches
+from longrnn.inference.engine import Answer, Prompt, answers, count_tokens
+from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.results import Row
@@ -26,11 +28,10 @@ from longrnn.text import read_text
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.base import Cell
-    from longrnn.evaluation.report import Picture
+    from matplotlib.figure import Figure
 
-# Shares at one place, which have too few prompts for a comparison.
-PLACE = SCORE._replace(difference=None)
+# The column of a place, which has too few prompts for a comparison.
+AT_PLACE = Column("", SCORE._replace(difference=None), drawn=False, brief=True)
 # Version of the prompts, which belongs to the protocol.
 VERSION = 3
 
@@ -41,8 +42,8 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     kind: ClassVar[str] = "passkey"
 
     _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
-    # The most tokens of a question and of an answer.
-    _longest: dict[str, tuple[int, int]] = PrivateAttr(default_factory=dict)
+    # The most tokens of an answer.
+    _answer: dict[str, int] = PrivateAttr(default_factory=dict)
 
     def files(self) -> list[Path]:
         return [] if self.filler is None else [self.filler]
@@ -73,8 +74,15 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
                 # A length that is too short for an insertion point has no prompt with it.
                 if self.insert_at is None or place + least <= length
             ]
-            sizes = [(len(task.question(q.needle)), len(task.answer(q.needle))) for q in drawn]
-            self._longest[model.name] = max(size for size, _ in sizes), max(n for _, n in sizes)
+            question = max(len(task.question(q.needle)) for q in drawn)
+            answer = self._answer[model.name] = max(len(task.answer(q.needle)) for q in drawn)
+            # With chunk selection, the most that is read before a question.
+            most = task.n_header + (self.chunk_select or math.inf) + question
+            reached = {
+                length
+                for length in self.lengths
+                if self.reaches(model, int(min(length, most)) + answer, self._recalled(), length)
+            }
             self._items[model.name] = [
                 Item(
                     {"length": q.length, place_name: q.place, "index": q.number},
@@ -83,7 +91,7 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
                     (q.number, q.place),
                 )
                 for q in drawn
-                if self._reason(model, q.length) is None
+                if q.length in reached
             ]
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
@@ -100,7 +108,7 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     ) -> Iterator[Found]:
         task, questions = self._tasks[model.name], [item.spec for item in items]
         prompts = build(task, questions, naive=self.naive)
-        longest = self._longest[model.name][1]
+        longest = self._answer[model.name]
         if self.chunk_select is None:
             how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
             found = answers(model.model, prompts, max_new_tokens=longest, **how)
@@ -120,59 +128,35 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         name = f"{asked.place}/{asked.number}"
         if len(self._places()) > 1:
             label = _label(asked.place)
-            column = Column(
-                f"depth {label}" if self.insert_at is None else label, PLACE, brief=True
-            )
-            yield Sample(column, asked.length, name, right)
+            title = f"depth {label}" if self.insert_at is None else label
+            yield Sample(AT_PLACE._replace(name=title), asked.length, name, right)
         # With the built-in filler, all prompts have the same text and only the key is sampled.
         value = right if self.filler is None else (right, asked.start, asked.covers)
         yield Sample(self._recalled(), asked.length, name, value)
-
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        for length in self.lengths:
-            if reason := self._reason(model, length):
-                yield Sample(self._recalled(), length, reason=reason)
 
     def _recalled(self) -> Column:
         quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        notes, overlapping = [], []
-        for length in self.lengths if self.filler is not None else ():
-            asked = [item.spec for item, _ in found if item.spec.length == length]
-            if asked:
-                count = independent_stretches([one.start for one in asked], asked[0].covers)
-                overlapping.append(f"{count:.1f} of {len(asked)} at {format_length(length)}")
-        if overlapping:
-            notes.append(
-                "Prompts that contain the same filler text are not independent: the intervals "
-                f"count {', '.join(overlapping)}."
-            )
-        if found and self.chunk_select is None and not self.naive:
-            questions = [item.spec for item, _ in found]
-            prompts = build(self._tasks[model.name], questions, naive=False)
-            cost = count_tokens(prompts, max_new_tokens=self._longest[model.name][1])
-            notes.append(
-                f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt "
-                f"by prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
-            )
-        return notes
+        if not found or self.chunk_select is not None or self.naive:
+            return []
+        prompts = build(self._tasks[model.name], [item.spec for item, _ in found], naive=False)
+        cost = count_tokens(prompts, max_new_tokens=self._answer[model.name])
+        return [
+            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
+            f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
+        ]
 
     def pictures(
-        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> list[Picture]:
-        from longrnn.evaluation.figures import heat_maps, png
-        from longrnn.evaluation.report import Picture, by_length, picture_name
-
+        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> Iterator[tuple[str, str, Figure]]:
         right: dict[str, dict[tuple[float, float], list[bool]]] = {}
         for name, own in found.items():
             for item, row in own:
                 length, place = item.spec[:2]
                 at = (length if self.insert_at is None else length - place, place)
                 right.setdefault(name, {}).setdefault(at, []).append(row["correct"])
-        if not right:
-            return []
         shares = {
             name: {at: sum(one) / len(one) for at, one in own.items()}
             for name, own in right.items()
@@ -180,21 +164,13 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         axes = "prompt length (tokens)", "depth of the key"
         if self.insert_at is not None:
             axes = "distance since the key (tokens)", "filler before the key (tokens)"
-        figure = heat_maps(shares, axes, _label, "keys recalled")
-        caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
-        drawn = by_length(self, cells) if len(models) > 1 else []
-        return [*drawn, Picture(picture_name(self.title, "by position"), caption, png(figure))]
+        if shares:
+            caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
+            yield "by position", caption, heat_maps(shares, axes, _label, "keys recalled")
 
     def _places(self) -> list[Any]:
         """Return the insertion points, or the depths."""
         return list(dict.fromkeys(self.depths if self.insert_at is None else self.insert_at))
-
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        """Return why a model cannot read prompts of a length with their answers."""
-        task, (question, answer) = self._tasks[model.name], self._longest[model.name]
-        if self.chunk_select is not None:
-            length = min(length, task.n_header + self.chunk_select + question)
-        return out_of_reach(model.model, length + answer)
 
 
 def by_chunk(

@@ -5,7 +5,8 @@ Notable choices:
   the loss at position i is that of the token that follows the first i + 1 tokens. A text of n
   tokens has (n − 1) // L disjoint windows, each of which is one sample.
 - Losses are summed piece by piece, so that neither logits nor losses of a whole window are in
-  memory at once. A row has the sums between EDGES, so that further lengths need no measurement.
+  memory at once. A row has the sums between powers of 2 and lengths: such lengths can be added
+  without a measurement.
 - Bits per byte is the loss of the scored tokens over the bytes of these tokens; for several windows
   it is the sum of their bits over the sum of their bytes. Models with different tokenizers score
   the same bytes: windows are cut at token borders of all of them.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,12 +27,12 @@ import torch
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.figures import Line, lines
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import newlines, read_documents
-from longrnn.evaluation.windows import Window, cut_windows, grid, losses, powers
+from longrnn.evaluation.windows import Window, cut_windows, losses, powers
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training_length import training_length
-from longrnn.inference.engine import out_of_reach
 from longrnn.inference.overlapping import Overlap
 from longrnn.intervals import RATIO, Estimate, mean
 from longrnn.progress import Progress
@@ -39,8 +40,7 @@ from longrnn.results import Row
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.base import Cell
-    from longrnn.evaluation.report import Picture
+    from matplotlib.figure import Figure
 
 # The largest factor between losses beyond and inside the training length (arXiv 2410.07145).
 ROBUST = 2.0
@@ -72,15 +72,16 @@ class Perplexity(PerplexityOptions, Evaluation):
         if self.newlines:
             for documents, model in zip(of_model, models, strict=True):
                 documents.append(newlines(model.tokenizer, self.lengths[-1] + 1))
-        for texts in zip(*of_model, strict=True):
-            cut = cut_windows(texts, self.lengths, self.windows, self._reach(models))
-            for model, windows in zip(models, cut, strict=True):
-                self._items.setdefault(model.name, []).extend(map(_item, windows))
-
-    def _reach(self, models: Sequence[OpenCheckpoint]) -> list[float]:
-        """Return how many tokens of a window each model can score."""
+        self._items = {model.name: [] for model in models}
+        for model, length in product(models, self.lengths):
+            self.reaches(model, min(length, self.context or length), self._column(), length)
+        # How many tokens of a window each model can score.
         most = [model.model.max_length or math.inf for model in models]
-        return [math.inf if self.context is not None and self.context <= n else n for n in most]
+        reach = [math.inf if self.context and self.context <= limit else limit for limit in most]
+        for texts in zip(*of_model, strict=True):
+            cut = cut_windows(texts, self.lengths, self.windows, reach)
+            for model, windows in zip(models, cut, strict=True):
+                self._items[model.name] += map(_item, windows)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {} if self.overlap is None else self.overlap._asdict()
@@ -112,11 +113,6 @@ class Perplexity(PerplexityOptions, Evaluation):
             yield Sample(here, length, window.name, window.sample(row["nats"], start, stop))
             if len(self.lengths) > 1:
                 yield Sample(whole, length, window.name, window.sample(row["nats"], 0, stop))
-
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        for length in self.lengths:
-            if reason := out_of_reach(model.model, min(length, self.context or length)):
-                yield Sample(self._column(), length, reason=reason)
 
     def _column(self, known: bool = True) -> Column:
         unit = "bits per byte" if known else "nats per token"
@@ -153,35 +149,30 @@ class Perplexity(PerplexityOptions, Evaluation):
         return training_length(model.source)
 
     def pictures(
-        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> list[Picture]:
-        from longrnn.evaluation.figures import Line, lines, png
-        from longrnn.evaluation.report import Picture, by_length, picture_name
-
+        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> Iterator[tuple[str, str, Figure]]:
         drawn = []
         for name, buckets in ((name, by_bucket(own)) for name, own in found.items()):
             middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
             if buckets:
                 drawn.append(Line(name, middles, [estimate for *_, estimate in buckets]))
-        if not drawn:  # the tokenizers differ
-            return by_length(self, cells)
         marks = sorted({one for model in models if (one := self.trained(model)) is not None})
-        figure = lines(
-            drawn,
-            across="tokens read",
-            up="nats per token",
-            ticks=[*(4**k for k in range(12) if 4**k < self.lengths[0]), *self.lengths],
-            marks={mark: f"training length of {mark:,}" for mark in marks},
-            limits=(0, None),
-        )
-        caption = "Loss by position, means over windows with 95 % intervals."
-        return [Picture(picture_name(self.title, "by position"), caption, png(figure))]
+        if drawn:
+            ticks = [*(4**k for k in range(12) if 4**k < self.lengths[0]), *self.lengths]
+            figure = lines(
+                drawn,
+                across="tokens read",
+                up="nats per token",
+                ticks=ticks,
+                marks={mark: f"training length of {mark:,}" for mark in marks},
+            )
+            yield "by position", "Loss by position, means over windows.", figure
 
 
 def _item(window: Window) -> Item:
     digest = window.document.sha256
     key = {"text": digest[:16], "start": window.start, "length": window.length}
-    if further := sorted(set(window.edges) - set(grid(window.length))):
+    if further := sorted(set(window.edges) - set(powers(window.length))):
         key["edges"] = further
     return Item(key, window, (digest, window.number), window.length)
 

@@ -17,7 +17,6 @@ from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
@@ -71,11 +70,12 @@ class Sequences(SequenceOptions, Evaluation):
             raise UserError(
                 f"there are {task.n_held_out} held-out sequences: give n of at most that, not {n}"
             )
+        column = self._column("exact_match")
         for model in models:
             self._items[model.name] = [
                 Item({"length": length, "index": index}, (length, index))
                 for length in self.lengths
-                if self._reason(model, length) is None
+                if self.reaches(model, task.width(length), column, length)
                 for index in range(n)
             ]
 
@@ -114,23 +114,6 @@ class Sequences(SequenceOptions, Evaluation):
             column = Column(condition, SCORE, ".3f", drawn=False)
             yield Sample(column, length, str(index), row["exact_match"])
 
-    def unmeasured(self, model: OpenCheckpoint) -> Iterator[Sample]:
-        for length in self.lengths or ():
-            if reason := self._reason(model, length):
-                yield Sample(self._column("exact_match"), length, reason=reason)
-
     def _column(self, name: str) -> Column:
         quantity = MEAN if name == "edit_distance" else SCORE
         return Column(f"{self.title}, {name.replace('_', ' ')}", quantity, ".3f")
-
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        return out_of_reach(model.model, self._task.width(length))
-
-
-class Reverse(Sequences):
-    """Evaluate reverse ordering on held-out sequences: token accuracy, exact match, edit distance.
-
-    This is `eval task --task reverse`.
-    """
-
-    task: str | dict[str, Any] | None = "reverse"

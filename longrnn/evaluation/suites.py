@@ -20,7 +20,7 @@ KINDS = {
     "memory": "memory.Memory",
     "passkey": "passkey.PasskeyRetrieval",
     "perplexity": "perplexity.Perplexity",
-    "reverse": "sequences.Reverse",
+    "reverse": "sequences.Sequences",
     "task": "sequences.Sequences",
 }
 
@@ -52,6 +52,8 @@ def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
         UserError: an unknown kind or option, or a value that is not valid.
     """
     options = dict(spec)
+    if options.get("kind") == "reverse":
+        options.setdefault("task", "reverse")
     kind = kind_of(options.pop("kind", None))
     try:
         return kind(**options)

@@ -17,9 +17,6 @@ from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.units import format_length
 
-# Tokens of the stretches whose losses a row records, after the first one.
-STRETCH = 64
-
 
 class Window(NamedTuple):
     """Tokens of a text that are read from an empty state.
@@ -96,7 +93,7 @@ def cut_windows(
         for number in numbers:
             start, *stops = (index[number * longest + edge] for edge in (0, *lengths))
             cuts = [0, *(stop - start for stop in stops if stop - start <= limit)]
-            edges = sorted({*grid(cuts[-1]), *cuts}) if are_alike(texts) else cuts
+            edges = sorted({*powers(cuts[-1]), *cuts}) if are_alike(texts) else cuts
             if len(cuts) > 1:
                 found[-1].append(Window(text, number, start, cuts, edges))
     return found
@@ -105,11 +102,6 @@ def cut_windows(
 def powers(length: int) -> list[int]:
     """Return 0, 1, 2, 4, 8, …, length."""
     return [0, *(2**k for k in range((length - 1).bit_length())), length]
-
-
-def grid(length: int) -> list[int]:
-    """Return the edges that every window has: powers of 2 up to STRETCH, then its multiples."""
-    return sorted({*powers(min(STRETCH, length)), *range(2 * STRETCH, length, STRETCH), length})
 
 
 def losses(

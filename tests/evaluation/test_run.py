@@ -62,7 +62,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
     first = next(cell for cell in record["cells"] if cell["at"] == 200)
     assert (first["model"], first["estimate"]["n"], first["difference"]) == ("one", 2, None)
-    lines = [" | ".join(row) for row in table(outcomes[0]).texts()]
+    lines = [" | ".join(row) for row in table(outcomes[0])]
     assert lines[0].startswith("length | model | n | depth 0% | depth 100% |")
     (beyond,) = (line for line in lines if line.startswith("320 | short "))
     assert "300" in beyond
