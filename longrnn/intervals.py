@@ -140,7 +140,10 @@ def _score(values: Sequence[float]) -> Estimate:
     # Equal scores have no spread to estimate an interval from.
     if set(values) <= {0, 1} or (len(set(values)) == 1 and 0 <= values[0] <= 1):
         return proportion(sum(values), len(values))
-    return mean(values)
+    found = mean(values)
+    if min(values) >= 0 and max(values) <= 1:
+        return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
+    return found
 
 
 def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
@@ -170,7 +173,7 @@ def _ratio_difference(values: Sequence[Any], others: Sequence[Any]) -> Estimate:
     return ratio([(one[0] - other[0], one[1]) for one, other in pairs])
 
 
-# Scores of answers, from 0 to 1: a share if all are 0 or 1, else a mean.
+# Scores, mostly from 0 to 1, as is their interval: a share if all are 0 or 1, else a mean.
 SCORE = Quantity(_score, _score_difference)
 # Right (1) or wrong (0), with the stretch of text that was read: see `independent_stretches`.
 SHARE_OF_STRETCHES = Quantity(_share, _share_difference)

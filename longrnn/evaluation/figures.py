@@ -9,6 +9,8 @@ from itertools import cycle, product
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches of a cell, and of the panels in one row, so that a page 800 pixels wide shows the figures.
-CELL, ROW = 0.5, 9.0
+# Inches of a cell.
+CELL = 0.5
 # Maximum number of cells with their values written into them.
 WRITTEN = 200
 # Ten colours, then the same with other dashes, so that forty lines differ.
@@ -46,7 +48,6 @@ def lines(
     up: str,
     ticks: Collection[int] = (),
     marks: Mapping[int, str] | None = None,
-    limits: tuple[float | None, float | None] | None = None,
 ) -> Figure:
     """Draw lines over a logarithmic axis of tokens, with their 95 % intervals.
 
@@ -58,7 +59,6 @@ def lines(
         up: title of the other axis.
         ticks: positions with a label; by default powers of 4.
         marks: labels of vertical lines, by position.
-        limits: of the other axis; by default from 0, or logarithmic if values differ much.
     """
     labels = [fill(line.label, LEGEND_WIDTH, subsequent_indent="  ") for line in drawn]
     rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ())
@@ -67,35 +67,31 @@ def lines(
     for place, label in (marks or {}).items():
         panel.axvline(place, color="gray", linestyle=":", linewidth=1.2, label=label)
     styles = cycle(product(DASHES, COLOURS))
-    for number, (line, label, (dash, colour)) in enumerate(
-        zip(drawn, labels, styles, strict=False)
-    ):
-        # The first lines are the widest, so that one under another is still seen.
-        wide = 1.2 + 2.4 * (len(drawn) - 1 - number) / max(1, len(drawn) - 1)
-        style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 2 + wide}
-        bars = {"yerr": [*zip(*map(_bar, line.values), strict=True)], "elinewidth": 1, "capsize": 3}
-        means = [value.mean for value in line.values]
-        panel.errorbar(line.at, means, **style, **bars, alpha=0.85, linewidth=wide, label=label)
+    # The first lines are wide, so that one under another is still seen.
+    widths = np.linspace(3, 1, len(drawn))
+    for line, label, width, (dash, colour) in zip(drawn, labels, widths, styles, strict=False):
+        means, low, high = np.array([value[:3] for value in line.values], float).T
+        bars = np.array([means - low, high - means]).clip(min=0)
+        bars[~np.isfinite(bars)] = math.nan  # not drawn
+        style = {
+            "color": colour,
+            "linestyle": dash,
+            "marker": "o",
+            "linewidth": width,
+            "alpha": 0.8,
+        }
+        panel.errorbar(line.at, means, yerr=bars, elinewidth=1, capsize=3, label=label, **style)
     places = [place for line in drawn for place in line.at]
     values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
     least = max(1, math.floor(min(places) / 1.2))
     lengths_axis(panel, max(math.ceil(max(places) * 1.1), *ticks, 0), least, ticks)
-    if limits is not None:
-        panel.set_ylim(*limits)
-    elif values and min(values) > 0 and max(values) > WIDE * min(values):
+    if values and min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif values and min(values) >= 0:
         panel.set_ylim(bottom=-0.02 * max(values), top=None if max(values) else 1)
     panel.set(xlabel=across, ylabel=fill(up, 50))
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     return figure
-
-
-def _bar(estimate: Estimate) -> tuple[float, float]:
-    """Return how far an interval extends below and above its mean; zeros if there is none."""
-    if not math.isfinite(estimate.high - estimate.low):
-        return 0.0, 0.0
-    return max(0.0, estimate.mean - estimate.low), max(0.0, estimate.high - estimate.mean)
 
 
 def heat_maps(
@@ -114,16 +110,11 @@ def heat_maps(
     """
     keys = {key for cells in models.values() for key in cells}
     across, down = sorted({x for x, _ in keys}), sorted({y for _, y in keys})
-    width, height = max(2.2, CELL * len(across)), max(1.6, 0.8 * CELL * len(down))
-    columns = min(len(models), max(1, int(ROW / width)))
-    rows = -(-len(models) // columns)
-    figure = new_figure(columns * (width + 0.2) + 1.6, rows * (height + 0.7) + 0.5)
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for panel in panels.flat[len(models) :]:
-        panel.remove()
-    used = list(panels.flat[: len(models)])
+    width, height = max(4.0, CELL * len(across)), max(1.2, 0.8 * CELL * len(down)) + 0.7
+    figure = new_figure(width + 1.8, len(models) * height + 0.5)
+    panels = list(figure.subplots(len(models), squeeze=False).flat)
     names = [format_length(int(value)) for value in across]
-    for panel, (model, cells) in zip(used, models.items(), strict=True):
+    for panel, (model, cells) in zip(panels, models.items(), strict=True):
         grid = [[cells.get((x, y), math.nan) for x in across] for y in down]
         panel.set_facecolor("lightgray")
         image = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -134,9 +125,8 @@ def heat_maps(
             panel.text(across.index(x), down.index(y), f"{value:.2f}", fontsize=9, **place)
         panel.set_xticks(range(len(across)), names, rotation=60 if len(across) > 8 else 0)
         panel.set_yticks(range(len(down)), [down_label(value) for value in down])
-        parts = model.replace("+", "\n+").splitlines()
-        panel.set_title("\n".join(fill(part, int(14 * width)) for part in parts), fontsize=9)
-    figure.colorbar(used[0].images[0], ax=used, label=meaning)
+        panel.set_title(fill(model, int(14 * width)), fontsize=9)
+    figure.colorbar(panels[0].images[0], ax=panels, label=meaning)
     figure.supxlabel(axes[0], fontsize=10)
     figure.supylabel(axes[1], fontsize=10)
     return figure

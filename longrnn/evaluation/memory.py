@@ -30,7 +30,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.evaluation.windows import Window, cut_windows
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import prefill
-from longrnn.intervals import MEAN, mean
+from longrnn.intervals import SCORE, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.results import Row
@@ -89,7 +89,7 @@ class Memory(MemoryOptions, Evaluation):
                 yield Sample(self._column(int(position)), int(kept), name, value)
 
     def _column(self, position: int) -> Column:
-        return Column(f"EffRem, T = {format_length(position)}", MEAN, ".3f")
+        return Column(f"EffRem, T = {format_length(position)}", SCORE, ".3f")
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Say what the prediction after the longest context depends on."""

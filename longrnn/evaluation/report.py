@@ -100,7 +100,7 @@ def _grid(outcome: Outcome, metrics: Sequence[str]) -> tuple[Grid, int]:
         most = None if is_model else MAX_CELL_WIDTH
         grid.add_column(name, justify="left" if is_model else "right", max_width=most)
     for row, after in zip(rows, [*rows[1:], rows[-1]], strict=True):
-        grid.add_row(*row, end_section="model" in head and row[0] != after[0])
+        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
     return grid, Console(width=10_000).measure(grid).maximum
 
 

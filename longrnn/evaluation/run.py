@@ -68,8 +68,9 @@ def run(
         UserError: duplicate names, a tokenizer that does not fit, code that is not trusted, options
             that an evaluation refuses, or logits that are not finite.
     """
-    _refuse_doubles([one.title for one in evaluations], "evaluations")
-    _refuse_doubles([model.name for model in models], "models")
+    for names in [one.title for one in evaluations], [model.name for model in models]:
+        if double := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{double[0]!r} is the name of two: give each its own name")
     if any(evaluation.reads_text for evaluation in evaluations):
         for model in models:
             refuse_unfit(model.tokenizer, model.model, model.name)
@@ -172,14 +173,12 @@ def evaluate(
     from longrnn.evaluation.report import write_report
     from longrnn.evaluation.suites import build_evaluation, read_suite
 
-    one_model = isinstance(models, str | OpenCheckpoint)
     opened = [
         model if isinstance(model, OpenCheckpoint) else open_checkpoint(model, device=device)
-        for model in ([models] if one_model else models)
+        for model in ([models] if isinstance(models, str | OpenCheckpoint) else models)
     ]
-    listed = [evaluations] if isinstance(evaluations, str | Mapping) else evaluations
     built: list[Evaluation] = []
-    for one in listed:
+    for one in [evaluations] if isinstance(evaluations, str | Mapping) else evaluations:
         if isinstance(one, str):
             built += read_suite(one).evaluations
         else:
@@ -189,9 +188,3 @@ def evaluate(
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]
-
-
-def _refuse_doubles(names: Sequence[str], what: str) -> None:
-    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if double:
-        raise UserError(f"two {what} are called {double[0]!r}: give each its own name")
