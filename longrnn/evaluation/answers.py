@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from longrnn.data import Instruct
 from longrnn.data.stream import shuffled
@@ -33,13 +33,14 @@ class Answers(Evaluation):
 
     kind: ClassVar[str] = "answers"
 
-    data: str | list[str] = Field(
-        description="Tables or datasets of prompts and answers, or a corpus of "
-        "`longrnn data build --instruct`."
-    )
-    part: str = Field(default="all", description="all documents, or training or held_out ones.")
-    n: Count = Field(default=200, description="Number of documents, or all if there are fewer.")
-    batch_size: Count = Field(default=8, description="Documents in one batch.")
+    # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
+    data: str | list[str]
+    # All documents, or training or held_out ones.
+    part: str = "all"
+    # Number of documents, or all if there are fewer.
+    n: Count = 200
+    # Documents in one batch.
+    batch_size: Count = 8
 
     _documents: Any = PrivateAttr()
     _sha256: str = PrivateAttr()

@@ -48,8 +48,9 @@ class Cost(Evaluation):
     # The other processes would slow the measurement down.
     sharing: ClassVar[str] = "main"
 
-    lengths: Lengths = Field(default=[256, 1024, 4096], description="Numbers of tokens to read.")
-    decode: Tokens = Field(default=32, description="Tokens to generate after that.")
+    # Numbers of tokens to read, and tokens to generate after that.
+    lengths: Lengths = Field([256, 1024, 4096])
+    decode: Tokens = 32
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {

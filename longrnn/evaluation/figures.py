@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import cycle, product
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 CELL = 0.5
 # Maximum number of cells with their values written into them.
 WRITTEN = 200
-# Ten colours, then the same with other dashes, so that forty lines differ.
-COLOURS = [f"C{k}" for k in range(10)]
-DASHES = ("-", "--", ":", "-.")
 # Characters of one line of the legend.
 LEGEND_WIDTH = 80
 # A ratio of largest to smallest value above this gets a logarithmic axis.
@@ -60,34 +56,33 @@ def lines(
         ticks: positions with a label; by default powers of 4.
         marks: labels of vertical lines, by position.
     """
+    from cycler import cycler
+    from matplotlib import color_sequences
+
     labels = [fill(line.label, LEGEND_WIDTH, subsequent_indent="  ") for line in drawn]
     rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ())
     figure = new_figure(7.5, 4.2 + 0.17 * rows)
     panel = figure.subplots()
     for place, label in (marks or {}).items():
         panel.axvline(place, color="gray", linestyle=":", linewidth=1.2, label=label)
-    styles = cycle(product(DASHES, COLOURS))
+    # Ten colours, then the same with other dashes, so that forty lines differ.
+    panel.set_prop_cycle(
+        cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=color_sequences["tab10"])
+    )
     # The first lines are wide, so that one under another is still seen.
-    widths = np.linspace(3, 1, len(drawn))
-    for line, label, width, (dash, colour) in zip(drawn, labels, widths, styles, strict=False):
+    for line, label, width in zip(drawn, labels, np.linspace(3, 1, len(drawn)), strict=True):
         means, low, high = np.array([value[:3] for value in line.values], float).T
         bars = np.array([means - low, high - means]).clip(min=0)
         bars[~np.isfinite(bars)] = math.nan  # not drawn
-        style = {
-            "color": colour,
-            "linestyle": dash,
-            "marker": "o",
-            "linewidth": width,
-            "alpha": 0.8,
-        }
-        panel.errorbar(line.at, means, yerr=bars, elinewidth=1, capsize=3, label=label, **style)
+        style = {"marker": "o", "linewidth": width, "alpha": 0.8, "elinewidth": 1, "capsize": 3}
+        panel.errorbar(line.at, means, yerr=bars, label=label, **style)
     places = [place for line in drawn for place in line.at]
-    values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
+    values = [value.mean for line in drawn for value in line.values]
     least = max(1, math.floor(min(places) / 1.2))
     lengths_axis(panel, max(math.ceil(max(places) * 1.1), *ticks, 0), least, ticks)
-    if values and min(values) > 0 and max(values) > WIDE * min(values):
+    if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
-    elif values and min(values) >= 0:
+    elif min(values) >= 0:
         panel.set_ylim(bottom=-0.02 * max(values), top=None if max(values) else 1)
     panel.set(xlabel=across, ylabel=fill(up, 50))
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)

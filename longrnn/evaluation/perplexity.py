@@ -144,9 +144,7 @@ class Perplexity(PerplexityOptions, Evaluation):
 
     def trained(self, model: OpenCheckpoint) -> int | None:
         """Return the training length of a model; None if it is not known."""
-        if self.train_length is not None or not model.source:
-            return self.train_length
-        return training_length(model.source)
+        return self.train_length or (training_length(model.source) if model.source else None)
 
     def pictures(
         self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]

@@ -81,7 +81,7 @@ def cut_windows(
         raise UserError(
             f"{first.name} has {len(first.tokens):,} tokens and a window of "
             f"{format_length(longest)} needs {longest + 1:,} (the last one is only predicted): "
-            "give a longer text or smaller --lengths"
+            "give a longer text or a smaller last length"
         )
     most = min(most or count, count)
     numbers = [number * count // most for number in range(most)]
