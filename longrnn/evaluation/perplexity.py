@@ -42,9 +42,6 @@ from longrnn.units import format_length
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The largest factor between losses beyond and inside the training length (arXiv 2410.07145).
-ROBUST = 2.0
-
 
 class Perplexity(PerplexityOptions, Evaluation):
     """Loss by position, see `PerplexityOptions`."""
@@ -138,7 +135,7 @@ class Perplexity(PerplexityOptions, Evaluation):
             notes.append(
                 f"Beyond the training length of {trained:,} the loss reaches {worst:.3f} nats per "
                 f"token (from position {start:,}), {worst / inside[-1]:.2f} × the loss at its end "
-                f"({inside[-1]:.3f}); a model that forgets robustly stays within {ROBUST:g} ×."
+                f"({inside[-1]:.3f})."
             )
         return notes
 
