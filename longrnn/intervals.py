@@ -127,44 +127,58 @@ class Quantity(NamedTuple):
     """How samples of one kind become an estimate, and a difference of two models.
 
     Attributes:
-        estimate: of samples, and how many of them are independent (None for all).
+        estimate: of samples.
         difference: of samples and those of another model on the same items; None for figures that
             are measured once.
     """
 
-    estimate: Callable[[Sequence[Any], float | None], Estimate]
-    difference: Callable[[Sequence[Any], Sequence[Any], float | None], Estimate] | None
+    estimate: Callable[[Sequence[Any]], Estimate]
+    difference: Callable[[Sequence[Any], Sequence[Any]], Estimate] | None
 
 
-def _score(values: Sequence[float], independent: float | None) -> Estimate:
+def _score(values: Sequence[float]) -> Estimate:
     # Equal scores have no spread to estimate an interval from.
     if set(values) <= {0, 1} or (len(set(values)) == 1 and 0 <= values[0] <= 1):
-        return proportion(sum(values), len(values), independent)
-    return mean(values)
+        return proportion(sum(values), len(values))
+    found = mean(values)
+    if min(values) >= 0 and max(values) <= 1:
+        return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
+    return found
 
 
-def _difference(values: Sequence[float], others: Sequence[float], _: float | None) -> Estimate:
+def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
     return mean([a - b for a, b in zip(values, others, strict=True)])
 
 
-def _score_difference(
-    values: Sequence[float], others: Sequence[float], independent: float | None
-) -> Estimate:
+def _score_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
     share = {*values, *others} <= {0, 1}
-    return (paired_proportion if share else _difference)(values, others, independent)
+    return (paired_proportion if share else _difference)(values, others)
 
 
-def _ratio_difference(values: Sequence[Any], others: Sequence[Any], _: float | None) -> Estimate:
+def _share(samples: Sequence[Any]) -> Estimate:
+    right, starts, covers = zip(*samples, strict=True)
+    return proportion(sum(right), len(right), independent_stretches(starts, covers[0]))
+
+
+def _share_difference(samples: Sequence[Any], others: Sequence[Any]) -> Estimate:
+    right, starts, covers = zip(*samples, strict=True)
+    theirs = [other for other, *_ in others]
+    return paired_proportion(right, theirs, independent_stretches(starts, covers[0]))
+
+
+def _ratio_difference(values: Sequence[Any], others: Sequence[Any]) -> Estimate:
     pairs = list(zip(values, others, strict=True))
     if any(one[1] != other[1] for one, other in pairs):
         raise ValueError("ratios are compared on equal denominators, such as the same bytes")
     return ratio([(one[0] - other[0], one[1]) for one, other in pairs])
 
 
-# Scores of answers, from 0 to 1: a share if all are 0 or 1, else a mean.
+# Scores, mostly from 0 to 1, as is their interval: a share if all are 0 or 1, else a mean.
 SCORE = Quantity(_score, _score_difference)
-MEAN = Quantity(lambda values, _: mean(values), _difference)
+# Right (1) or wrong (0), with the stretch of text that was read: see `independent_stretches`.
+SHARE_OF_STRETCHES = Quantity(_share, _share_difference)
+MEAN = Quantity(mean, _difference)
 # Pairs of numerator and denominator, such as bits and bytes.
-RATIO = Quantity(lambda values, _: ratio(values), _ratio_difference)
+RATIO = Quantity(ratio, _ratio_difference)
 # One number that is measured once.
-FIGURE = Quantity(lambda values, _: Estimate(values[0], -math.inf, math.inf, 1), None)
+FIGURE = Quantity(lambda values: Estimate(values[0], -math.inf, math.inf, 1), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,7 +164,12 @@ def read_text(
     Raises:
         UserError: a file that is missing, unreadable, empty, not a regular file, or not UTF-8.
     """
-    data = read_regular(path, remedy, kind=kind)
+    try:
+        data = path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    if data is None:
+        raise UserError(f"no {kind} {path}: {remedy}")
     if 0 in data:
         raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
     try:
@@ -175,27 +179,6 @@ def read_text(
     if not text:
         raise UserError(f"{path} is empty: {remedy}")
     return text, hashlib.sha256(data).hexdigest()
-
-
-def read_regular(path: Path, remedy: str, *, kind: str = "file") -> bytes:
-    """The bytes of a regular file; a device or a pipe, which may never end, is refused.
-
-    Raises:
-        UserError: a path without a file, or a file that cannot be read.
-    """
-    try:
-        mode = path.stat().st_mode
-        data = path.read_bytes() if stat.S_ISREG(mode) else None
-    except FileNotFoundError as error:
-        raise UserError(f"no {kind} {path}: {remedy}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
-    except ValueError as error:  # a name that no file can have, such as one with a NUL
-        raise UserError(f"{str(path)!r} cannot be the name of a file: {remedy}") from error
-    if data is None:
-        what = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
-        raise UserError(f"{path} cannot be read (it is a {what}): {remedy}")
-    return data
 
 
 def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, Any]:

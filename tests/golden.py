@@ -274,12 +274,11 @@ def perplexities() -> Numbers:
         how = {"kind": "perplexity", "texts": [str(BOOK)], "lengths": "2k"}
         for row in evaluated(name, how):
             length, nats = row["length"], row["nats"]
-            # A row has sums from each of these positions to the next.
-            edges = [0, 1, 2, 4, 8, 16, 32, *range(64, length, 64), length]
-            powers = [0, *(edge for edge in edges if edge & (edge - 1) == 0 and edge)]
+            # A row has sums from each power of 2 to the next.
+            edges = [0, *(2**k for k in range(12) if 2**k <= length)]
             found[f"{name} {row['start']}"] = [sum(nats) / length] + [
-                sum(nats[edges.index(start) : edges.index(stop)]) / (stop - start)
-                for start, stop in pairwise(powers)
+                part / (stop - start)
+                for part, (start, stop) in zip(nats, pairwise(edges), strict=True)
             ]
     return found
 

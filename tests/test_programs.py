@@ -52,7 +52,8 @@ def test_no_process_is_started_with_the_current_folder_on_its_path() -> None:
 
 
 def test_the_cost_of_a_model_is_measured_without_importing_from_the_folder(hostile: Path) -> None:
-    found = cost.in_a_process(cost.Job("passkey-tiny", "cpu", 1, 16, 1, 0))
+    job = {"device": "cpu", "threads": 1, "length": 16, "decode": 1, "seed": 0}
+    found = cost.in_a_process({"source": "passkey-tiny", **job})
     assert not isinstance(found, str), found
     assert found["state_bytes"] > 0
     assert not hostile.exists()

@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from longrnn.data import Instruct
 from longrnn.data.stream import shuffled
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import Pair, out_of_reach, score
+from longrnn.inference.engine import Pair, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.options import Count
 from longrnn.progress import Progress
+from longrnn.results import Row
 
 # Documents whose rows are written together, and whose common beginnings are read once.
 TOGETHER = 64
@@ -32,17 +33,17 @@ class Answers(Evaluation):
 
     kind: ClassVar[str] = "answers"
 
-    data: str | list[str] = Field(
-        description="Tables or datasets of prompts and answers, or a corpus of "
-        "`longrnn data build --instruct`."
-    )
-    part: str = Field(default="all", description="all documents, or training or held_out ones.")
-    n: Count = Field(default=200, description="Number of documents, or all if there are fewer.")
-    batch_size: Count = Field(default=8, description="Documents in one batch.")
+    # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
+    data: str | list[str]
+    # All documents, or training or held_out ones.
+    part: str = "all"
+    # Number of documents, or all if there are fewer.
+    n: Count = 200
+    # Documents in one batch.
+    batch_size: Count = 8
 
     _documents: Any = PrivateAttr()
     _sha256: str = PrivateAttr()
-    _chosen: list[int] = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         first = models[0]
@@ -54,48 +55,47 @@ class Answers(Evaluation):
                 )
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
         self._documents, self._sha256 = task.documents, task.data_sha256()
-        drawn = shuffled(len(task.documents.lengths), f"{self.seed}/answers")
-        self._chosen = drawn[: self.n].tolist()
+        lengths = self._documents.lengths
+        chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
+        longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
+        pairs = {document: self._pairs(document) for document in chosen}
+        items = [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
+        for model in models:
+            is_reached = self.reaches(model, longest, self._loss(), None)
+            self._items[model.name] = items if is_reached else []
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {"data": self._sha256}
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        if self._reason(model) is not None:
-            return []
-        pairs = {document: self._pairs(document) for document in self._chosen}
-        return [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         for first in range(0, len(items), TOGETHER):
             part = items[first : first + TOGETHER]
-            owners = [row for row, item in enumerate(part) for _ in item.spec]
             pairs = [pair for item in part for pair in item.spec]
+            scores: list[Any] = [None] * len(pairs)
             size = self.batch_size
-            nats, right = [0.0] * len(part), [True] * len(part)
-            for index, found in score(model.model, pairs, batch_size=size, progress=progress):
-                nats[owners[index]] -= found.nats
-                right[owners[index]] &= found.greedy
-            tokens = [sum(len(pair.continuation) for pair in item.spec) for item in part]
-            yield [
-                (item, {"nats": nats[row], "tokens": tokens[row], "right": right[row]})
-                for row, item in enumerate(part)
-            ]
+            for index, one in score(model.model, pairs, batch_size=size, progress=progress):
+                scores[index] = one
+            left, found = iter(zip(pairs, scores, strict=True)), []
+            for item in part:
+                own = [next(left) for _ in item.spec]
+                row = {
+                    "nats": -sum(one.nats for _, one in own),
+                    "tokens": sum(len(pair.continuation) for pair, _ in own),
+                    "right": all(one.greedy for _, one in own),
+                }
+                found.append((item, row))
+            yield found
 
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        rows = {str(item.key["document"]): row for item, row in found}
-        losses = {name: (row["nats"], row["tokens"]) for name, row in rows.items()}
-        right = {name: float(row["right"]) for name, row in rows.items()}
-        reason = self._reason(model)
-        loss = Column(f"{self.title}, nats per token", RATIO, ".3f")
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        name = str(item.key["document"])
+        yield Sample(self._loss(), None, name, (row["nats"], row["tokens"]))
         match = Column(f"{self.title}, exact match", SCORE)
-        return [Measurement(loss, None, losses, reason), Measurement(match, None, right, reason)]
+        yield Sample(match, None, name, float(row["right"]))
 
-    def _reason(self, model: OpenCheckpoint) -> str | None:
-        longest = int(self._documents.lengths[self._chosen].max())
-        return out_of_reach(model.model, longest - 1)  # the last token is only predicted
+    def _loss(self) -> Column:
+        return Column(f"{self.title}, nats per token", RATIO, ".3f")
 
     def _pairs(self, document: int) -> list[Pair]:
         """Return the answers of a document, each with all tokens before it."""

@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from pydantic import PrivateAttr
+
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import Estimate, Quantity
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.results import Row
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.report import Picture
+    from matplotlib.figure import Figure
 
 
 class Item(NamedTuple):
@@ -45,7 +48,7 @@ class Column(NamedTuple):
         quantity: how samples become an estimate.
         form: format specification of values.
         drawn: whether it is drawn by length.
-        brief: whether tables leave its intervals out if it is not drawn.
+        brief: whether tables show it first and without intervals and differences.
     """
 
     name: str
@@ -55,22 +58,22 @@ class Column(NamedTuple):
     brief: bool = False
 
 
-class Measurement(NamedTuple):
-    """The samples of one column at one length.
+class Sample(NamedTuple):
+    """One value of one column, or the reason why there is none.
 
     Attributes:
         column: the column.
         at: row of the table, usually a length in tokens; None for a column without rows.
-        samples: by the name of the item, which is the same for every model.
-        reason: why there are none.
-        independent: how many of them count as independent; None for all.
+        name: of the sample, the same for every model, by which differences are paired.
+        value: as the quantity of the column takes it.
+        reason: why a model has no samples in this cell.
     """
 
     column: Column
     at: int | None
-    samples: Mapping[str, Any]
+    name: str = ""
+    value: Any = None
     reason: str | None = None
-    independent: float | None = None
 
 
 class Cell(NamedTuple):
@@ -100,7 +103,7 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         if self.estimate is None:
             return self.reason or "–"
-        if self.column.brief and not self.column.drawn:
+        if self.column.brief:
             return format(self.estimate.mean, self.column.form)
         return self.estimate.show(self.column.form)
 
@@ -129,6 +132,10 @@ class Evaluation(Options, ABC):
     # Whether it needs a tokenizer that fits the model.
     reads_text: ClassVar[bool] = True
 
+    # By the name of the model: what to measure, and a reason for each row of the table without.
+    _items: dict[str, list[Item]] = PrivateAttr(default_factory=dict)
+    _unmeasured: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
+
     @property
     def title(self) -> str:
         """Its name in tables and files."""
@@ -143,7 +150,7 @@ class Evaluation(Options, ABC):
         return []
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Prepare data that all models share, and refuse options that cannot be measured.
+        """Find the items of all models, and refuse options that cannot be measured.
 
         Args:
             models: all models; the others are compared with the first one.
@@ -153,13 +160,25 @@ class Evaluation(Options, ABC):
         """
         return
 
-    @abstractmethod
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         """Return the settings that values of a model depend on, beside the items."""
+        return {}
 
-    @abstractmethod
     def items(self, model: OpenCheckpoint) -> list[Item]:
-        """Return what to measure, without what a model cannot read."""
+        """Return what to measure, without what a model cannot read; `prepare` has found it."""
+        return self._items[model.name]
+
+    def unmeasured(self, model: OpenCheckpoint) -> list[Sample]:
+        """Return a reason for each row of the table that a model has no items for."""
+        return self._unmeasured.get(model.name, [])
+
+    def reaches(self, model: OpenCheckpoint, tokens: int, column: Column, at: int | None) -> bool:
+        """Return whether a model can read so many tokens; if not, note the reason for a cell."""
+        reason = out_of_reach(model.model, tokens)
+        if reason is not None:
+            missing = Sample(column, at, reason=reason)
+            self._unmeasured.setdefault(model.name, []).append(missing)
+        return reason is None
 
     @abstractmethod
     def measure(
@@ -168,17 +187,15 @@ class Evaluation(Options, ABC):
         """Measure items, and yield the results of each batch as soon as they are known."""
 
     @abstractmethod
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        """Return the samples of every column and length, from the results of all items."""
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        """Yield what the result of an item adds to the table."""
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
         """Return sentences that belong under the table of a model."""
         return []
 
     def pictures(
-        self, cells: Sequence[Cell], found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> list[Picture]:
-        """Return the pictures: by default one per column, with one line per model."""
-        from longrnn.evaluation.report import by_length
-
-        return by_length(self, cells)
+        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
+    ) -> Iterator[tuple[str, str, Figure]]:
+        """Yield name, caption and figure of pictures beside those of the columns by length."""
+        yield from ()

@@ -25,12 +25,12 @@ from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)
 
-# The longest evaluation, as a multiple of the training length, and the factor between two lengths.
-BEYOND, STEP = 16, 2
+# The longest evaluation, as a multiple of the training length.
+BEYOND = 16
 # Windows of text that are read if there are so many; fewer than LEAST have no useful interval.
 MOST, LEAST = 16, 5
-# Passkeys of each length.
-DEPTHS, PROMPTS = [0.0, 0.25, 0.5, 0.75, 1.0], 10
+# Passkeys of each length and depth.
+PROMPTS = 10
 # The names of the suite and of the text.
 SUITE, TEXT = "before_after.yaml", "held_out.txt"
 
@@ -51,33 +51,29 @@ def write_suite(
         UserError: there is nothing to evaluate at these lengths.
     """
     longest = longest or BEYOND * length
-    lengths = [length]
-    while lengths[-1] * STEP <= longest:
-        lengths.append(lengths[-1] * STEP)
+    lengths = [length * 2**k for k in range(longest.bit_length()) if length * 2**k <= longest]
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
-        of = task.documents
-        data = {"data": str(of.corpus.folder), "part": of.part}
-        evaluations.append({"kind": "answers", **data})
-    elif isinstance(task, Text) and (fitting := _fitting(task.documents, lengths)):
-        if fitting[-1] < lengths[-1]:
+        data = str(task.documents.corpus.folder)
+        evaluations.append({"kind": "answers", "data": data, "part": task.documents.part})
+    elif isinstance(task, Text):
+        tokens = int(task.documents.lengths.sum())
+        fitting = [one for one in lengths if tokens >= LEAST * _with_margin(one)]
+        if not fitting and tokens >= _with_margin(length):
+            fitting = [length]
+        if fitting != lengths:
             logger.warning(
-                f"the held-out documents have {int(task.documents.lengths.sum()):,} tokens: the "
-                f"loss is measured up to {format_length(fitting[-1])}; give more with --validation"
+                f"the held-out documents have {tokens:,} tokens, too few for the loss at "
+                f"{format_length(longest)}: give more with --validation"
             )
-        write_atomic(folder / TEXT, held_out_text(task.documents, tokenizer, fitting[-1]))
-        evaluations.append(
-            {
-                "kind": "perplexity",
-                "texts": [str(folder / TEXT)],
-                "lengths": [*map(str, fitting)],
-                "windows": MOST,
-            }
-        )
+        if fitting:
+            write_atomic(folder / TEXT, held_out_text(task.documents, tokenizer, fitting[-1]))
+            what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
+            evaluations.append({"kind": "perplexity", **what, "windows": MOST})
     least = Passkey(tokenizer).least_length()
     prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
     if prompts:
-        evaluations.append({"kind": "passkey", "lengths": prompts, "depths": DEPTHS, "n": PROMPTS})
+        evaluations.append({"kind": "passkey", "lengths": prompts, "depths": 5, "n": PROMPTS})
     write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
 
@@ -95,24 +91,14 @@ def held_out_text(documents: Documents, tokenizer: Tokenizer, length: int) -> st
     """
     size, left = _with_margin(length), MOST * _with_margin(length)
     order = np.argsort(-documents.lengths, kind="stable").tolist()
-    parts: dict[str, None] = {}  # equal documents count once
+    parts = []
     for start, document in product(range(0, int(documents.lengths.max()), size), order):
         stop = min(start + size, int(documents.lengths[document]))
-        if start < stop:
-            text = tokenizer.decode(documents.read(document, start, stop).tolist())
-            left -= 0 if text in parts else stop - start
-            parts[text] = None
-        if left <= 0:
-            break
+        if start < stop and left > 0:
+            parts.append(tokenizer.decode(documents.read(document, start, stop).tolist()))
+            left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)
-
-
-def _fitting(documents: Documents, lengths: list[int]) -> list[int]:
-    """Return the lengths of which documents have `LEAST` windows, or the first if they have one."""
-    total = int(documents.lengths.sum())
-    several = [length for length in lengths if total >= LEAST * _with_margin(length)]
-    return several or [length for length in lengths[:1] if total >= _with_margin(length)]
 
 
 def _with_margin(length: int) -> int:

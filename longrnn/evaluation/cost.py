@@ -10,54 +10,34 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.hf.load import load
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
 from longrnn.inference.trie import SCORED_TOKENS
 from longrnn.intervals import FIGURE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.options import Lengths, Tokens
 from longrnn.programs import module_command, module_environment
 from longrnn.progress import Progress
+from longrnn.results import Row
 
 MIB = 2**20
 COLUMNS = {
-    "prefill_tokens_per_second": Column("prefill, tokens/s", FIGURE, ",.0f"),
-    "decode_tokens_per_second": Column("decoding, tokens/s", FIGURE, ",.0f"),
-    "peak_mib": Column("peak memory, MiB", FIGURE, ",.0f"),
-    "peak_over_model_mib": Column("of it above the model, MiB", FIGURE, ",.0f"),
+    "prefill": Column("prefill, tokens/s", FIGURE, ",.0f"),
+    "decode": Column("decoding, tokens/s", FIGURE, ",.0f"),
+    "peak": Column("peak memory, MiB", FIGURE, ",.0f"),
+    "peak_over_model": Column("of it above the model, MiB", FIGURE, ",.0f"),
     "state_bytes": Column("state or cache, bytes", FIGURE, ",.0f"),
 }
-
-
-class Job(NamedTuple):
-    """One measurement.
-
-    Attributes:
-        source: a checkpoint as `load` takes it.
-        device: the device of the model.
-        threads: number of threads of torch.
-        length: tokens to read.
-        decode: tokens to generate after that.
-        seed: seed of the tokens.
-    """
-
-    source: str
-    device: str
-    threads: int
-    length: int
-    decode: int
-    seed: int
 
 
 class Cost(Evaluation):
@@ -68,10 +48,9 @@ class Cost(Evaluation):
     # The other processes would slow the measurement down.
     sharing: ClassVar[str] = "main"
 
-    lengths: Lengths = Field(default=[256, 1024, 4096], description="Numbers of tokens to read.")
-    decode: Tokens = Field(default=32, description="Tokens to generate after that.")
-
-    _failed: dict[tuple[str, int], str] = PrivateAttr(default_factory=dict)
+    # Numbers of tokens to read, and tokens to generate after that.
+    lengths: Lengths = Field([256, 1024, 4096])
+    decode: Tokens = 32
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
@@ -81,9 +60,14 @@ class Cost(Evaluation):
             "seed": self.seed,
         }
 
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        reached = [n for n in self.lengths if self._reason(model, n) is None]
-        return [Item({"length": length}, length) for length in reached]
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        self._unmeasured = {}
+        for model in models:
+            self._items[model.name] = [
+                Item({"length": length}, length)
+                for length in self.lengths
+                if self.reaches(model, length + self.decode, COLUMNS["prefill"], length)
+            ]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
@@ -94,34 +78,23 @@ class Cost(Evaluation):
         tokens = torch.arange(8)[None] % model.model.vocab_size
         refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
         for item in items:
-            job = Job(model.source, length=item.spec, **self.protocol(model))
+            job = {"source": model.source, "length": item.spec, **self.protocol(model)}
             measured = in_a_process(job)
             # A failed measurement has no row, so that it is repeated the next time.
             if isinstance(measured, str):
-                self._failed[model.name, item.spec] = measured
+                failed = Sample(COLUMNS["prefill"], item.spec, reason=measured)
+                self._unmeasured.setdefault(model.name, []).append(failed)
             else:
                 yield [(item, measured)]
             progress.advance(1, item.spec)
 
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        rows = {item.spec: row for item, row in found}
-        return [
-            Measurement(
-                column,
-                length,
-                {"": rows[length][name]} if length in rows else {},
-                self._reason(model, length) or self._failed.get((model.name, length)),
-            )
-            for length in self.lengths
-            for name, column in COLUMNS.items()
-        ]
-
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        return out_of_reach(model.model, length + self.decode)
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        for name, column in COLUMNS.items():
+            yield Sample(column, item.spec, value=row[name])
 
 
-def in_a_process(job: Job) -> dict[str, float] | str:
-    """Measure in a new process; return the result of `measure`, or why there is none."""
+def in_a_process(job: Mapping[str, Any]) -> dict[str, float] | str:
+    """Call `measure` with these arguments in a new process; return its result, or an error."""
     module = "longrnn.evaluation.cost"
     done = subprocess.run(
         module_command(module, json.dumps(job)),
@@ -133,43 +106,51 @@ def in_a_process(job: Job) -> dict[str, float] | str:
     if done.returncode < 0:
         return f"ended by signal {-done.returncode}, perhaps because memory ran out"
     if done.returncode > 0:
-        last = done.stderr.strip().splitlines()[-1:]
-        return f"failed: {' '.join(last)}"
+        return f"failed: {''.join(done.stderr.strip().splitlines()[-1:])}"
     return json.loads(done.stdout)
 
 
 @torch.no_grad()
-def measure(job: Job) -> dict[str, float]:
+def measure(
+    source: str, device: str, threads: int, length: int, decode: int, seed: int
+) -> dict[str, float]:
     """Measure in this process, which must not have done anything else.
 
-    Returns:
-        `prefill_tokens_per_second`, `decode_tokens_per_second` (greedy, one token per call),
-        `peak_mib` (of the whole process; on CUDA, of the tensors), `peak_over_model_mib` (the part
-        above the loaded model), `state_bytes` (after the prefill, for one sequence).
-    """
-    torch.set_num_threads(job.threads)
-    model = load(job.source, device=job.device)
-    generator = torch.Generator().manual_seed(job.seed)
-    tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
-    # A model that is divided among devices reads tokens on the first of them.
-    device = str(model.init_state(1).position.device)
-    tokens = tokens.to(device)
-    model(tokens[:, :8], keep=1)
-    before = _memory(device)[0]
+    Args:
+        source: a checkpoint as `load` takes it.
+        device: the device of the model.
+        threads: number of threads of torch.
+        length: tokens to read.
+        decode: tokens to generate after that.
+        seed: seed of the tokens.
 
-    begun, state, logits = _clock(device), model.init_state(1), None
+    Returns:
+        By the names of COLUMNS. Decoding is greedy, one token per call; the peak is that of the
+        whole process, or on CUDA of the tensors; the state is that after the prefill.
+    """
+    torch.set_num_threads(threads)
+    model = load(source, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, (1, length), generator=generator)
+    # A model that is divided among devices reads tokens on the first of them.
+    place = str(model.init_state(1).position.device)
+    tokens = tokens.to(place)
+    model(tokens[:, :8], keep=1)
+    before = _memory(place)[0]
+
+    begun, state = _clock(place), model.init_state(1)
+    logits = torch.empty(0)
     for piece in tokens.split(SCORED_TOKENS, dim=1):
         logits, state = model(piece, state, keep=1)
-    read, size = _clock(device), states.nbytes(state)
-    assert logits is not None
-    for _ in range(job.decode):
+    read, size = _clock(place), states.nbytes(state)
+    for _ in range(decode):
         logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
-    decoded, peak = _clock(device), _memory(device)[1]
+    decoded, peak = _clock(place), _memory(place)[1]
     return {
-        "prefill_tokens_per_second": job.length / (read - begun),
-        "decode_tokens_per_second": job.decode / (decoded - read),
-        "peak_mib": peak / MIB,
-        "peak_over_model_mib": (peak - before) / MIB,
+        "prefill": length / (read - begun),
+        "decode": decode / (decoded - read),
+        "peak": peak / MIB,
+        "peak_over_model": (peak - before) / MIB,
         "state_bytes": size,
     }
 
@@ -200,13 +181,8 @@ def _memory(device: str) -> tuple[int, int]:
     return now, most
 
 
-def _main() -> None:
-    try:
-        found = measure(Job(*json.loads(sys.argv[1])))
-    except UserError as error:
-        found = str(error)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    _main()
+    try:
+        print(json.dumps(measure(**json.loads(sys.argv[1]))))
+    except UserError as error:
+        print(json.dumps(str(error)))

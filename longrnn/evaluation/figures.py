@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import cycle, product
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
@@ -16,13 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches of a cell, and of the panels in one row, so that a page 800 pixels wide shows the figures.
-CELL, ROW = 0.5, 9.0
+# Inches of a cell.
+CELL = 0.5
 # Maximum number of cells with their values written into them.
 WRITTEN = 200
-# Ten colours, then the same with other dashes, so that forty lines differ.
-COLOURS = [f"C{k}" for k in range(10)]
-DASHES = ("-", "--", ":", "-.")
 # Characters of one line of the legend.
 LEGEND_WIDTH = 80
 # A ratio of largest to smallest value above this gets a logarithmic axis.
@@ -46,7 +44,6 @@ def lines(
     up: str,
     ticks: Collection[int] = (),
     marks: Mapping[int, str] | None = None,
-    limits: tuple[float | None, float | None] | None = None,
 ) -> Figure:
     """Draw lines over a logarithmic axis of tokens, with their 95 % intervals.
 
@@ -58,44 +55,38 @@ def lines(
         up: title of the other axis.
         ticks: positions with a label; by default powers of 4.
         marks: labels of vertical lines, by position.
-        limits: of the other axis; by default from 0, or logarithmic if values differ much.
     """
+    from cycler import cycler
+    from matplotlib import color_sequences
+
     labels = [fill(line.label, LEGEND_WIDTH, subsequent_indent="  ") for line in drawn]
     rows = sum(label.count("\n") + 1 for label in labels) + len(marks or ())
     figure = new_figure(7.5, 4.2 + 0.17 * rows)
     panel = figure.subplots()
     for place, label in (marks or {}).items():
         panel.axvline(place, color="gray", linestyle=":", linewidth=1.2, label=label)
-    styles = cycle(product(DASHES, COLOURS))
-    for number, (line, label, (dash, colour)) in enumerate(
-        zip(drawn, labels, styles, strict=False)
-    ):
-        # The first lines are the widest, so that one under another is still seen.
-        wide = 1.2 + 2.4 * (len(drawn) - 1 - number) / max(1, len(drawn) - 1)
-        style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 2 + wide}
-        bars = {"yerr": [*zip(*map(_bar, line.values), strict=True)], "elinewidth": 1, "capsize": 3}
-        means = [value.mean for value in line.values]
-        panel.errorbar(line.at, means, **style, **bars, alpha=0.85, linewidth=wide, label=label)
+    # Ten colours, then the same with other dashes, so that forty lines differ.
+    panel.set_prop_cycle(
+        cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=color_sequences["tab10"])
+    )
+    # The first lines are wide, so that one under another is still seen.
+    for line, label, width in zip(drawn, labels, np.linspace(3, 1, len(drawn)), strict=True):
+        means, low, high = np.array([value[:3] for value in line.values], float).T
+        bars = np.array([means - low, high - means]).clip(min=0)
+        bars[~np.isfinite(bars)] = math.nan  # not drawn
+        style = {"marker": "o", "linewidth": width, "alpha": 0.8, "elinewidth": 1, "capsize": 3}
+        panel.errorbar(line.at, means, yerr=bars, label=label, **style)
     places = [place for line in drawn for place in line.at]
-    values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
+    values = [value.mean for line in drawn for value in line.values]
     least = max(1, math.floor(min(places) / 1.2))
     lengths_axis(panel, max(math.ceil(max(places) * 1.1), *ticks, 0), least, ticks)
-    if limits is not None:
-        panel.set_ylim(*limits)
-    elif values and min(values) > 0 and max(values) > WIDE * min(values):
+    if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
-    elif values and min(values) >= 0:
+    elif min(values) >= 0:
         panel.set_ylim(bottom=-0.02 * max(values), top=None if max(values) else 1)
     panel.set(xlabel=across, ylabel=fill(up, 50))
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     return figure
-
-
-def _bar(estimate: Estimate) -> tuple[float, float]:
-    """Return how far an interval extends below and above its mean; zeros if there is none."""
-    if not math.isfinite(estimate.high - estimate.low):
-        return 0.0, 0.0
-    return max(0.0, estimate.mean - estimate.low), max(0.0, estimate.high - estimate.mean)
 
 
 def heat_maps(
@@ -114,16 +105,11 @@ def heat_maps(
     """
     keys = {key for cells in models.values() for key in cells}
     across, down = sorted({x for x, _ in keys}), sorted({y for _, y in keys})
-    width, height = max(2.2, CELL * len(across)), max(1.6, 0.8 * CELL * len(down))
-    columns = min(len(models), max(1, int(ROW / width)))
-    rows = -(-len(models) // columns)
-    figure = new_figure(columns * (width + 0.2) + 1.6, rows * (height + 0.7) + 0.5)
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for panel in panels.flat[len(models) :]:
-        panel.remove()
-    used = list(panels.flat[: len(models)])
+    width, height = max(4.0, CELL * len(across)), max(1.2, 0.8 * CELL * len(down)) + 0.7
+    figure = new_figure(width + 1.8, len(models) * height + 0.5)
+    panels = list(figure.subplots(len(models), squeeze=False).flat)
     names = [format_length(int(value)) for value in across]
-    for panel, (model, cells) in zip(used, models.items(), strict=True):
+    for panel, (model, cells) in zip(panels, models.items(), strict=True):
         grid = [[cells.get((x, y), math.nan) for x in across] for y in down]
         panel.set_facecolor("lightgray")
         image = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -134,9 +120,8 @@ def heat_maps(
             panel.text(across.index(x), down.index(y), f"{value:.2f}", fontsize=9, **place)
         panel.set_xticks(range(len(across)), names, rotation=60 if len(across) > 8 else 0)
         panel.set_yticks(range(len(down)), [down_label(value) for value in down])
-        parts = model.replace("+", "\n+").splitlines()
-        panel.set_title("\n".join(fill(part, int(14 * width)) for part in parts), fontsize=9)
-    figure.colorbar(used[0].images[0], ax=used, label=meaning)
+        panel.set_title(fill(model, int(14 * width)), fontsize=9)
+    figure.colorbar(panels[0].images[0], ax=panels, label=meaning)
     figure.supxlabel(axes[0], fontsize=10)
     figure.supylabel(axes[1], fontsize=10)
     return figure

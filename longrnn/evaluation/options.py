@@ -7,37 +7,30 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from longrnn.errors import UserError
 from longrnn.options import Count, Lengths, Options, Seed, Tokens
 from longrnn.units import parse_length
-
-# The keys that training never uses, see `longrnn.data.prompts.keys`.
-HELD_OUT_KEYS = 12494
 
 
 def evenly_spaced(count: int) -> list[float]:
     """Return `count` depths from 0 to 1; a single depth is 0.5."""
-    if count < 1:
-        raise UserError(f"the number of depths must be at least 1, not {count}: give 5")
     return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
 
 
 def _depths(value: Any) -> Any:
     if isinstance(value, str):
-        value = int(value) if value.isdecimal() else [part.strip() for part in value.split(",")]
+        value = int(value) if value.isdecimal() else value.split(",")
     return evenly_spaced(value) if isinstance(value, int) else value
 
 
 def _places(value: Any) -> Any:
-    parts = value.split(",") if isinstance(value, str) else value
-    counts = [part.strip() if isinstance(part, str) else part for part in parts]
-    return sorted({c if isinstance(c, int) else 0 if c == "0" else parse_length(c) for c in counts})
+    counts = [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
+    return sorted({0 if count == "0" else parse_length(count) for count in counts})
 
 
 Depths = Annotated[
     list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_depths), Field(min_length=1)
 ]
-Places = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_places)]
+Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
 
 
 class PasskeyOptions(Options):
@@ -56,7 +49,7 @@ class PasskeyOptions(Options):
     """Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1."""
     insert_at: Places | None = None
     """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""
-    n: Annotated[int, Field(ge=1, le=HELD_OUT_KEYS)] = 10
+    n: Count = 10
     """Prompts per cell."""
     seed: Seed = 0
     """Random seed of the keys."""

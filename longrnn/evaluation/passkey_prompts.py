@@ -34,6 +34,7 @@ class Question(NamedTuple):
         needles: the keys.
         asked: index of the key that is queried.
         start: where in the filler the prompt begins, as a share of it.
+        covers: length of the prompt, as a share of the filler.
     """
 
     length: int
@@ -42,6 +43,7 @@ class Question(NamedTuple):
     needles: list[Needle]
     asked: int
     start: float
+    covers: float
 
     @property
     def needle(self) -> Needle:
@@ -51,13 +53,13 @@ class Question(NamedTuple):
 
 def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys: int) -> Question:
     """Return a prompt's keys, all held out from training; the queried one is at `place`."""
-    start = random.Random(f"{seed}/{number}").random()
+    start, covers = random.Random(f"{seed}/{number}").random(), length / task.n_filler
     if n_keys > 1:
         rng = random.Random(f"{seed}/{place}/{number}")
         needles = draw_needles(rng, n_keys, held_out=True)
         asked = rng.randrange(n_keys)
         needles[asked] = needles[asked]._replace(depth=place)
-        return Question(length, place, number, needles, asked, start)
+        return Question(length, place, number, needles, asked, start, covers)
     is_depth = isinstance(place, float)
     token = round(place * length) if is_depth else place
     key = random.Random(f"{seed}/{token}/{number}").choice(keys(True))
@@ -66,7 +68,7 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
         needle = Needle(key, place)
     else:
         needle = task.needle_at(key, min(token, free) if is_depth else token, length=length)
-    return Question(length, place, number, [needle], 0, start)
+    return Question(length, place, number, [needle], 0, start, covers)
 
 
 def build(task: Passkey, questions: Sequence[Question], *, naive: bool) -> list[Prompt]:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +18,12 @@ from longrnn.console import print_table
 from longrnn.evaluation.base import Cell, Evaluation
 from longrnn.evaluation.figures import Line, lines, png
 from longrnn.files import file_name, write_atomic
+from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from longrnn.evaluation.run import Outcome
 
 # A longer text in a cell is broken into lines of this many characters.
@@ -42,69 +45,45 @@ class Picture(NamedTuple):
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
 
 
-class Table(NamedTuple):
-    """The cells of an evaluation: one row per length and model, one column per metric.
+def table(outcome: Outcome, metrics: Sequence[str] = ()) -> list[list[str]]:
+    """Return the titles and rows of a table as texts, with differences below their values.
 
-    Attributes:
-        title: of the evaluation.
-        across: what the rows are, beside the model.
-        metrics: titles of the columns.
-        rows: length, model, number of samples, and cells.
+    Args:
+        outcome: rows have its lengths, ascending, and models in their order.
+        metrics: columns; by default all.
     """
-
-    title: str
-    across: str
-    metrics: list[str]
-    rows: list[tuple[int | None, str, int, list[Cell | None]]]
-
-    def texts(self, metrics: slice = slice(None)) -> Iterator[list[str]]:
-        """Yield the titles and the rows as texts; differences are below their values.
-
-        Args:
-            metrics: which of the metrics; by default all.
-        """
-        several = len({model for _, model, _, _ in self.rows}) > 1
-        counted = any(n > 1 for _, _, n, _ in self.rows)
-        measured = any(at is not None for at, *_ in self.rows)
-        shown = [measured, several, counted]
-        rows = [[self.across, "model", "n", *self.metrics[metrics]]]
-        for at, model, n, cells in self.rows:
-            reasons: list[str | None] = [None]
-            texts = ["–" if at is None else format_length(at), model, str(n or "–")]
-            for cell in cells[metrics]:
-                reasons.append(None if cell is None else cell.reason)
-                is_again = reasons[-1] is not None and reasons[-1] == reasons[-2]
-                texts.append("likewise" if is_again else _text(cell))
-            rows.append(texts)
-        for texts in rows:
-            yield [*compress(texts, shown), *texts[len(shown) :]]
+    own = {(cell.at, cell.model, cell.metric): cell for cell in outcome.cells}
+    places = sorted({cell.at for cell in outcome.cells}, key=lambda at: -1 if at is None else at)
+    counts = {(at, model.name): 0 for at in places for model in outcome.models}
+    for cell in outcome.cells:
+        n = cell.estimate.n if cell.estimate else 0
+        counts[cell.at, cell.model] = max(counts[cell.at, cell.model], n)
+    shown = [places != [None], len(outcome.models) > 1, max(counts.values(), default=0) > 1]
+    metrics = metrics or titles(outcome)
+    rows = [[*compress([outcome.evaluation.across, "model", "n"], shown), *metrics]]
+    for (at, model), n in counts.items():
+        first = ["–" if at is None else format_length(at), model, str(n or "–")]
+        cells = [own.get((at, model, metric)) for metric in metrics]
+        texts = ["–" if cell is None else f"{cell}\n{cell.below()}".strip() for cell in cells]
+        rows.append([*compress(first, shown), *texts])
+    return rows
 
 
-def _text(cell: Cell | None) -> str:
-    return "–" if cell is None else "\n".join(filter(None, (str(cell), cell.below())))
-
-
-def table(outcome: Outcome) -> Table:
-    """Return the table of an evaluation: lengths ascending, models and columns in their order."""
-    evaluation, cells = outcome.evaluation, outcome.cells
-    own = {(cell.at, cell.model, cell.metric): cell for cell in cells}
-    metrics = list(dict.fromkeys(cell.metric for cell in cells))
-    rows = []
-    for at in sorted({cell.at for cell in cells}, key=lambda at: -1 if at is None else at):
-        for model in outcome.models:
-            row = [own.get((at, model.name, metric)) for metric in metrics]
-            counts = [cell.estimate.n for cell in row if cell is not None and cell.estimate]
-            rows.append((at, model.name, max(counts, default=0), row))
-    return Table(evaluation.title, evaluation.across, metrics, rows)
+def titles(outcome: Outcome) -> list[str]:
+    """Return the names of the columns of a table, the brief ones first."""
+    columns = dict.fromkeys(cell.column for cell in outcome.cells)
+    return [column.name for column in sorted(columns, key=lambda column: not column.brief)]
 
 
 def show(outcome: Outcome) -> None:
     """Print the table of an evaluation, in several parts if it is wide, and what belongs to it."""
-    found, first = table(outcome), 0
-    for stop in range(1, len(found.metrics) + 1):
-        if stop == len(found.metrics) or _grid(found, slice(first, stop + 1))[1] > WIDTH:
-            print_table(*_grid(found, slice(first, stop)))
-            first = stop
+    names, part = titles(outcome), []
+    for name in names:
+        if part and _grid(outcome, [*part, name])[1] > WIDTH:
+            print_table(*_grid(outcome, part))
+            part = []
+        part.append(name)
+    print_table(*_grid(outcome, part))
     for note in outcome.notes():
         print(note)
     if len(outcome.models) > 1:
@@ -112,49 +91,32 @@ def show(outcome: Outcome) -> None:
         print(f"[95 % intervals]; below a value, its difference from {name}, paired")
 
 
-def _grid(found: Table, metrics: slice) -> tuple[Grid, int]:
+def _grid(outcome: Outcome, metrics: Sequence[str]) -> tuple[Grid, int]:
     """Return some columns of a table for the terminal, and their width in characters."""
-    head, *rows = found.texts(metrics)
-    grid = Grid(title=found.title, title_justify="left")
-    for number, name in enumerate(head):
-        is_model = name == "model" and number < 2
+    head, *rows = table(outcome, metrics)
+    grid = Grid(title=outcome.evaluation.title, title_justify="left")
+    for name in head:
+        is_model = name == "model"
         most = None if is_model else MAX_CELL_WIDTH
         grid.add_column(name, justify="left" if is_model else "right", max_width=most)
-    for row, (at, *_), after in zip(rows, found.rows, [*found.rows[1:], None], strict=True):
-        is_last = after is not None and after[0] != at
-        grid.add_row(*row, end_section=is_last and found.rows[0][1] != found.rows[-1][1])
+    for row, after in zip(rows, [*rows[1:], rows[-1]], strict=True):
+        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
     return grid, Console(width=10_000).measure(grid).maximum
 
 
-def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> list[Picture]:
+def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> Iterator[tuple[str, str, Figure]]:
     """Draw every column by length, one line per model."""
-    pictures = []
     for column in dict.fromkeys(cell.column for cell in cells if cell.column.drawn):
-        own = [cell for cell in cells if cell.column == column and cell.at is not None]
-        drawn = []
-        for model in dict.fromkeys(cell.model for cell in own):
-            points = [(c.at or 0, c.estimate) for c in own if c.model == model and c.estimate]
-            if points:
-                drawn.append(Line(model, [at for at, _ in points], [e for _, e in points]))
-        if not drawn:
-            continue
-        ticks = sorted({cell.at for cell in own if cell.at is not None})
-        caption = f"{column.name}."
-        if any(math.isfinite(value.low) for line in drawn for value in line.values):
-            caption += " With 95 % intervals."
-        missing = list(dict.fromkeys(cell.model for cell in own if cell.estimate is None))
-        if missing:
-            caption += f" Not at every length: {', '.join(missing)}."
-        axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
-        figure = lines(drawn, across=axis, up=column.name, ticks=ticks)
-        words = column.name.removeprefix(evaluation.title)
-        pictures.append(Picture(picture_name(evaluation.title, words), caption, png(figure)))
-    return pictures
-
-
-def picture_name(*words: str) -> str:
-    """Return the name of the file of a picture, with underscores between the words."""
-    return file_name("_".join(re.findall(r"[^\W_]+", " ".join(words))))
+        points: dict[str, list[tuple[int, Estimate]]] = {}
+        for cell in cells:
+            if cell.column == column and cell.at is not None and cell.estimate is not None:
+                points.setdefault(cell.model, []).append((cell.at, cell.estimate))
+        drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
+        if drawn:
+            ticks = sorted({cell.at for cell in cells if cell.at is not None})
+            axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
+            figure = lines(drawn, across=axis, up=column.name, ticks=ticks)
+            yield column.name.removeprefix(evaluation.title), f"{column.name}.", figure
 
 
 def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -164,11 +126,12 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
         The files: `cells.json`, `report.html` and the pictures.
     """
     models = outcomes[0].models
-    pictures = [
-        picture
-        for outcome in outcomes
-        for picture in outcome.evaluation.pictures(outcome.cells, outcome.found, models)
-    ]
+    pictures = []
+    for evaluation, _, found, own in outcomes:
+        drawn = chain(by_length(evaluation, own), evaluation.pictures(found, models))
+        for words, caption, figure in drawn:
+            name = file_name("_".join(re.findall(r"[^\W_]+", f"{evaluation.title} {words}")))
+            pictures.append(Picture(name, caption, png(figure)))
     cells = [cell for outcome in outcomes for cell in outcome.cells]
     about = {
         "models": {
@@ -197,7 +160,7 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
         pictures,
         {
             **about,
-            "tables": [list(table(outcome).texts()) for outcome in outcomes],
+            "tables": [table(outcome) for outcome in outcomes],
             "outcomes": outcomes,
             "failed": sum(cell.estimate is None for cell in cells),
         },

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Cell, Evaluation, Found, Measurement
+from longrnn.evaluation.base import Cell, Column, Evaluation, Found
 from longrnn.evaluation.task_code import refuse_task_code
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
@@ -67,8 +68,9 @@ def run(
         UserError: duplicate names, a tokenizer that does not fit, code that is not trusted, options
             that an evaluation refuses, or logits that are not finite.
     """
-    _refuse_doubles([one.title for one in evaluations], "evaluations")
-    _refuse_doubles([model.name for model in models], "models")
+    for names in [one.title for one in evaluations], [model.name for model in models]:
+        if double := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{double[0]!r} is the name of two: give each its own name")
     if any(evaluation.reads_text for evaluation in evaluations):
         for model in models:
             refuse_unfit(model.tokenizer, model.model, model.name)
@@ -80,9 +82,8 @@ def run(
         for model in models:
             warn_if_calibrated_on(model.model, names)
     if not any(evaluation.items(model) for evaluation in evaluations for model in models):
-        columns = [column for one in evaluations for column in one.columns(models[0], [])]
-        for reason in filter(None, (column.reason for column in columns)):
-            raise UserError(reason)
+        for reason in (one.reason for each in evaluations for one in each.unmeasured(models[0])):
+            raise UserError(str(reason))
     store = Store(folder)
     outcomes = []
     for evaluation in evaluations:
@@ -118,23 +119,29 @@ def _cells(
     evaluation: Evaluation, models: Sequence[OpenCheckpoint], found: Mapping[str, Found]
 ) -> Iterator[Cell]:
     """Yield the cells of one evaluation, model by model."""
-    reference: dict[tuple[str, int | None], Measurement] = {}
+    reference: dict[tuple[Column, int | None], dict[str, Any]] = {}
     for model in models:
-        for measurement in evaluation.columns(model, found[model.name]):
-            column, at, samples, reason, independent = measurement
-            difference, compare = None, column.quantity.difference
-            if model is models[0]:
-                reference[column.name, at] = measurement
-            elif compare is not None and (column.name, at) in reference:
-                others = reference[column.name, at].samples
-                shared = [key for key in samples if key in others]
-                pairs = [samples[key] for key in shared], [others[key] for key in shared]
-                difference = compare(*pairs, independent) if shared else None
-            estimate = None
-            if samples:
-                estimate = column.quantity.estimate(list(samples.values()), independent)
+        values: dict[tuple[Column, int | None], dict[str, Any]] = {}
+        reasons: dict[tuple[Column, int | None], str] = {}
+        measured = (one for pair in found[model.name] for one in evaluation.samples(*pair))
+        for column, at, name, value, reason in chain(measured, evaluation.unmeasured(model)):
+            own = values.setdefault((column, at), {})
+            if reason is None:
+                own[name] = value
+            else:
+                reasons[column, at] = reason
+        if model is models[0]:
+            reference = values
+        for (column, at), own in values.items():
+            estimate = column.quantity.estimate([*own.values()]) if own else None
+            others, difference = reference.get((column, at), {}), None
+            shared = own.keys() & others.keys()
+            if model is not models[0] and shared and column.quantity.difference is not None:
+                pairs = [(own[key], others[key]) for key in own if key in shared]
+                difference = column.quantity.difference(*zip(*pairs, strict=True))
+            why = reasons.get((column, at))
             yield Cell(
-                evaluation.title, column.name, model.name, at, estimate, difference, reason, column
+                evaluation.title, column.name, model.name, at, estimate, difference, why, column
             )
 
 
@@ -166,14 +173,12 @@ def evaluate(
     from longrnn.evaluation.report import write_report
     from longrnn.evaluation.suites import build_evaluation, read_suite
 
-    one_model = isinstance(models, str | OpenCheckpoint)
     opened = [
         model if isinstance(model, OpenCheckpoint) else open_checkpoint(model, device=device)
-        for model in ([models] if one_model else models)
+        for model in ([models] if isinstance(models, str | OpenCheckpoint) else models)
     ]
-    listed = [evaluations] if isinstance(evaluations, str | Mapping) else evaluations
     built: list[Evaluation] = []
-    for one in listed:
+    for one in [evaluations] if isinstance(evaluations, str | Mapping) else evaluations:
         if isinstance(one, str):
             built += read_suite(one).evaluations
         else:
@@ -183,9 +188,3 @@ def evaluate(
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]
-
-
-def _refuse_doubles(names: Sequence[str], what: str) -> None:
-    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if double:
-        raise UserError(f"two {what} are called {double[0]!r}: give each its own name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -12,18 +13,17 @@ from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import MEAN, SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
+from longrnn.results import Row
 
 # Default number of sequences, if there are as many held-out ones.
 MAX_SEQUENCES = 1024
-SCORES = {"token_accuracy": SCORE, "exact_match": SCORE, "edit_distance": MEAN}
 
 
 class Sequences(SequenceOptions, Evaluation):
@@ -40,116 +40,80 @@ class Sequences(SequenceOptions, Evaluation):
         given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
         trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
         recorded = trained.get("task", {})
-        known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
-        self._kind = str(given.get("kind", recorded.get("kind")))
-        if self._kind not in known and "kind" in given:
-            raise UserError(f"unknown sequence task {self._kind!r}: {nearest(self._kind, known)}")
-        if self._kind not in known:
-            raise UserError(
-                f"{first.name} was not trained on a sequence task: give --task, one of "
-                f"{', '.join(sorted(known))}"
-            )
-        if self._kind == recorded.get("kind"):
+        self._kind = kind = str(given.get("kind", recorded.get("kind")))
+        known = sorted(name for name, task in TASKS.items() if issubclass(task, SequenceTask))
+        if kind not in known:
+            what = f"{first.name} was not trained on a sequence task"
+            if "kind" in given:
+                what = f"unknown sequence task {kind!r}: {nearest(kind, known)}"
+            raise UserError(f"{what}; --task is one of {', '.join(known)}")
+        if kind == recorded.get("kind"):
             given = recorded | given
-            if self.lengths is None and trained.get("length", {}).get("max"):
-                self.lengths = [trained["length"]["max"]]
-        if "seed" in self.model_fields_set:
-            given.setdefault("seed", self.seed)
+            self.lengths = self.lengths or [trained["length"]["max"]]
         if self.vocab_size is not None:
             given["vocab_size"] = self.vocab_size
         if "vocab_size" not in given or self.lengths is None:
             raise UserError(
-                f"{first.name} was not trained on {self._kind}: give --vocab-size and --lengths"
+                f"{first.name} was not trained on {kind}: give --vocab-size and --lengths"
             )
-        task: Any = TASKS.build({**given, "kind": self._kind}, None)
+        task: Any = TASKS.build({"seed": self.seed, **given, "kind": kind}, None)
         self._task = task
         for model in models:
             if model.model.vocab_size < task.vocab_size:
                 raise UserError(
-                    f"{self._kind} with vocab_size {task.n_tokens} needs a model with "
-                    f"{task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: give "
-                    "the vocab_size that it was trained with"
+                    f"{kind} with vocab_size {task.n_tokens} needs a model with {task.vocab_size} "
+                    f"ids, and {model.name} has {model.model.vocab_size}: give the vocab_size that "
+                    "it was trained with"
                 )
-        if self.n is not None and self.n > task.n_held_out:
+        n = min(task.n_held_out, MAX_SEQUENCES) if self.n is None else self.n
+        if n > task.n_held_out:
             raise UserError(
-                f"there are {task.n_held_out} held-out sequences: give n of at most that, not "
-                f"{self.n}"
+                f"there are {task.n_held_out} held-out sequences: give n of at most that, not {n}"
             )
+        column = self._column("exact_match")
+        for model in models:
+            self._items[model.name] = [
+                Item({"length": length, "index": index}, (length, index))
+                for length in self.lengths
+                if self.reaches(model, task.width(length), column, length)
+                for index in range(n)
+            ]
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {"task": self._kind, **self._task.options()}
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        n = self.n or min(self._task.n_held_out, MAX_SEQUENCES)
-        return [
-            Item({"length": length, "index": index}, (length, index))
-            for length in self.lengths or ()
-            if self._reason(model, length) is None
-            for index in range(n)
-        ]
 
     @torch.no_grad()
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        for part in _runs(items, most):
-            (length, start), (_, last) = part[0].spec, part[-1].spec
-            batch = self._task.evaluation_batch(start, last + 1, length=length)
-            state = model.model.init_state(len(part))
+        for (length, _), same in groupby(items, lambda i: (i.spec[0], i.spec[1] // most)):
+            part = list(same)
+            # Sequences between them that are already measured are computed again.
+            first, last = part[0].spec[1], part[-1].spec[1]
+            batch = self._task.evaluation_batch(first, last + 1, length=length)
+            state = model.model.init_state(last + 1 - first)
             tokens = batch.tokens.to(state.position.device)
             logits = model.model(tokens, state).logits
             refuse_nonfinite(logits, model.model, tokens, state)
-            found = self._task.score(logits.argmax(-1).cpu(), batch)
+            scores = self._task.score(logits.argmax(-1).cpu(), batch)
             progress.advance(len(part), tokens.numel())
-            rows = zip(*(values.tolist() for values in found.values()), strict=True)
             yield [
-                (item, dict(zip(found, values, strict=True)))
-                for item, values in zip(part, rows, strict=True)
+                (
+                    item,
+                    {name: float(values[item.spec[1] - first]) for name, values in scores.items()},
+                )
+                for item in part
             ]
 
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        measurements = []
-        for length in self.lengths or ():
-            samples: dict[Column, dict[str, float]] = {}
-            for item, row in found:
-                if item.spec[0] != length:
-                    continue
-                for name, value in row.items():
-                    samples.setdefault(self._column(name), {})[str(item.spec[1])] = float(value)
-                if (condition := self._task.condition(item.spec[1])) is not None:
-                    column = Column(condition, SCORE, ".3f", drawn=False)
-                    samples.setdefault(column, {})[str(item.spec[1])] = float(row["exact_match"])
-            reason = self._reason(model, length)
-            for column, own in (samples or {self._column("exact_match"): {}}).items():
-                measurements.append(Measurement(column, length, own, reason))
-        return measurements
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        length, index = item.spec
+        for name, value in row.items():
+            yield Sample(self._column(name), length, str(index), value)
+        if (condition := self._task.condition(index)) is not None:
+            column = Column(condition, SCORE, ".3f", drawn=False)
+            yield Sample(column, length, str(index), row["exact_match"])
 
     def _column(self, name: str) -> Column:
-        quantity = SCORES.get(name, SCORE)
+        quantity = MEAN if name == "edit_distance" else SCORE
         return Column(f"{self.title}, {name.replace('_', ' ')}", quantity, ".3f")
-
-    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
-        return out_of_reach(model.model, self._task.width(length))
-
-
-class Reverse(Sequences):
-    """Evaluate reverse ordering on held-out sequences: token accuracy, exact match, edit distance.
-
-    This is `eval task --task reverse`.
-    """
-
-    task: str | dict[str, Any] | None = "reverse"
-
-
-def _runs(items: Sequence[Item], most: int) -> Iterator[list[Item]]:
-    """Yield runs of items with consecutive sequences of one length, each of at most `most`."""
-    run: list[Item] = []
-    for item in items:
-        length, index = item.spec
-        if run and (len(run) == most or run[-1].spec != (length, index - 1)):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run

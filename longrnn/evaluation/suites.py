@@ -20,29 +20,16 @@ KINDS = {
     "memory": "memory.Memory",
     "passkey": "passkey.PasskeyRetrieval",
     "perplexity": "perplexity.Perplexity",
-    "reverse": "sequences.Reverse",
+    "reverse": "sequences.Sequences",
     "task": "sequences.Sequences",
 }
 
 
 class Suite(NamedTuple):
-    """The evaluations of a file, in its order, and its text."""
+    """The evaluations of a file, in its order."""
 
     name: str
     evaluations: list[Evaluation]
-    text: str
-
-
-def kind_of(name: Any) -> type[Evaluation]:
-    """Return the class of a kind of evaluation.
-
-    Raises:
-        UserError: there is no such kind.
-    """
-    if name not in KINDS:
-        raise UserError(f"unknown evaluation {name!r}: {nearest(str(name), KINDS)}")
-    module, _, attribute = KINDS[name].rpartition(".")
-    return getattr(import_module(f"longrnn.evaluation.{module}"), attribute)
 
 
 def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
@@ -51,12 +38,17 @@ def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
     Raises:
         UserError: an unknown kind or option, or a value that is not valid.
     """
-    options = dict(spec)
-    kind = kind_of(options.pop("kind", None))
+    name = spec.get("kind")
+    if name not in KINDS:
+        raise UserError(f"unknown evaluation {name!r}: {nearest(str(name), KINDS)}")
+    options = {key: value for key, value in spec.items() if key != "kind"}
+    if name == "reverse":
+        options.setdefault("task", "reverse")
+    module, _, attribute = KINDS[name].rpartition(".")
     try:
-        return kind(**options)
+        return getattr(import_module(f"longrnn.evaluation.{module}"), attribute)(**options)
     except UserError as error:
-        raise UserError(f"evaluation {options.get('name') or kind.kind!r}: {error}") from error
+        raise UserError(f"evaluation {options.get('name', name)!r}: {error}") from error
 
 
 def read_suite(name_or_path: str) -> Suite:
@@ -80,4 +72,4 @@ def read_suite(name_or_path: str) -> Suite:
         evaluations = [build_evaluation({"seed": content.get("seed", 0)} | spec) for spec in specs]
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    return Suite(path.stem, evaluations, path.read_text())
+    return Suite(path.stem, evaluations)

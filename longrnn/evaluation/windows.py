@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.units import format_length
-
-# Tokens of the stretches whose losses a row records, after the first one.
-STRETCH = 64
 
 
 class Window(NamedTuple):
@@ -56,11 +53,11 @@ class Window(NamedTuple):
         """Return the sum of losses between two edges."""
         return math.fsum(nats[self.edges.index(start) : self.edges.index(stop)])
 
-    def sample(self, nats: Sequence[float], start: int, stop: int) -> Any:
-        """Return bits and bytes between two edges, or nats per token if bytes are not known."""
+    def sample(self, nats: Sequence[float], start: int, stop: int) -> tuple[float, int]:
+        """Return bits and bytes between two edges, or nats and tokens if bytes are not known."""
         total, ends = self.sum(nats, start, stop), self.document.byte_ends
         if ends is None:
-            return total / (stop - start)
+            return total, stop - start
         return total / math.log(2), int(ends[self.start + stop] - ends[self.start + start])
 
 
@@ -84,7 +81,7 @@ def cut_windows(
         raise UserError(
             f"{first.name} has {len(first.tokens):,} tokens and a window of "
             f"{format_length(longest)} needs {longest + 1:,} (the last one is only predicted): "
-            "give a longer text or smaller --lengths"
+            "give a longer text or a smaller last length"
         )
     most = min(most or count, count)
     numbers = [number * count // most for number in range(most)]
@@ -96,7 +93,7 @@ def cut_windows(
         for number in numbers:
             start, *stops = (index[number * longest + edge] for edge in (0, *lengths))
             cuts = [0, *(stop - start for stop in stops if stop - start <= limit)]
-            edges = sorted({*grid(cuts[-1]), *cuts}) if are_alike(texts) else cuts
+            edges = sorted({*powers(cuts[-1]), *cuts}) if are_alike(texts) else cuts
             if len(cuts) > 1:
                 found[-1].append(Window(text, number, start, cuts, edges))
     return found
@@ -105,11 +102,6 @@ def cut_windows(
 def powers(length: int) -> list[int]:
     """Return 0, 1, 2, 4, 8, …, length."""
     return [0, *(2**k for k in range((length - 1).bit_length())), length]
-
-
-def grid(length: int) -> list[int]:
-    """Return the edges that every window has: powers of 2 up to STRETCH, then its multiples."""
-    return sorted({*powers(min(STRETCH, length)), *range(2 * STRETCH, length, STRETCH), length})
 
 
 def losses(

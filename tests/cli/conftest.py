@@ -59,7 +59,7 @@ def quietly(words: list[str]) -> list[str]:
 def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[CLI]:
-    """Runs `longrnn …` in an empty folder, in this process, whose environment it leaves as it was."""
+    """Runs `longrnn …` in an empty folder and in this process, whose environment stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(typer.main, "get_command", _commands)
 

@@ -222,8 +222,8 @@ def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: 
     assert isinstance(found, ForeignLM)
     assert torch.equal(found(text).logits, load(folder)(text).logits)
     assert isinstance(load("passkey-tiny", device="balanced"), RecurrentLM)
-    job = cost.Job(str(folder), "balanced", 1, 16, 2, 0)
-    assert cost.measure(job)["state_bytes"] > 0
+    found = cost.measure(str(folder), "balanced", threads=1, length=16, decode=2, seed=0)
+    assert found["state_bytes"] > 0
     arguments = ["eval", "passkey", "passkey-tiny", "--lengths", "200", "--n", "1", "--quiet"]
     arguments += ["--depths", "1", "--output", str(tmp_path / "out"), "--device", "balanced"]
     assert CliRunner().invoke(app, arguments).exit_code == 0

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.task_code import task_code
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import SCORE
 from longrnn.options import Count
 from longrnn.progress import Progress
+from longrnn.results import Row
 from longrnn.text import read_text
 
 
@@ -94,26 +95,21 @@ class Harness(Evaluation):
             cut = {"requests": wrapped.counts["truncated"], "reads": wrapped.max_length}
             yield [(item, {"cut": cut, "scores": found})]
 
-    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
-        measurements = []
-        for item, row in found:
-            cut, reason = row["cut"], None
-            if cut["requests"]:
-                reason = (
-                    f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
-                )
-            known = {name: name.split(", ")[-1] for name in row["scores"]}
-            for name in set(self.metrics) - set(known.values()):
-                raise UserError(
-                    f"{item.spec} has no metric {name!r}: use one of "
-                    f"{', '.join(sorted(set(known.values())))}"
-                )
-            for name, metric in known.items():
-                if not self.metrics or metric in self.metrics:
-                    samples = {} if reason else row["scores"][name]
-                    column = Column(name, SCORE, ".3f")
-                    measurements.append(Measurement(column, None, samples, reason))
-        return measurements
+    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+        cut, reason = row["cut"], None
+        if cut["requests"]:
+            reason = f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
+        known = {name: name.split(", ")[-1] for name in row["scores"]}
+        for name in set(self.metrics) - set(known.values()):
+            raise UserError(
+                f"{item.spec} has no metric {name!r}: use one of "
+                f"{', '.join(sorted(set(known.values())))}"
+            )
+        for name, metric in known.items():
+            if not self.metrics or metric in self.metrics:
+                column = Column(name, SCORE, ".3f")
+                for document, value in row["scores"][name].items():
+                    yield Sample(column, None, document, value, reason)
 
 
 def _scores(samples: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, float]]:
