@@ -138,14 +138,5 @@ def verify_sealed(path: Path, metadata: Mapping[str, str]) -> None:
         raise UserError(f"{path} is damaged (its SHA-256 does not fit): save it again")
 
 
-def fits(path: Path, digest: str) -> bool:
-    """Whether a file has a SHA-256, or, for 40 digits, the SHA-1 that git gives its content."""
-    if len(digest) == len(BLANK):
-        return sha256(path) == digest
-    content = path.read_bytes()  # the Hub names only small files so
-    blob = b"blob %d\0%b" % (len(content), content)
-    return hashlib.sha1(blob, usedforsecurity=False).hexdigest() == digest
-
-
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)

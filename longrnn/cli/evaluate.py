@@ -10,7 +10,7 @@ import typer
 from pydantic import Field
 
 from longrnn.cli.command import command
-from longrnn.cli.options import Models, Output, pick_placement, results_folder
+from longrnn.cli.options import Models, Output, pick_device, results_folder
 from longrnn.errors import UserError
 from longrnn.evaluation import options
 from longrnn.options import Options
@@ -89,7 +89,7 @@ def _measure(
 ) -> None:
     from longrnn.hf.opened import open_checkpoint
 
-    device, variants = pick_placement(models.device), list(dict.fromkeys(models.checkpoints))
+    device, variants = pick_device(models.device), list(dict.fromkeys(models.checkpoints))
     opened = [
         open_checkpoint(variant, models.mitigation, name=label, device=device)
         for variant, label in _labels(variants, models.mitigation).items()

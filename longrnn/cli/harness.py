@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Quiet, pick_placement
+from longrnn.cli.options import Model, Quiet, pick_device
 from longrnn.errors import UserError
 
 # Options that are not declared here are words of the argument for lm-eval.
@@ -48,7 +48,7 @@ def harness(model: Model, tasks: Tasks) -> None:
         raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
     options: dict[str, object] = {
-        "device": pick_placement(model.device),
+        "device": pick_device(model.device),
         "quiet": tasks.quiet,
     }
     if model.mitigation is not None:

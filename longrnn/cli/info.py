@@ -110,10 +110,6 @@ def _hugging_face(model: ForeignLM) -> dict[str, str]:
     limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
     if model.max_length is not None and model.can_go_beyond:
         limit += " (CHECKPOINT+beyond lifts this)"
-    processed = [
-        *(() if model.rows_together else ("row by row",)),
-        *(() if model.tokens_together else ("token by token after the first call",)),
-    ]
     one, two = (
         state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
     )
@@ -125,7 +121,7 @@ def _hugging_face(model: ForeignLM) -> dict[str, str]:
         "layers": layers,
         "d_model": str(config.hidden_size),
         "length": limit,
-        "processed": ", ".join(processed) or "rows and tokens together",
+        "processed": "in pieces" if model.tokens_together else "one token at a time",
         "vocabulary": f"{model.vocab_size:,} ({'tied' if model.tied else 'own'} head)",
         "state": f"{one:,} bytes per sequence after one token{grows}",
     }

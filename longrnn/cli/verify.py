@@ -35,8 +35,8 @@ def print_verified(name: str) -> None:
         )
     if FITS not in found.values():
         raise UserError(
-            f"no file of {root} has a recorded checksum to compare it with: copy or download it "
-            "again with `hf download`, which records the checksums of the Hub"
+            f"no file of {root} has a recorded checksum to compare it with: give a folder that "
+            "longrnn wrote; `hf cache verify` compares a download with the Hub"
         )
 
 
@@ -61,16 +61,16 @@ def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _verdict(path: Path) -> str:
-    from longrnn.checksums import CHECKSUMS, fits
+    from longrnn.checksums import CHECKSUMS
     from longrnn.data.stream import HEADER, Corpus
-    from longrnn.hf.names import published_digest
+    from longrnn.files import sha256
     from longrnn.results import is_store, read_rows
 
     if path.name == CHECKSUMS:
         return FITS if _listed(path.parent) else DAMAGED
-    digest = _listed(path.parent).get(path.name) or published_digest(path)
+    digest = _listed(path.parent).get(path.name)
     if digest is not None:
-        return FITS if fits(path, digest) else DAMAGED
+        return FITS if sha256(path) == digest else DAMAGED
     try:
         if path.name == HEADER:
             Corpus(path.parent)

@@ -17,12 +17,10 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import (
-    BALANCED,
     BEYOND,
     NONE,
     WINDOW,
     base_of,
-    has_adapter,
     is_adapter,
     resolve,
     split_dtype,
@@ -73,8 +71,7 @@ def load(
             mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
             `CHECKPOINT+float32`, unless a path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
-        device: None for the CPU; `balanced` divides the layers of a model that transformers runs
-            among all devices, as the device_map of that name does, and puts any other on one.
+        device: None for the CPU.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a
             Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
             checkpoints store them in float32 next to matrices in float16 or bfloat16.
@@ -128,8 +125,6 @@ def load_plain(
         verified.result()
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
-        if device == BALANCED:
-            device = "cuda" if torch.cuda.is_available() else None
         model.to(device=device)
     return model, spec
 
@@ -248,8 +243,6 @@ def _open(
         from longrnn.hf.foreign_load import load_transformer
 
         return load_transformer(folder, config, dtype, device)
-    if has_adapter(folder):
-        own = lora.merged(folder, own.float())
     return cast_weights(own, dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError, nearest
-from longrnn.files import read_json
+from longrnn.files import one_line, read_json
 from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
 
@@ -28,15 +28,10 @@ WINDOW = "attention_window"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
-# A device: the layers of a Hugging Face model are divided among all devices.
-BALANCED = "balanced"
-
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
 
-# Checksums that the Hub publishes: SHA-256 of a large file, or git's SHA-1 of a small one.
-ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -118,62 +113,24 @@ def download(name: str, revision: str | None = None) -> Path:
     Raises:
         UserError: the Hub has no such model or revision, or cannot be reached.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES]))
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
-    except (
-        errors.HFValidationError,
-        errors.RepositoryNotFoundError,
-        errors.RevisionNotFoundError,
-    ) as error:
-        version = "" if revision is None else f" with the revision {revision!r}"
+    except (OSError, ValueError) as error:  # of which all errors of huggingface_hub are
         raise UserError(
-            f"no checkpoint {name!r}{version}, neither a folder nor a model on the Hub that you "
-            "may read: check the name, accept the model's terms on its page, and log in with "
-            "`hf auth login`"
+            f"no folder {name}, and the Hugging Face Hub gives no model of that name "
+            f"({one_line(error)}): check the name, log in with `hf auth login`, or download it "
+            f"elsewhere with `hf download {name}` and point HF_HOME to the copied cache"
         ) from error
-    except (errors.HfHubHTTPError, OSError) as error:  # also where it is not in the cache
-        raise UserError(
-            f"no folder {name}, and the Hugging Face Hub cannot be reached for the model of that "
-            f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
-            "the cache and point HF_HOME to it"
-        ) from error
-
-
-def published_digest(path: Path) -> str | None:
-    """Return the checksum that the Hub published for a downloaded file; None if it is not recorded.
-
-    In the Hub's cache, a file of a snapshot is a link to a file that is named by its checksum. In a
-    folder that `hf download --local-dir` wrote, it is in `.cache/huggingface/download`.
-
-    Returns:
-        64 hexadecimal digits (SHA-256) or 40 (git's SHA-1), see `longrnn.checksums.fits`.
-    """
-    if path.is_symlink():
-        blob = Path(os.readlink(path))
-        if blob.parent.name == "blobs" and ETAG.fullmatch(blob.name):
-            return blob.name
-    for root in path.absolute().parents:
-        name = f"{path.absolute().relative_to(root)}.metadata"
-        metadata = root / ".cache/huggingface/download" / name
-        if metadata.is_file():
-            _, etag, *_ = [*metadata.read_text(errors="replace").splitlines(), "", ""]
-            return etag if ETAG.fullmatch(etag) else None
-    return None
-
-
-def has_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, alone or beside the model that it was trained on."""
-    return (folder / ADAPTER).is_file()
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no whole model."""
-    return has_adapter(folder) and not (folder / "config.json").is_file()
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
