@@ -15,9 +15,9 @@ from longrnn.state import LMState, PyTree, leaves, map_histories, tree_map
 if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
 
-# How much the logits of pieces may differ from those of one call, relative to the largest logit.
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-NARROW_TOLERANCE = 0.1
+# How much the logits of pieces may differ from those of one call, relative to the largest logit: if
+# all weights are float32 or wider, and if not.
+TOLERANCE, NARROW_TOLERANCE = 1e-4, 0.1
 # Lengths of the pieces into which the twelve tokens are cut.
 SPLITS = ((6, 4, 2), (7, 1, 1, 3))
 
@@ -51,7 +51,8 @@ def probe(model: ForeignLM) -> str | None:
     # The clamp avoids 0 / 0 for a model whose head is zero.
     scale = whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
     off = max(float((one - whole).abs().max() / scale) for one in pieces)
-    if off <= TOLERANCE.get(whole.dtype, NARROW_TOLERANCE):
+    is_narrow = any(weight.dtype.itemsize < 4 for weight in model.parameters())
+    if off <= (NARROW_TOLERANCE if is_narrow else TOLERANCE):
         return None
     return f"in pieces its logits differ by {off:.1e} of the largest"
 
