@@ -252,7 +252,8 @@ class ForeignLM(LanguageModel):
         weight = self.model.get_input_embeddings().weight
         return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
+        """See `LanguageModel`."""
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
         return hash_weights(kept, self.model.state_dict())

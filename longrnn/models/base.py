@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations import Chain, Mitigation, bind
-from longrnn.models.checks import check_targets, check_tokens
+from longrnn.models.checks import check_tokens
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree
 
@@ -85,12 +85,8 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def _hash(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
-
     def weights_fingerprint(self) -> str:
-        """`fingerprint` without the mitigation."""
-        return self._hash()
+        """`fingerprint` without the mitigation: a hash of configuration and weights."""
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """The state of each cell."""
@@ -116,7 +112,6 @@ class LanguageModel(nn.Module, ABC):
             Losses in nats, `(b, t)` float32 or wider, and the state after the last token.
         """
         tokens = check_tokens(tokens, self.vocab_size)
-        check_targets(targets, tokens, self.vocab_size)
         after = self.init_state(len(tokens)) if state is None else state
         width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
         losses = []

