@@ -46,7 +46,7 @@ ONE_TOKEN = ("falcon_mamba", "jamba", "mamba")
 # Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # Rotary scalings under which the rotation of a token depends on the length of the text.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 class ForeignLM(LanguageModel):
@@ -76,13 +76,9 @@ class ForeignLM(LanguageModel):
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
         self.tokens_together = self.kind not in ONE_TOKEN
-        reason = probe(self) if self._cache_name is not None else "it takes no cache"
-        scaling = _scaling_by_length(self.config)
-        if scaling is not None:
-            reason = (
-                f"its rotary positions are scaled by the length of the text, {scaling}, which "
-                "would change cached keys"
-            )
+        reason = _scaling_by_length(self.config)
+        if reason is None:
+            reason = probe(self) if self._cache_name is not None else "it takes no cache"
         if reason is not None:
             raise UserError(
                 f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
@@ -260,11 +256,11 @@ class ForeignLM(LanguageModel):
 
 
 def _scaling_by_length(config: Any) -> str | None:
-    """Return the rotary scaling that depends on the length of a text; None for any other."""
+    """Returns why cached keys would change with the length of a text; None if they do not."""
     rotary = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rotary.values() if isinstance(value, dict)]
-    kinds = [one.get("rope_type") for one in (rotary, *nested)]
-    return next((kind for kind in kinds if kind in LENGTH_DEPENDENT), None)
+    kinds = {one.get("rope_type") for one in (rotary, *nested)} & LENGTH_DEPENDENT
+    return f"its rotary positions are scaled by the length, {min(kinds)}" if kinds else None
 
 
 def _table_of_positions(model: Any) -> str | None:

@@ -46,6 +46,7 @@ NATIVE_CELL_FIXED = {
 }
 # Options of initialisation and implementation, which do not change the result.
 NATIVE_IGNORED = ("A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min")
+NATIVE_IGNORED += ("use_mem_eff_path",)
 NATIVE_EPS = 1e-5  # fixed in mamba-ssm's code
 
 
@@ -106,18 +107,14 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                     f"{value!r}: load this checkpoint with mamba-ssm"
                 )
     names = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
-    known = {*names, *NATIVE_CELL_FIXED, *NATIVE_IGNORED, "use_mem_eff_path"}
-    for key in options.keys() - known:
-        raise UserError(
-            f"{source} has the option ssm_cfg.{key}, which longrnn does not know: load this "
-            "checkpoint with mamba-ssm"
-        )
+    without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
+    given = {names.get(key, key): options[key] for key in options if key not in without_effect}
     vocabulary, multiple = (
         validated(Count, config.get(key, default), f"{source}, key {key!r}")
         for key, default in (("vocab_size", None), ("pad_vocab_size_multiple", 8))
     )
     return _configuration(
-        {names[key]: value for key, value in options.items() if key in names},
+        given,
         source,
         vocab_size=-(-vocabulary // multiple) * multiple,
         d_model=config["d_model"],
@@ -213,7 +210,7 @@ def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> Re
         limit = [float(one) for one in given["dt_limit"]]
         given["dt_limit"] = None if limit == [0, math.inf] else limit
     defaults = Mamba2.__init__.__kwdefaults__ or {}
-    spelled = {name: value for name, value in given.items() if value != defaults[name]}
+    spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
     return build_config(
         RecurrentConfig, {**config, "mixer": {"kind": "mamba2", **spelled}}, source=source
     )
@@ -225,23 +222,16 @@ def _cell_options(model: RecurrentLM, reader: str) -> tuple[float, dict[str, Any
     Raises:
         UserError: the model is not one that a published Mamba-2 checkpoint can describe.
     """
-    config, cell = model.config, model.cells[0]
+    config = model.config
     kinds = config.mixer["kind"], config.block, config.position["kind"]
-    if not isinstance(cell, Mamba2) or kinds != ("mamba2", "residual", "none"):
+    if kinds != ("mamba2", "residual", "none"):
         raise UserError(
             f"{reader} does not support {kinds[0]} cells in {kinds[1]} blocks with {kinds[2]} "
             "positions: give a model of mamba2 cells in residual blocks without positions"
         )
-    return cell.norm_eps, {
-        "d_state": cell.d_state,
-        "head_dim": cell.head_dim,
-        "expand": cell.d_inner // config.d_model,
-        "n_groups": cell.n_groups,
-        "d_conv": cell.d_conv,
-        "bias": cell.in_proj.bias is not None,
-        "conv_bias": cell.conv1d.bias is not None,
-        "dt_limit": cell.dt_limit,
-    }
+    options = (Mamba2.__init__.__kwdefaults__ or {}) | config.mixer
+    options["dt_limit"] = options["dt_limit"] or (0.0, math.inf)
+    return options["norm_eps"], {name: options[name] for name in OPTIONS}
 
 
 NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}

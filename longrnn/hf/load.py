@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from longrnn.hf.names import (
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.checkpoint import (
-    DTYPES,
     build_model,
     cast_weights,
     load_model,
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
 
     Model: TypeAlias = RecurrentLM | ForeignLM
-
-logger = logging.getLogger(__name__)
 
 # Numbers of layers and dimensions of weights in any configuration, and of its parts.
 SIZES = re.compile(
@@ -102,11 +98,6 @@ def load_plain(
     Raises:
         UserError: as `load`.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(
-            f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
-            "torch.float32 or torch.float64"
-        )
     name, spec = split_spec(str(name_or_path))
     named, spec = split_dtype(spec)
     if named is not None and dtype not in (None, named):
@@ -133,7 +124,7 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
     """Return a model under the mitigation that `spec` describes; the given one is not changed.
 
     Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
-    A `spec` takes its place, and a warning says so; `none` leaves it out. Two more are valid for
+    A `spec` takes its place; `none` leaves it out. Two more are valid for
     Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
     limits the attention layers of a hybrid.
 
@@ -146,14 +137,8 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
     others = [part for part in parts if part != NONE]
     if not isinstance(model, RecurrentLM):
         model, others = _without_own(model, others)
-    elif (recorded := model.trained_under) is not None:
-        if not parts:
-            return model.under(mitigation(recorded))
-        if others and mitigation(others).describe() != recorded:
-            logger.warning(
-                f"this model was trained under {recorded} and is used under "
-                f"{'+'.join(parts)}: leave that out to use it as it was trained"
-            )
+    elif model.trained_under is not None and not parts:
+        return model.under(mitigation(model.trained_under))
     return model.under(mitigation(others)) if others else model
 
 

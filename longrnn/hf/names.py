@@ -83,9 +83,6 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     if os.path.isdir(path):  # unlike `Path.is_dir`, also for a name that is too long
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
-        for file in path.iterdir():
-            if file.exists() and not file.is_file() and not file.is_dir():  # it may have no end
-                raise UserError(f"{file} is a device or a pipe, not a file: copy the folder again")
         return path
     if os.path.exists(path):
         raise UserError(f"{path} is a file: give the folder that contains it")

@@ -131,8 +131,7 @@ def load_tokenizer(
             `Tokenizer.encode` never adds special tokens.
 
     Raises:
-        UserError: there is no tokenizer, or it does not fit the vocabulary of the checkpoint in
-            the same folder.
+        UserError: there is no tokenizer, or it is damaged.
     """
     name, _ = split_spec(str(name_or_path))
     path = embedded().get(name, Path(name))
@@ -157,15 +156,6 @@ def load_tokenizer(
     tokenizer = _read(path, {} if add_bos_token is None else {"add_bos_token": add_bos_token})
     if add_bos_token and tokenizer.tokenizer.bos_token is None:
         raise UserError(NO_BOS)
-    known = config.get("text_config", config)
-    size = known.get("vocab_size") if isinstance(known, dict) else None
-    # A model of longrnn may have any number of ids that its tokenizer does not have.
-    is_foreign = config.get("model_type") != "longrnn"
-    if is_foreign and isinstance(size, int) and not fits(tokenizer.vocab_size, size):
-        raise UserError(
-            f"the tokenizer in {path} has {tokenizer.vocab_size:,} ids and the model {size:,}: "
-            "put the tokenizer that this model was trained with into the folder"
-        )
     verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
 

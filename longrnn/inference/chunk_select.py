@@ -71,8 +71,7 @@ def select(
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    sizes = [0] * len(chunks)
-    for numbers, _, read in forks(model, chunks, sizes, batch_size, silent, keep=0):
+    for numbers, _, read in forks(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

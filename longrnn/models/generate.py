@@ -14,7 +14,6 @@ from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel
 from longrnn.models.checks import check_tokens
 from longrnn.models.finite import explain_nonfinite
-from longrnn.ops.rows import Rows
 from longrnn.state import LMState, join, take
 
 # What ends a row: sequences of ids, or a function of the row's number and its ids.
@@ -44,7 +43,6 @@ def generate(
     top_p: float = 1.0,
     stop: Stop = (),
     generator: torch.Generator | None = None,
-    rows: Rows | None = None,
 ) -> Generation:
     """Continues each row of a prompt.
 
@@ -58,15 +56,12 @@ def generate(
         stop: sequences of ids, of which the first that a row generates ends it; or a function of
             the number of a row and its ids that says whether the row ends.
         generator: source of randomness, on the model's device.
-        rows: where padding stands in the prompt, and documents begin; None for no padding. Each row
-            gives what it gives alone.
 
     Raises:
-        UserError: an empty prompt, options out of range, logits that are not finite, or padding for
-            a model that cannot read it.
+        UserError: an empty prompt, options out of range, or logits that are not finite.
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generator": generator}
-    run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, rows=rows, **sampling)
+    run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, **sampling)
     *_, ids = run.rows(_ends(stop))
     return Generation(ids, run.final_state())
 
@@ -106,29 +101,21 @@ class _Run:
         temperature: float = 0.0,
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
-        rows: Rows | None = None,
     ) -> None:
-        prompt = check_tokens(prompt, model.vocab_size, rows)
-        if prompt.shape[1] == 0 or (rows is not None and not bool(rows.count.all())):
-            row = 0 if rows is None else int(rows.count.argmin())
-            raise UserError(
-                f"row {row} of the prompt has no token: give at least one token per row"
-            )
-        counts = [prompt.shape[1]] * len(prompt) if rows is None else rows.count.tolist()
-        if rows is not None:
-            prompt, rows = rows.left_padded(prompt)
-        self._prompt = [row[len(row) - n :] for row, n in zip(prompt, counts, strict=True)]
+        prompt = check_tokens(prompt, model.vocab_size)
+        if prompt.shape[1] == 0:
+            raise UserError("the prompt has no token: give at least one token per row")
         if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise UserError(
                 "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
                 f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
             )
-        self._model, self._before = model, state
+        self._model, self._prompt, self._before = model, prompt, state
         self._max_new_tokens = max_new_tokens
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
         self._ended: dict[int, LMState] = {}
         self.active = list(range(len(prompt)))
-        logits, self.state = model(prompt, state, keep=1, rows=rows)
+        logits, self.state = model(prompt, state, keep=1)
         self.logits = logits[:, -1]
 
     def rows(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +57,11 @@ def save_plain(base: Path, folder: Path) -> torch.Tensor:
     return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("save", [save_with_peft, save_with_transformers, save_plain])
-def test_an_adapter_is_merged_however_it_was_saved(
-    save: Any, beside: bool, base: Path, tmp_path: Path
-) -> None:
-    """Of the Auto class and of the model that it holds; alone, and in the folder of its base."""
+def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_path: Path) -> None:
+    """Of the Auto class and of the model that it holds."""
     folder = tmp_path / "adapter"
     wanted = save(base, folder)
-    if beside:
-        for name in (CONFIG, WEIGHTS):
-            shutil.copy(folder / name, base / name)
-        folder = base
     assert_near(load(folder)(TOKENS).logits, wanted, 1e-5)
 
 
@@ -128,5 +120,5 @@ def test_an_adapter_without_weights_to_merge_is_refused(base: Path, tmp_path: Pa
     assert model.prompt_encoder["default"].embedding.weight.grad.any()
     assert model.generate(input_ids=TOKENS, attention_mask=mask, max_new_tokens=2).shape == (2, 11)
     model.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(UserError, match="PROMPT_TUNING"):
+    with pytest.raises(UserError, match="prompt"):
         load(tmp_path / "prompt")

@@ -13,7 +13,6 @@ from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
 from longrnn.models.generate import stream
 from longrnn.state import LMState, leaves, take
 from tests.contracts.builders import (
-    VOCAB,
     assert_near,
     assert_trees_equal,
     build_mitigated,
@@ -59,45 +58,6 @@ class Fixed(LanguageModel):
         state = state if state is not None else self.init_state(len(tokens))
         logits = self.logits.expand(len(tokens), 1, -1)
         return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
-
-
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_a_padded_prompt_gives_what_its_rows_give(model: RecurrentLM, side: str) -> None:
-    """Tokens and states, from states of their own, wherever the padding stands."""
-    prompts = [random_tokens(1, length, seed=length) for length in (3, 9, 6)]
-    tokens = torch.full((3, 9), VOCAB + 1)
-    is_token = torch.zeros(3, 9, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        n = prompt.shape[1]
-        places = {"left": slice(9 - n, 9), "right": slice(n), "middle": [0, *range(10 - n, 9)]}
-        is_token[row, places[side]] = True
-        tokens[row, is_token[row]] = prompt[0]
-    state = random_state(model, 3)
-    together = generate(model, tokens, state, rows=Rows(is_token), max_new_tokens=6)
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, prompt, take(state, [row]), max_new_tokens=6)
-        assert together.tokens[row] == alone.tokens[0]
-        for (name, leaf), (_, expected) in zip(
-            leaves(take(together.state, [row])), leaves(alone.state), strict=True
-        ):
-            assert_near(leaf, expected, 1e-10, name)
-
-
-def test_a_prompt_of_padding_is_refused(model: RecurrentLM) -> None:
-    """A row without a token has nothing to continue."""
-    is_token = torch.tensor([[True, True], [False, False]])
-    with pytest.raises(UserError, match="row 1"):
-        generate(model, random_tokens(2, 2), max_new_tokens=1, rows=Rows(is_token))
-
-
-def test_a_padded_prompt_with_nan_names_the_token_of_its_row(model: RecurrentLM) -> None:
-    """The position counts tokens of the row, not padding."""
-    with torch.no_grad():
-        model.embedding.weight[VOCAB - 1] = torch.nan
-    tokens = torch.tensor([[0, 0, 1, VOCAB - 1], [1, 2, 3, 4]])
-    is_token = torch.tensor([[False, False, True, True], [True] * 4])
-    with pytest.raises(UserError, match="token 1"):
-        generate(model, tokens, max_new_tokens=1, rows=Rows(is_token))
 
 
 def test_greedy(model: RecurrentLM) -> None:

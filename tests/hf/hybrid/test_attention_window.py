@@ -66,8 +66,8 @@ def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) 
     assert state.layers[0].attention.keys.entries.shape[-2] == 15
 
 
-@pytest.mark.parametrize("window", [1, 129, 4.5, "long"])
-def test_a_window_out_of_range_is_refused(window: Any) -> None:
+@pytest.mark.parametrize("window", [1, 129])
+def test_a_window_out_of_range_is_refused(window: int) -> None:
     model = open_hugging_face(architecture("bamba"))
     assert isinstance(model, HybridLM)
     with pytest.raises(UserError, match="128"):

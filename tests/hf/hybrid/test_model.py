@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn import state as states
+from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
@@ -134,29 +134,15 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert_near(torch.cat([first, second], 1).double(), one.double(), near)
 
 
-def test_a_layer_that_our_cell_cannot_compute_runs_on_transformers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The plain adapter is used, and one warning names the reason."""
-    theirs = architecture("bamba", hidden_act="relu")
-    with caplog.at_level(logging.WARNING):
-        model = open_hugging_face(theirs)
-    assert type(model) is ForeignLM
-    (message,) = [record.getMessage() for record in caplog.records if "longrnn" in record.name]
-    assert "relu" in message
-
-
-def test_a_layer_that_differs_from_the_table_is_found(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If our cells gave other logits than transformers, transformers would compute the model."""
+def test_a_layer_that_differs_from_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our cells would give other logits than transformers."""
+    with pytest.raises(UserError, match="logits differ"):
+        open_hugging_face(architecture("bamba", hidden_act="relu"))
     family = FAMILIES["bamba"]
     wrong = family._replace(project=lambda theirs, x: theirs.in_proj(x.flip(-1)))
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
-    with caplog.at_level(logging.WARNING):
-        model = open_hugging_face(architecture("bamba"))
-    assert type(model) is ForeignLM
-    assert "logits differ" in caplog.text
+    with pytest.raises(UserError, match="logits differ"):
+        open_hugging_face(architecture("bamba"))
 
 
 def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
