@@ -151,8 +151,6 @@ class ForeignLM(LanguageModel):
         check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
-        if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}: give 0 or more, or None")
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()

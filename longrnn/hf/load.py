@@ -27,6 +27,7 @@ from longrnn.hf.names import (
 )
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
+from longrnn.models.base import NO_CELLS
 from longrnn.models.checkpoint import (
     build_model,
     cast_weights,
@@ -146,12 +147,8 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
     """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
     windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
     others = [part for part in parts if part != BEYOND and part not in windows]
-    if (windows or others) and not model.cells:
-        raise UserError(
-            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
-            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
-            "maximum length, and --chunk-select work for any model)"
-        )
+    if windows and not model.cells:
+        raise UserError(f"{WINDOW} is for hybrids, and this is a {model.kind}: leave it out")
     for part in windows:
         _, options = parse(part)
         if options.keys() != {"window"}:
@@ -174,10 +171,7 @@ def load_editable(name_or_path: str | Path, *, device: str | torch.device | None
             f"{split_spec(str(name_or_path))[0]}+{NONE}"
         )
     if not model.cells:
-        raise UserError(
-            f"{name_or_path} is computed by transformers, where longrnn cannot reach a recurrence: "
-            "give a checkpoint of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
-        )
+        raise UserError(NO_CELLS)
     return model
 
 

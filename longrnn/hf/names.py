@@ -84,8 +84,6 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         return path
-    if os.path.exists(path):
-        raise UserError(f"{path} is a file: give the folder that contains it")
     if is_hub_name(name):
         return download(name, revision)
     beside = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -22,6 +22,10 @@ from longrnn.state import LMState, PyTree
 
 # Logits, over all rows and tokens, that one call for losses may hold.
 MAX_LOGITS = 2**25
+NO_CELLS = (
+    "longrnn computes no recurrence of this model: give a checkpoint of longrnn, or a hybrid with "
+    "Mamba-2 or Gated DeltaNet layers; CHECKPOINT+beyond and --chunk-select work for any model"
+)
 
 
 class LMOutput(NamedTuple):
@@ -138,10 +142,7 @@ class LanguageModel(nn.Module, ABC):
             vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
         if not self.cells:
-            raise UserError(
-                "a mitigation changes a recurrence that longrnn computes, and this model has none: "
-                "give a model of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
-            )
+            raise UserError(NO_CELLS)
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
         whole = Chain(members if self.mitigation is None else [self.mitigation, *members])
         # The plain model is what numbers are calibrated for.

@@ -167,8 +167,6 @@ class RecurrentLM(LanguageModel):
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
-        if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
         source = tokens if rows is None else rows.arrange(tokens)
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])

@@ -75,8 +75,6 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
     assert empty.logits.shape == (2, 0, VOCAB)
     assert empty.state is whole.state
     assert model(text[:, :0]).state.position.tolist() == [0, 0]
-    with pytest.raises(UserError, match="keep"):
-        model(text, keep=-1)
 
 
 def test_a_window_bounds_the_state() -> None:

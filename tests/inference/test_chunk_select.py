@@ -93,24 +93,6 @@ def test_a_certain_prediction_has_entropy_zero() -> None:
     assert chosen.chunk == 0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk": 0},
-        {"chunk": -3},
-        {"batch_size": 0},
-        {"context": CONTEXT[:0]},
-        {"query": CONTEXT[:0]},
-    ],
-    ids=str,
-)
-def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
-    """Empty texts and sizes below 1 raise."""
-    options = {"context": CONTEXT, "query": QUERY, "chunk": 8, **changes}
-    with pytest.raises(UserError, match="chunk_select"):
-        select(MODELS["lstm"], options.pop("context"), options.pop("query"), **options)
-
-
 def measure(output: Path, model: Any, **options: Any) -> Outcome:
     grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1], **options}
     subject = OpenCheckpoint("model", model, ByteTokenizer())
