@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from longrnn.state import History
+from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
 KNOWN = (
@@ -42,12 +42,14 @@ class LayerCache(NamedTuple):
         values: likewise.
         conv: the last inputs of each convolution, each `(b, …)`.
         recurrent: the recurrent states, each `(b, …)`.
+        cell: the state of the cell of longrnn that computes the layer; () without one.
     """
 
     keys: History | tuple[()] = ()
     values: History | tuple[()] = ()
     conv: tuple[Tensor | tuple[()], ...] = ()
     recurrent: tuple[Tensor | tuple[()], ...] = ()
+    cell: PyTree = ()
 
 
 def keep_cache(cache: Any) -> tuple[LayerCache, ...]:

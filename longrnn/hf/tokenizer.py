@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
@@ -206,8 +207,5 @@ def own_tokenizers() -> Iterator[None]:
             return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 
-    AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
-    try:
+    with patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
         yield
-    finally:
-        AutoTokenizer.from_pretrained = before  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import read_weights, save_model
 from tests.contracts.builders import assert_near, build_model
 from tests.hf.architectures import VOCAB
-from tests.hf.foreign import causal, native, tokens, with_bytes
+from tests.hf.foreign import assert_continues, causal, native, tokens, with_bytes
 from tests.refusals import naming
 
 
@@ -79,32 +79,13 @@ def test_a_mamba2_of_transformers_gives_the_same_logits(
     assert isinstance(ours, RecurrentLM)
     text = tokens(2, 70)
     expected = theirs(text, use_cache=False).logits
-    assert_near(ours(text).logits, expected, 1e-4)
+    assert_continues(ours, text, expected, 1e-4)
     convert(tmp_path / "theirs", tmp_path / "written", to="hf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
     assert torch.equal(again(text, use_cache=False).logits, expected)
     assert_same_bits(tmp_path / "theirs", tmp_path / "written")
     # It is a RecurrentLM, to which mitigations apply.
     Mitigated(ours, mitigation("sliding_window(window=8)"))(text)
-
-
-@torch.no_grad()
-def test_residual_in_fp32_keeps_the_residual_stream_in_float32(tmp_path: Path) -> None:
-    """The residual stream has the dtype that the checkpoint asks for, and rounding shows."""
-    theirs = causal("mamba2", num_hidden_layers=6)
-    wide = theirs(tokens(2, 50), use_cache=False).logits
-    narrow = theirs.to(torch.bfloat16)
-    off = {}
-    for kept in (True, False):
-        narrow.config.residual_in_fp32 = kept
-        narrow.save_pretrained(tmp_path / str(kept))
-        model = load(tmp_path / str(kept))
-        assert isinstance(model, RecurrentLM)
-        assert model.config.residual_in_fp32 == kept
-        logits = model(tokens(2, 50)).logits
-        assert logits.dtype == torch.bfloat16
-        off[kept] = (logits.float() - wide).square().mean().sqrt()
-    assert off[True] < off[False]
 
 
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])
@@ -172,11 +153,6 @@ def test_conversion_overwrites_nothing_and_is_atomic(
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError):
         convert(tmp_path / "native", tmp_path / "full", to="hf")
-    with pytest.raises(UserError):
-        convert(tmp_path / "native", tmp_path / "full" / "thesis.txt", to="hf")
-    (tmp_path / "empty").mkdir()
-    convert(tmp_path / "native", tmp_path / "empty", to="hf")
-    assert load(tmp_path / "empty").vocab_size == 24
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -184,7 +160,7 @@ def test_conversion_overwrites_nothing_and_is_atomic(
     monkeypatch.setattr("longrnn.hf.convert.write_atomic", full)
     with pytest.raises(OSError, match="No space left"):
         convert(tmp_path / "native", tmp_path / "new", to="hf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "native"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "native"]
 
 
 class Evil:
@@ -215,12 +191,8 @@ def weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "mamba 1": (edit(ssm_cfg={}), "Mamba1"),
     "attention": (edit(attn_layer_idx=[1]), "attn_layer_idx"),
-    "mlp": (edit(d_intermediate=64), "d_intermediate"),
-    "layer norm": (edit(rms_norm=False), "rms_norm"),
     "norm first": (option(norm_before_gate=True), "norm_before_gate"),
-    "no gated norm": (option(rmsnorm=False), "rmsnorm"),
     "wide D": (option(D_has_hdim=True), "D_has_hdim"),
-    "part": (option(d_ssm=4), "d_ssm"),
     "odd option": (option(d_stat=4), "d_stat"),
     "odd width": (edit(d_model="wide"), "d_model"),
     "other state": (option(d_state=5), "size mismatch"),

@@ -77,16 +77,6 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
     assert model(text[:, :0]).state.position.tolist() == [0, 0]
 
 
-def test_a_window_bounds_the_state() -> None:
-    """The state of a sliding window has constant size; without a window it grows linearly."""
-    model = wrapped("mistral")
-    sizes = [states.nbytes(model(tokens(1, n), keep=0).state) for n in (7, 30, 60)]
-    assert sizes[0] == sizes[1] == sizes[2]
-    llama = wrapped("llama")
-    one, two = (states.nbytes(llama(tokens(1, n), keep=0).state) - 8 for n in (10, 30))
-    assert two == 3 * one
-
-
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_rows_that_stop_early_generate_what_they_generate_alone(kind: str) -> None:
     """Every row of a batch ends at its own stop token, with its own text and position."""

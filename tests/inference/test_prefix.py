@@ -11,7 +11,6 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
-from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
@@ -107,40 +106,3 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
         notes += measure(model, tmp_path / str(naive), naive=naive, **grid).notes()
         computed.append(watched.tokens)
     assert list(map(tokens_of, notes)) == [tuple(computed)]
-
-
-@pytest.mark.parametrize(
-    ("grid", "least"),
-    [
-        ({"lengths": [512 * 2**i for i in range(8)], "depths": 5}, 2.7),
-        (
-            {
-                "lengths": [4096 * i for i in range(1, 17)],
-                "insert_at": [8192 * i for i in range(8)],
-            },
-            10.0,
-        ),
-    ],
-    ids=["depths", "insertion points"],
-)
-def test_sharing_saves_tokens(grid: dict[str, Any], least: float) -> None:
-    """For eight lengths that double up to 64k, and for insertion points every 8k."""
-    evaluation, model = PasskeyRetrieval(n=10, **grid), subject(speaking("rnn"))
-    evaluation.prepare([model])
-    (note,) = evaluation.notes(model, [(item, {}) for item in evaluation.items(model)])
-    shared, naive = tokens_of(note)
-    assert naive >= least * shared
-
-
-def test_repeated_tokens_are_read_across_their_borders() -> None:
-    """Every range gives the tokens of the whole text."""
-    parts = [
-        whole(torch.tensor([1, 2])),
-        RepeatedTokens(torch.tensor([5, 6, 7]), 2, 5),
-        whole(torch.tensor([9])),
-    ]
-    everything = [1, 2, 7, 5, 6, 7, 5, 9]
-    assert length(parts) == 8
-    for start in range(9):
-        for stop in range(start, 9):
-            assert read(parts, start, stop).tolist() == everything[start:stop]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,19 +34,6 @@ from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES, quietly
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
-
-
-class HybridLayer(NamedTuple):
-    """The state of one layer of a hybrid.
-
-    Attributes:
-        attention: what transformers keeps for the layer.
-        cell: the state of its cell; () for a layer without one.
-    """
-
-    attention: LayerCache
-    cell: PyTree = ()
-
 
 # Layers of a cache whose keys grow, and the same with a sliding window.
 WINDOWED: Mapping[type, Callable[[int], Any]] = {
@@ -166,7 +153,7 @@ class HybridLM(ForeignLM):
         """
         largest = getattr(self.config, "max_position_embeddings", None) or window
         takes_masks = self.model.config._attn_implementation in ("eager", "sdpa")
-        has_attention = histories([layer.attention for layer in self.like])
+        has_attention = histories(self.like)
         if not has_attention or not takes_masks or not 2 <= window <= largest:
             raise UserError(
                 f"attention_window={window} is not valid for this {self.kind}: it needs attention "
@@ -183,21 +170,20 @@ class HybridLM(ForeignLM):
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
-    def open_cache(self, layers: tuple[HybridLayer, ...], position: int) -> HybridCache:
+    def open_cache(self, layers: tuple[LayerCache, ...], position: int) -> HybridCache:
         """See `ForeignLM.open_cache`."""
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
         cache = HybridCache(self.model.config, edits, self.attention_window)
         if position:
-            fill_cache(cache, tuple(layer.attention for layer in layers), position)
+            fill_cache(cache, layers, position)
             cache.cells = {number: layers[number].cell for number in self.layer_numbers}
         return cache
 
-    def close_cache(self, cache: Any) -> tuple[HybridLayer, ...]:
+    def close_cache(self, cache: Any) -> tuple[LayerCache, ...]:
         """See `ForeignLM.close_cache`."""
-        layers = [HybridLayer(layer) for layer in keep_layers(cache)]
+        layers = list(keep_layers(cache))
         for number, state in cache.cells.items():
-            attention = layers[number].attention._replace(conv=(), recurrent=())
-            layers[number] = HybridLayer(attention, state)
+            layers[number] = layers[number]._replace(conv=(), recurrent=(), cell=state)
         return tuple(layers)
 
     def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:

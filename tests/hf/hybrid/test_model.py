@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from longrnn import load
-from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
-from tests.hf.foreign import causal, tokens, with_bytes
+from tests.hf.foreign import assert_continues, tokens
 
 TOLERANCE = 1e-5
 MULTIPLIERS = {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9]}
@@ -61,24 +59,8 @@ def test_pieces_and_forks_equal_one_call_of_transformers(
     """Calls of any length, reused forks and rows of different lengths give the logits of
     transformers, and no call changes a state."""
     theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
-    expected, model = whole(theirs, text), open_hugging_face(theirs)
-    assert isinstance(model, HybridLM)
-    state, rows = None, []
-    for piece in text.split([7, 1, 15, 17], dim=1):
-        logits, state = model(piece, state)
-        rows.append(logits)
-    assert_near(torch.cat(rows, 1), expected, TOLERANCE)
-
-    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :30], keep=0).state
-    both = states.join([short, long])
-    before = {name: leaf.clone() for name, leaf in leaves(both)}
-    follow = torch.stack([text[0, 9:19], text[1, 30:]])
-    for _ in range(2):
-        logits, _ = model(follow, both)
-        assert_near(logits[0], expected[0, 9:19], TOLERANCE)
-        assert_near(logits[1], expected[1, 30:], TOLERANCE)
-    for name, leaf in leaves(both):
-        assert torch.equal(leaf, before[name]), name
+    expected = whole(theirs, text)
+    assert_continues(hybrid_of(theirs), text, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -143,20 +125,6 @@ def test_a_layer_that_differs_from_the_table_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
     with pytest.raises(UserError, match="logits differ"):
         open_hugging_face(architecture("bamba"))
-
-
-def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
-    """A mitigation and `beyond` may follow the name of the folder."""
-    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
-    model = load(folder)
-    assert isinstance(model, HybridLM)
-    mitigated = load(f"{folder}+sliding_window(window=8)")
-    assert mitigated.mitigation is not None
-    assert mitigated.max_length == model.max_length == 128
-    both = load(f"{folder}+beyond+state_norm(threshold=2)")
-    assert both.mitigation is not None
-    assert both.max_length is None
-    assert both(tokens(1, 140), keep=1).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
