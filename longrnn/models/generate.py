@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from operator import index
 from typing import NamedTuple, TypeAlias
 
@@ -74,8 +75,9 @@ def generate(
     active, ended = list(range(len(prompt))), dict[int, LMState]()
     for _ in range(max_new_tokens):
         last = logits[:, -1]
-        for row, is_finite in zip(active, last.isfinite().all(-1).tolist(), strict=True):
-            if not is_finite:
+        # A sum is not finite if a logit is not, and takes less time than a look at each of them.
+        for row, total in zip(active, last.sum(-1, dtype=torch.double).tolist(), strict=True):
+            if not isfinite(total):
                 read = torch.cat([prompt[row], prompt.new_tensor(ids[row])])[None]
                 explain_nonfinite(model, read, None if state is None else take(state, [row]))
         tokens = _choose(last, temperature=temperature, top_p=top_p, generator=generator)
