@@ -258,7 +258,7 @@ def _scaling_by_length(config: Any) -> str | None:
     rotary = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rotary.values() if isinstance(value, dict)]
     kinds = {one.get("rope_type") for one in (rotary, *nested)} & LENGTH_DEPENDENT
-    return f"its rotary positions are scaled by the length, {min(kinds)}" if kinds else None
+    return f"its rotary positions are scaled by the length, {kinds.pop()}" if kinds else None
 
 
 def _table_of_positions(model: Any) -> str | None:

@@ -106,7 +106,7 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                     f"{source} has {key} = {given[key]!r}, and longrnn computes only {key} = "
                     f"{value!r}: load this checkpoint with mamba-ssm"
                 )
-    names = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
+    names: dict[str, str] = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
     without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
     given = {names.get(key, key): options[key] for key in options if key not in without_effect}
     vocabulary, multiple = (
@@ -126,12 +126,7 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
 
 
 def _write_native(model: RecurrentLM) -> str:
-    config, (eps, options) = model.config, _cell_options(model, "mamba-ssm")
-    if (config.norm_eps, eps) != (NATIVE_EPS, NATIVE_EPS):
-        raise UserError(
-            f"mamba-ssm always uses norm_eps = {NATIVE_EPS}, and this model has {config.norm_eps} "
-            f"and {eps}: convert it to hf"
-        )
+    config, options = model.config, _cell_options(model, "mamba-ssm", NATIVE_EPS)
     content = {
         "d_model": config.d_model,
         "n_layer": config.n_layers,
@@ -177,18 +172,14 @@ def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
 def _write_hugging_face(model: RecurrentLM) -> str:
     from transformers import Mamba2Config
 
-    config, (eps, options) = model.config, _cell_options(model, "transformers")
-    if config.norm_eps != eps:
-        raise UserError(
-            f"transformers has one layer_norm_epsilon, and this model has norm_eps "
-            f"{config.norm_eps} in its blocks and {eps} in its cells: convert it to ours"
-        )
+    config = model.config
+    options = _cell_options(model, "transformers", config.norm_eps)
     written = Mamba2Config(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
         num_hidden_layers=config.n_layers,
         num_heads=options["expand"] * config.d_model // options["head_dim"],
-        layer_norm_epsilon=eps,
+        layer_norm_epsilon=config.norm_eps,
         residual_in_fp32=config.residual_in_fp32,
         tie_word_embeddings=config.tie_embeddings,
         architectures=["Mamba2ForCausalLM"],
@@ -216,22 +207,33 @@ def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> Re
     )
 
 
-def _cell_options(model: RecurrentLM, reader: str) -> tuple[float, dict[str, Any]]:
-    """Return norm_eps and `OPTIONS` of the cells, which are the same in all layers.
+def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]:
+    """Returns `OPTIONS` of the cells, which are the same in all layers.
+
+    Args:
+        model: the model to write.
+        reader: what reads the checkpoint.
+        eps: the norm_eps that the reader has for blocks and cells alike.
 
     Raises:
         UserError: the model is not one that a published Mamba-2 checkpoint can describe.
     """
     config = model.config
+    options = (Mamba2.__init__.__kwdefaults__ or {}) | config.mixer
     kinds = config.mixer["kind"], config.block, config.position["kind"]
     if kinds != ("mamba2", "residual", "none"):
         raise UserError(
             f"{reader} does not support {kinds[0]} cells in {kinds[1]} blocks with {kinds[2]} "
             "positions: give a model of mamba2 cells in residual blocks without positions"
         )
-    options = (Mamba2.__init__.__kwdefaults__ or {}) | config.mixer
+    if {config.norm_eps, options["norm_eps"]} != {eps}:
+        raise UserError(
+            f"{reader} computes all norms with norm_eps = {eps}, and this model has "
+            f"{config.norm_eps} in its blocks and {options['norm_eps']} in its cells: convert it "
+            "to ours"
+        )
     options["dt_limit"] = options["dt_limit"] or (0.0, math.inf)
-    return options["norm_eps"], {name: options[name] for name in OPTIONS}
+    return {name: options[name] for name in OPTIONS}
 
 
 NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}

@@ -10,7 +10,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.models.finite import cause_of_nonfinite
-from longrnn.state import LMState, PyTree, leaves, map_histories, tree_map
+from longrnn.state import LMState, leaves, map_histories, tree_map
 
 if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
@@ -38,7 +38,8 @@ def probe(model: ForeignLM) -> str | None:
         for name, leaf in leaves(layers):
             if leaf.shape[:1] != (2,):
                 return f"its cache has no batch axis first ({name})"
-        model.like = like(layers)
+        rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
+        model.like = map_histories(lambda entries: entries[..., :0, :], rows)
         whole = model.model(input_ids=tokens, use_cache=False).logits
         pieces = [_in_pieces(model, tokens, sizes) for sizes in SPLITS]
     except Exception as error:  # of `close_cache`, or of a model that does not support the call
@@ -48,19 +49,11 @@ def probe(model: ForeignLM) -> str | None:
             f"this {model.kind} gives logits that are not finite in {whole.dtype}: "
             f"{cause_of_nonfinite(model)}"
         )
-    # The clamp avoids 0 / 0 for a model whose head is zero.
-    scale = whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
-    off = max(float((one - whole).abs().max() / scale) for one in pieces)
+    off = max(float((one - whole).abs().max() / whole.abs().max()) for one in pieces)
     is_narrow = any(weight.dtype.itemsize < 4 for weight in model.parameters())
     if off <= (NARROW_TOLERANCE if is_narrow else TOLERANCE):
         return None
     return f"in pieces its logits differ by {off:.1e} of the largest"
-
-
-def like(layers: PyTree) -> PyTree:
-    """Returns `ForeignLM.like` from the layers of any state."""
-    rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
-    return map_histories(lambda entries: entries[..., :0, :], rows)
 
 
 def _in_pieces(model: ForeignLM, tokens: Tensor, sizes: tuple[int, ...]) -> Tensor:

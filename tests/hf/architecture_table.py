@@ -24,8 +24,8 @@ from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
 
 DOCUMENT = Path(__file__).parents[2] / "docs/load.md"
-REFUSED = ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax", "moshi", "openai-gpt"]
-REFUSED += ["recurrent_gemma", "rwkv", "xlstm"]
+REFUSED = ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "minimax", "moshi"]
+REFUSED += ["openai-gpt", "recurrent_gemma", "rwkv", "xlstm"]
 KINDS = sorted({*FEW, *MANY, *REFUSED})
 BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"

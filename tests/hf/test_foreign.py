@@ -51,16 +51,6 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
     assert_near(logits[1], expected(kind, text[1:, :18])[0], TOLERANCE)
 
 
-def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    llama, neox = wrapped("llama"), wrapped("gpt_neox")
-    states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
-    with pytest.raises(UserError, match="fingerprint"):
-        states.load(tmp_path / "state", neox)
-    for model, rows in ((neox, 1), (llama, 2)):
-        with pytest.raises(UserError):
-            model(tokens(rows, 4), llama.init_state(1))
-
-
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> None:
     """`keep` returns the last logits only; a text without tokens returns the same state."""

@@ -14,10 +14,9 @@ from longrnn.cells import MIXERS
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.models import LanguageModel, RecurrentLM
-from longrnn.models.recurrent import RecurrentConfig
+from longrnn.models import LanguageModel
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import mixer_spec, stirred
+from tests.inference.test_scoring import speaking
 
 GRID: dict[str, Any] = {"lengths": [220, 333, 400], "depths": [0.0, 0.3, 1.0], "n": 3}
 # 4 + 3 + 2 cells: the later a key comes, the fewer lengths have room for it.
@@ -40,13 +39,6 @@ class Watched:
         self.tokens += args[0].numel()
         if named["keep"] != 0 and args[0].shape[1] > 1:
             self.asked += output.logits[:, -1].tolist()
-
-
-def speaking(kind: str) -> RecurrentLM:
-    """A model whose random weights are so large that its output depends on all it has read."""
-    torch.manual_seed(1)
-    model = RecurrentLM(RecurrentConfig(256, 12, 2, mixer_spec(kind))).double()
-    return stirred(model, 3)
 
 
 def subject(model: LanguageModel) -> OpenCheckpoint:
@@ -81,7 +73,7 @@ def test_shared_answers_equal_naive_answers(
 
     Under a mitigation, rows of one batch may be at different phases of their windows.
     """
-    model = speaking("mamba2" if kind == "windowed" else kind)
+    model = speaking("mamba2" if kind == "windowed" else kind, 256)
     if kind == "windowed":
         model = Mitigated(model, mitigation("sliding_window(window=70)"))
     naive = Watched(model)
@@ -101,7 +93,7 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
     computed: list[int] = []
     notes: list[str] = []
     for naive in (False, True):
-        model = speaking("rnn")
+        model = speaking("rnn", 256)
         watched = Watched(model)
         notes += measure(model, tmp_path / str(naive), naive=naive, **grid).notes()
         computed.append(watched.tokens)

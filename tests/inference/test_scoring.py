@@ -20,10 +20,10 @@ from tests.contracts.builders import mixer_spec, stirred
 VOCAB = 40
 
 
-def speaking(kind: str) -> RecurrentLM:
+def speaking(kind: str, vocab_size: int = VOCAB) -> RecurrentLM:
     """A model whose random weights are so large that its output depends on all it has read."""
     torch.manual_seed(1)
-    model = RecurrentLM(RecurrentConfig(VOCAB, 12, 2, mixer_spec(kind))).double()
+    model = RecurrentLM(RecurrentConfig(vocab_size, 12, 2, mixer_spec(kind))).double()
     return stirred(model, 3)
 
 

@@ -74,11 +74,3 @@ def test_the_mixer_equals_the_equations(options: dict[str, Any], time: int) -> N
     assert_near(y, torch.stack(expected, 1), 1e-9, "y")
     assert_near(after.conv, final.conv, 1e-9, "conv")
     assert_near(after.ssm, final.ssm, 1e-9, "ssm")
-
-
-def test_initial_dt_and_decay() -> None:
-    """Initial softplus(dt_bias) lies in [dt_min, dt_max], and initial −A in A_init."""
-    mixer = Mamba2(16, 16, head_dim=1, dt_min=0.01, dt_max=0.02, A_init=[2.0, 3.0])
-    dt = torch.nn.functional.softplus(mixer.dt_bias)
-    assert 0.01 - 1e-6 <= dt.min() < dt.max() <= 0.02 + 1e-6
-    assert 2 - 1e-6 <= mixer.A_log.exp().min() < mixer.A_log.exp().max() <= 3 + 1e-6

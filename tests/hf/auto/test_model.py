@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.names import embedded
 from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -172,13 +171,6 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_auto()(**{"input_ids": random_tokens(1, 3), **given})
-
-
-def test_the_model_is_a_hugging_face_model_of_one_device() -> None:
-    folder = embedded()["collapse-tiny"]
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
-    assert isinstance(model, PreTrainedModel)
-    assert len({weight.device for weight in model.parameters()}) == 1
 
 
 def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:

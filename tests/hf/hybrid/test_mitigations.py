@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from longrnn.cli.app import app
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import MITIGATIONS, mitigation
 from tests.contracts.builders import mitigation_spec
 from tests.hf.architectures import architecture
-from tests.hf.foreign import assert_continues, tokens, with_bytes
+from tests.hf.foreign import assert_continues, tokens
 
 LIMIT = 0.01
 
@@ -59,31 +54,3 @@ def test_layers_count_the_mamba_2_layers() -> None:
     torch.testing.assert_close(*keys)
     with pytest.raises(UserError, match="layer 2"):
         model.under(mitigation(f"state_norm(threshold={LIMIT}, layers=[2])"))
-
-
-def run(*arguments: Any) -> str:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-@pytest.mark.parametrize(
-    ("kind", "mixer"), [("falcon_h1", "mamba2"), ("qwen3_next", "gated_deltanet")]
-)
-def test_commands(kind: str, mixer: str, tmp_path: Path) -> None:
-    """Info, calibration, diagnosis, perplexity and passkey run on a hybrid."""
-    theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
-    folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
-    text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
-    assert f" × {mixer}" in run("info", folder)
-    calibrated, common = tmp_path / "norm.yaml", ["--text", text, "--quiet"]
-    run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
-        "--output", calibrated)  # fmt: skip
-    out = tmp_path / "states"
-    run("diagnose", "states", folder, *common, "--train-length", 64, "--length", 256,
-        "--output", out)  # fmt: skip
-    assert "collapsing" in (out / "diagnosis.yaml").read_text()
-    run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
-        "--output", tmp_path / "ppl")  # fmt: skip
-    run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
-        "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip

@@ -101,21 +101,6 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     assert_near(model(text).logits, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Recurrent states are float32 or wider, and pieces agree in every dtype."""
-    theirs, text = architecture("bamba").to(dtype), tokens(2, 20) % 60
-    model = open_hugging_face(theirs)
-    assert isinstance(model, HybridLM)
-    state = model.init_state(2)
-    assert model.cell_states(state)[0].ssm.dtype == torch.promote_types(dtype, torch.float32)
-    one = model(text).logits
-    first, state = model(text[:, :8], state)
-    second, _ = model(text[:, 8:], state)
-    near = 0.05 if dtype == torch.bfloat16 else 1e-9
-    assert_near(torch.cat([first, second], 1).double(), one.double(), near)
-
-
 def test_a_layer_that_differs_from_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our cells would give other logits than transformers."""
     with pytest.raises(UserError, match="logits differ"):
