@@ -171,7 +171,7 @@ def load_editable(name_or_path: str | Path, *, device: str | torch.device | None
             f"{split_spec(str(name_or_path))[0]}+{NONE}"
         )
     if not model.cells:
-        raise UserError(NO_CELLS)
+        raise UserError(f"{name_or_path} cannot be used here: {NO_CELLS}")
     return model
 
 
