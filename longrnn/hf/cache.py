@@ -52,8 +52,8 @@ class LayerCache(NamedTuple):
     cell: PyTree = ()
 
 
-def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
-    """Returns the tensors of each layer of a cache.
+def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[LayerCache, ...]:
+    """Returns the tensors of each layer of a cache, whose class is `kind`.
 
     Raises:
         ValueError: there is no cache, or it is of an unknown kind; the message says why.
@@ -63,17 +63,12 @@ def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
     # A decoder that supports cross-attention but is used without an encoder.
     if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
         cache = cache.self_attention_cache
-    if type(cache) is not DynamicCache:
+    if type(cache) is not kind:
         raise ValueError(f"its cache is a {type(cache).__name__}")
-    return keep_layers(cache)
-
-
-def keep_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
-    """`keep_cache` for a `DynamicCache` or a subclass."""
     for layer in cache.layers:
         if type(layer) not in KNOWN:
             raise ValueError(f"its cache has a {type(layer).__name__}")
-    return tuple(_keep(layer) for layer in cache.layers)
+    return tuple(map(_keep, cache.layers))
 
 
 def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:

@@ -108,9 +108,7 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                 )
     names: dict[str, str] = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
     without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
-    ours: Any = {
-        names.get(key, key): options[key] for key in options if key not in without_effect
-    }
+    ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
     vocabulary, multiple = (
         validated(Count, config.get(key, default), f"{source}, key {key!r}")
         for key, default in (("vocab_size", None), ("pad_vocab_size_multiple", 8))

@@ -158,13 +158,17 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
     return model.beyond() if BEYOND in parts else model, others
 
 
-def load_editable(name_or_path: str | Path, *, device: str | torch.device | None = None) -> Model:
+def load_editable(name_or_path: str | Path, **options: Any) -> Model:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
+
+    Args:
+        name_or_path: see `load`.
+        options: of `load`.
 
     Raises:
         UserError: as `load`, and for any other model.
     """
-    model = load(name_or_path, device=device)
+    model = load(name_or_path, **options)
     if model.mitigation is not None:
         raise UserError(
             f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
@@ -175,15 +179,13 @@ def load_editable(name_or_path: str | Path, *, device: str | torch.device | None
     return model
 
 
-def load_recurrent(
-    name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM:
-    """Load a `RecurrentLM`, for code that needs all of its layers.
+def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
+    """Load a `RecurrentLM`, for code that needs all of its layers; see `load_editable`.
 
     Raises:
         UserError: as `load_editable`, and for a hybrid.
     """
-    model = load_editable(name_or_path, device=device)
+    model = load_editable(name_or_path, **options)
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
@@ -200,12 +202,7 @@ def _open(
     Only a model that transformers runs is put on the device here.
     """
     if is_adapter(folder):
-        base, _ = load_plain(base_of(folder), backend=backend)
-        if not isinstance(base, RecurrentLM):
-            raise UserError(
-                f"{folder} is an adapter of a model that longrnn does not compute: load it with "
-                "PEFT, or give an adapter of a checkpoint of longrnn"
-            )
+        base = load_recurrent(f"{base_of(folder)}+{NONE}", backend=backend)
         return cast_weights(lora.merged(folder, base.float()), dtype)
     config = read_config(folder)
     _check_sizes(folder, config)

@@ -193,9 +193,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "norm first": (option(norm_before_gate=True), "norm_before_gate"),
     "wide D": (option(D_has_hdim=True), "D_has_hdim"),
     "odd option": (option(d_stat=4), "d_stat"),
-    "odd width": (edit(d_model="wide"), "d_model"),
     "other state": (option(d_state=5), "size mismatch"),
-    "other vocabulary": (edit(vocab_size=25), "embedding.weight"),
     "no layer": (
         weights(lambda w: {k: v for k, v in w.items() if k != "backbone.layers.1.mixer.D"}),
         "1.mixer.D",

@@ -124,7 +124,6 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], Any]
     "NaN": (fill(float("nan")), "not finite"),
     "infinite": (fill(float("inf")), "not finite"),
     "a negative position": (lambda t, m: t["position"].fill_(-5), "not valid"),
-    "a position beyond counting": (lambda t, m: t["position"].fill_(2**62), "not valid"),
     "positions of other rows": (
         lambda t, m: t.update(position=torch.zeros(3, dtype=torch.long)),
         "rows",
@@ -132,14 +131,6 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], Any]
     "a leaf of other rows": (
         lambda t, m: t.update({first_real(t): torch.cat([t[first_real(t)]] * 2)}),
         "rows",
-    ),
-    "a position of no axis": (
-        lambda t, m: t.update(position=torch.tensor(3)),
-        "state of another model",
-    ),
-    "a position in floating point": (
-        lambda t, m: t.update(position=t["position"].float()),
-        "state of another model",
     ),
     "no position": (lambda t, m: t.pop("position"), "state of another model"),
 }

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, fill_cache, keep_layers
+from longrnn.hf.cache import LayerCache, fill_cache, keep_cache
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES, quietly
 from longrnn.models.base import hash_weights
@@ -181,7 +181,7 @@ class HybridLM(ForeignLM):
 
     def close_cache(self, cache: Any) -> tuple[LayerCache, ...]:
         """See `ForeignLM.close_cache`."""
-        layers = list(keep_layers(cache))
+        layers = list(keep_cache(cache, HybridCache))
         for number, state in cache.cells.items():
             layers[number] = layers[number]._replace(conv=(), recurrent=(), cell=state)
         return tuple(layers)
