@@ -63,8 +63,6 @@ def test_bounds_that_do_not_fit_are_refused(bounds: Any, length: int) -> None:
         (torch.tensor([[0, 1, 3]]), "position"),
         (torch.tensor([[0, 1], [4, 4]]), "position"),
         (torch.tensor([[-1, 0]]), "position"),
-        (torch.tensor([0, 1]), "shape"),
-        (torch.tensor([[0.0]]), "shape"),
     ],
 )
 def test_positions_that_do_not_follow_are_refused(positions: torch.Tensor, message: str) -> None:

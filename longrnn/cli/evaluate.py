@@ -10,7 +10,7 @@ import typer
 from pydantic import Field
 
 from longrnn.cli.command import command
-from longrnn.cli.options import Models, Output, pick_placement, results_folder
+from longrnn.cli.options import Models, Output, pick_device, results_folder
 from longrnn.evaluation import options
 from longrnn.options import Options
 from longrnn.processes import is_main, start
@@ -81,7 +81,7 @@ def _measure(
 ) -> None:
     from longrnn.hf.opened import open_checkpoint
 
-    device, variants = pick_placement(models.device), list(dict.fromkeys(models.checkpoints))
+    device, variants = pick_device(models.device), list(dict.fromkeys(models.checkpoints))
     opened = [open_checkpoint(one, models.mitigation, device=device) for one in variants]
     folder = output.output or results_folder(name, variants, models.mitigation)
     measure(opened, evaluations, folder, quiet=output.quiet, **how)

@@ -40,7 +40,8 @@ def generate(model: Model, sampling: Sampling) -> None:
 
     from longrnn.hf.opened import open_checkpoint
     from longrnn.inference.engine import refuse_long
-    from longrnn.models.generate import stream
+    from longrnn.models.generate import ends_of
+    from longrnn.models.generate import generate as continue_text
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text
 
@@ -55,18 +56,23 @@ def generate(model: Model, sampling: Sampling) -> None:
     tokenizer, most = opened.tokenizer, sampling.max_new_tokens
     ids = torch.tensor([tokenizer.encode(text or "")], dtype=torch.long, device=target)
     refuse_long(opened.model, ids.shape[1] + most)
-    shown = ""
-    for (generated,) in stream(
+    shown, ends = "", ends_of([tokenizer.encode(text) for text in sampling.stops])
+
+    def show(row: int, generated: list[int]) -> bool:
+        nonlocal shown
+        text = tokenizer.decode(generated)
+        if not text.endswith("\ufffd"):  # the last character is still incomplete
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+        return ends(row, generated)
+
+    continue_text(
         opened.model,
         ids,
         max_new_tokens=most,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        stop=[tokenizer.encode(text) for text in sampling.stops],
+        stop=show,
         generator=seeded(sampling.seed, target),
-    ):
-        text = tokenizer.decode(generated)
-        if not text.endswith("\ufffd"):  # the last character is still incomplete
-            typer.echo(text[len(shown) :], nl=False)
-            shown = text
+    )
     typer.echo()

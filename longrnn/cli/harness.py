@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Quiet, pick_placement
+from longrnn.cli.options import Model, Quiet, pick_device
 from longrnn.errors import UserError
 
 # Options that are not declared here are words of the argument for lm-eval.
@@ -47,5 +47,5 @@ def harness(model: Model, tasks: Tasks) -> None:
 
     checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
     given = json.dumps({"pretrained": checkpoint, "quiet": tasks.quiet})
-    ours = ["--model_args", given, "--device", pick_placement(model.device), "--batch_size", "auto"]
+    ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
     run([*ours, *tasks.options, "--model", "longrnn"], trust_task_code=tasks.trust_task_code)

@@ -22,8 +22,7 @@ class Where(Options):
     """Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that `longrnn
     calibrate` wrote."""
     device: str = "auto"
-    """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In evaluations, balanced
-    divides Hugging Face models among all GPUs."""
+    """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available."""
 
 
 class Models(Where):
@@ -82,11 +81,6 @@ def pick_device(device: str) -> str:
             f"device {device!r} cannot be used here: give cpu or auto, or start fewer processes"
         ) from error
     return device
-
-
-def pick_placement(device: str) -> str:
-    """`pick_device` for commands that only evaluate, which may also divide Hugging Face models."""
-    return device if device == "balanced" else pick_device(device)
 
 
 def results_folder(

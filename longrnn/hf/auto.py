@@ -85,15 +85,7 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         Args:
             model: a recurrent model, whose mitigation becomes part of the configuration.
             tokenizer: see `LongRNNConfig`.
-
-        Raises:
-            UserError: a model of another kind, which transformers has classes for.
         """
-        if not isinstance(model, RecurrentLM):
-            raise UserError(
-                f"{type(model).__name__} is not a recurrent model of longrnn: use the "
-                "AutoModelForCausalLM of its own type"
-            )
         spec = None if model.mitigation is None else model.mitigation.describe()
         plain = model.under(None)
         config = LongRNNConfig(**asdict(plain.config), tokenizer=tokenizer, mitigation=spec)

@@ -75,7 +75,8 @@ class LongRNNPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embedding"
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    # A device_map puts the whole model on one device, where its state lives.
+    _no_split_modules = ["RecurrentLM"]  # noqa: RUF012
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
     _has_own_adapter = False
 
@@ -96,11 +97,7 @@ class LongRNNPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `PreTrainedModel`; an adapter brings the mitigation under which it was trained.
-
-        Raises:
-            UserError: a device_map of several devices.
-        """
+        """See `PreTrainedModel`; an adapter brings the mitigation under which it was trained."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # The Auto class gives the name of an adapter there, and its base model as first argument.
@@ -111,14 +108,6 @@ class LongRNNPreTrainedModel(PreTrainedModel):
         if (folder / ADAPTER_RECORD).is_file():
             model._has_own_adapter = True
             model.config.mitigation = read_json(folder / ADAPTER_RECORD).get("mitigation")
-        # A cell calls the weights of its projections without the modules whose hooks accelerate
-        # would use to move them, and a state lives on one device.
-        devices = {str(one) for one in getattr(model, "hf_device_map", {}).values()}
-        if len(devices) > 1:
-            raise UserError(
-                f"the device_map puts the model on {', '.join(sorted(devices))}, and it runs on "
-                "one device: give device_map={'': 'cuda:0'}, or a smaller dtype"
-            )
         return loaded
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

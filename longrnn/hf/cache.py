@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -28,7 +26,6 @@ from longrnn.state import History, PyTree
 # Cache layers all of whose tensors are converted below.
 KNOWN = (
     DummyLayer,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -45,55 +42,37 @@ class LayerCache(NamedTuple):
         values: likewise.
         conv: the last inputs of each convolution, each `(b, …)`.
         recurrent: the recurrent states, each `(b, …)`.
-        selectors: entries `(b, t, d)` by which sparse attention selects keys.
+        cell: the state of the cell of longrnn that computes the layer; () without one.
     """
 
     keys: History | tuple[()] = ()
     values: History | tuple[()] = ()
     conv: tuple[Tensor | tuple[()], ...] = ()
     recurrent: tuple[Tensor | tuple[()], ...] = ()
-    selectors: History | tuple[()] = ()
+    cell: PyTree = ()
 
 
-def keep_cache(cache: Any) -> tuple[PyTree, ...]:
-    """Return the tensors of a cache: one `LayerCache` per layer, or those of a list of tensors.
+def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[LayerCache, ...]:
+    """Returns the tensors of each layer of a cache, whose class is `kind`.
 
     Raises:
         ValueError: there is no cache, or it is of an unknown kind; the message says why.
     """
     if cache is None:
         raise ValueError("it returns no cache")
-    if isinstance(cache, list | tuple) and all(isinstance(one, Tensor) for one in cache):
-        return tuple(cache)  # RWKV
     # A decoder that supports cross-attention but is used without an encoder.
     if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
         cache = cache.self_attention_cache
-    if type(cache) is not DynamicCache:
+    if type(cache) is not kind:
         raise ValueError(f"its cache is a {type(cache).__name__}")
-    return keep_layers(cache)
-
-
-def keep_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
-    """`keep_cache` for a `DynamicCache` or a subclass."""
     for layer in cache.layers:
         if type(layer) not in KNOWN:
             raise ValueError(f"its cache has a {type(layer).__name__}")
-        if getattr(layer, "indexer_position_ids", None) is not None:
-            raise ValueError(f"its {type(layer).__name__} keeps positions")
-    return tuple(_keep(layer) for layer in cache.layers)
-
-
-def restore_cache(layers: tuple[PyTree, ...], position: int, config: PreTrainedConfig) -> Any:
-    """Return a new cache with the content of `layers`; every row has read `position` tokens."""
-    if isinstance(layers[0], Tensor):
-        return [tensor.clone() for tensor in layers]
-    cache = DynamicCache(config=config)
-    fill_cache(cache, layers, position)
-    return cache
+    return tuple(map(_keep, cache.layers))
 
 
 def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:
-    """Write `layers` into an empty cache; every row has read `position` tokens."""
+    """Writes `layers` into an empty cache; every row has read `position` tokens."""
     # A cache without a configuration creates its layers on first use.
     cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
     for layer, kept in zip(cache.layers, layers, strict=True):
@@ -109,9 +88,7 @@ def _keep(layer: Any) -> LayerCache:
         tuple(() if one is None else one for one in getattr(layer, name, {}).values())
         for name in ("conv_states", "recurrent_states")
     )
-    indexed = getattr(layer, "indexer_keys", None)
-    selectors: Any = () if indexed is None else History(indexed)
-    return LayerCache(keys, values, conv, recurrent, selectors)
+    return LayerCache(keys, values, conv, recurrent)
 
 
 def _restore(layer: Any, kept: LayerCache, position: int) -> None:
@@ -127,6 +104,3 @@ def _restore(layer: Any, kept: LayerCache, position: int) -> None:
         layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = position
-    if isinstance(kept.selectors, History) and isinstance(layer, DynamicIndexedLayer):
-        layer.lazy_initialization_indexer(kept.selectors.entries)
-        layer.indexer_keys = kept.selectors.entries

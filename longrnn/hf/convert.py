@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
@@ -14,7 +15,6 @@ from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
-from longrnn.locks import Lock
 from longrnn.models.checkpoint import read_config, save_model
 
 logger = logging.getLogger(__name__)
@@ -49,26 +49,20 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    draft = destination.with_name(f".{destination.name}.partial")
-    with Lock.of_file(destination, instead="give a new folder"):
-        shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
-        try:
-            with naming(draft):
-                draft.mkdir()
-                has_tokenizer = _copy_tokenizer(folder, draft)
-                if config is None:
-                    kind = "tokenizer.json" if has_tokenizer else "bytes"
-                    save_model(model, draft, tokenizer=kind)
-                else:
-                    if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
-                        byte_level().save(draft)
-                    write_atomic(draft / "config.json", config)
-                    LAYOUTS[to].save(model, draft)
-                write_checksums(draft)
-                os.rename(draft, destination)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-        sync_folder(destination.parent)
+    with naming(destination), TemporaryDirectory(dir=destination.parent, prefix=".") as drafts:
+        draft = Path(drafts) / destination.name
+        draft.mkdir()
+        has_tokenizer = _copy_tokenizer(folder, draft)
+        if config is None:
+            save_model(model, draft, tokenizer="tokenizer.json" if has_tokenizer else "bytes")
+        else:
+            if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
+                byte_level().save(draft)
+            write_atomic(draft / "config.json", config)
+            LAYOUTS[to].save(model, draft)
+        write_checksums(draft)
+        os.rename(draft, destination)
+    sync_folder(destination.parent)
     if model.trained_under is not None and to != OURS:
         logger.warning(
             f"{source} was trained under {model.trained_under}, which the layout {to} does not "

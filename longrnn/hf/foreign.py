@@ -6,7 +6,7 @@ Notable choices:
 - Rows that have read different numbers of tokens go through the model one length at a time. This
   needs no padding, masks or made-up positions, and so is exact for every architecture.
 - When a model is wrapped, `probe` checks that pieces and forks give what one call without a cache
-  gives, if need be row by row or token by token; any other model is refused.
+  gives; any other model is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.errors import UserError
-from longrnn.hf.cache import keep_cache, restore_cache
-from longrnn.hf.probe import find_dtypes, find_reading
+from longrnn.hf.cache import fill_cache, keep_cache
+from longrnn.hf.probe import probe
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.checks import check_tokens, out_of_reach
 from longrnn.ops.rows import Rows
@@ -41,11 +40,13 @@ from longrnn.state import (
 # Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
 # Names under which models take a cache and return it.
-CACHES = ("past_key_values", "cache_params", "state")
+CACHES = ("past_key_values", "cache_params")
+# Architectures whose recurrent layers continue a state with one token at a time only.
+ONE_TOKEN = ("falcon_mamba", "jamba", "mamba")
 # Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # Rotary scalings under which the rotation of a token depends on the length of the text.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 class ForeignLM(LanguageModel):
@@ -56,7 +57,6 @@ class ForeignLM(LanguageModel):
 
     Attributes:
         max_length: the maximum length of a sequence in tokens; None for no limit.
-        rows_together: whether all rows of a batch go through the model in one call.
         tokens_together: whether several tokens after a state go through the model in one call.
         like: the state's layers for one row without its batch axis, on the meta device.
 
@@ -66,8 +66,6 @@ class ForeignLM(LanguageModel):
     """
 
     model: Any  # its attributes depend on the architecture
-    rows_together = True
-    tokens_together = True
     like: PyTree = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -77,13 +75,10 @@ class ForeignLM(LanguageModel):
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
-        reason = find_reading(self) if self._cache_name is not None else "it takes no cache"
-        scaling = _scaling_by_length(self.config)
-        if scaling is not None:
-            reason = (
-                f"its rotary positions are scaled by the length of the text, {scaling}, which "
-                "would change cached keys"
-            )
+        self.tokens_together = self.kind not in ONE_TOKEN
+        reason = _scaling_by_length(self.config)
+        if reason is None:
+            reason = probe(self) if self._cache_name is not None else "it takes no cache"
         if reason is not None:
             raise UserError(
                 f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
@@ -114,13 +109,6 @@ class ForeignLM(LanguageModel):
         zeros = partial(torch.zeros, device=self.model.device)
         layers = tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
         return LMState(zeros(batch_size, dtype=torch.long), layers)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = self.model.dtype
-        super()._apply(fn, recurse)
-        if self.model.dtype != before:
-            find_dtypes(self)
-        return self
 
     def beyond(self) -> Self:
         """Return the model without `max_length`; it shares its weights with this one.
@@ -163,8 +151,6 @@ class ForeignLM(LanguageModel):
         check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
-        if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}: give 0 or more, or None")
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
@@ -175,8 +161,6 @@ class ForeignLM(LanguageModel):
             [row for row, position in enumerate(positions) if position == length]
             for length in sorted(set(positions))
         ]
-        if not self.rows_together:
-            groups = [[row] for row in range(len(positions))]
         if len(groups) == 1:
             return self.read(tokens, state, positions[0], keep)
         outputs = [
@@ -244,7 +228,11 @@ class ForeignLM(LanguageModel):
             layers: of a state; every row has read `position` tokens.
             position: 0 for an empty cache.
         """
-        return restore_cache(layers, position, self.model.config) if position else None
+        if not position:
+            return None
+        cache = DynamicCache(config=self.model.config)
+        fill_cache(cache, layers, position)
+        return cache
 
     def close_cache(self, cache: Any) -> tuple[PyTree, ...]:
         """Return the layers of a state from the cache after a call, or raise a ValueError."""
@@ -258,22 +246,19 @@ class ForeignLM(LanguageModel):
         weight = self.model.get_input_embeddings().weight
         return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
+        """See `LanguageModel`."""
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        weights = {
-            name: load_offloaded_parameter(self.model, name) if tensor.is_meta else tensor
-            for name, tensor in self.model.state_dict().items()
-        }
-        return hash_weights(kept, weights)
+        return hash_weights(kept, self.model.state_dict())
 
 
 def _scaling_by_length(config: Any) -> str | None:
-    """Return the rotary scaling that depends on the length of a text; None for any other."""
+    """Returns why cached keys would change with the length of a text; None if they do not."""
     rotary = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rotary.values() if isinstance(value, dict)]
-    kinds = [one.get("rope_type") for one in (rotary, *nested)]
-    return next((kind for kind in kinds if kind in LENGTH_DEPENDENT), None)
+    kinds = {one.get("rope_type") for one in (rotary, *nested)} & LENGTH_DEPENDENT
+    return f"its rotary positions are scaled by the length, {kinds.pop()}" if kinds else None
 
 
 def _table_of_positions(model: Any) -> str | None:

@@ -16,7 +16,6 @@ from longrnn.files import one_line
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import quietly, wide_weights
 from longrnn.hf.hybrid.model import open_hugging_face
-from longrnn.hf.names import BALANCED
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ def load_transformer(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,
-                device_map=BALANCED if device == BALANCED else None,
                 trust_remote_code=False,
                 local_files_only=True,
                 weights_only=True,
@@ -64,6 +62,6 @@ def load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
-    if device is not None and device != BALANCED:
+    if device is not None:
         model.to(device)  # where its kernels are those that the check will run
     return open_hugging_face(model)

@@ -46,6 +46,7 @@ NATIVE_CELL_FIXED = {
 }
 # Options of initialisation and implementation, which do not change the result.
 NATIVE_IGNORED = ("A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min")
+NATIVE_IGNORED += ("use_mem_eff_path",)
 NATIVE_EPS = 1e-5  # fixed in mamba-ssm's code
 
 
@@ -105,19 +106,15 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                     f"{source} has {key} = {given[key]!r}, and longrnn computes only {key} = "
                     f"{value!r}: load this checkpoint with mamba-ssm"
                 )
-    names = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
-    known = {*names, *NATIVE_CELL_FIXED, *NATIVE_IGNORED, "use_mem_eff_path"}
-    for key in options.keys() - known:
-        raise UserError(
-            f"{source} has the option ssm_cfg.{key}, which longrnn does not know: load this "
-            "checkpoint with mamba-ssm"
-        )
+    names: dict[str, str] = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
+    without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
+    ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
     vocabulary, multiple = (
         validated(Count, config.get(key, default), f"{source}, key {key!r}")
         for key, default in (("vocab_size", None), ("pad_vocab_size_multiple", 8))
     )
     return _configuration(
-        {names[key]: value for key, value in options.items() if key in names},
+        ours,
         source,
         vocab_size=-(-vocabulary // multiple) * multiple,
         d_model=config["d_model"],
@@ -129,12 +126,7 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
 
 
 def _write_native(model: RecurrentLM) -> str:
-    config, (eps, options) = model.config, _cell_options(model, "mamba-ssm")
-    if (config.norm_eps, eps) != (NATIVE_EPS, NATIVE_EPS):
-        raise UserError(
-            f"mamba-ssm always uses norm_eps = {NATIVE_EPS}, and this model has {config.norm_eps} "
-            f"and {eps}: convert it to hf"
-        )
+    config, options = model.config, _cell_options(model, "mamba-ssm", NATIVE_EPS)
     content = {
         "d_model": config.d_model,
         "n_layer": config.n_layers,
@@ -180,18 +172,14 @@ def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
 def _write_hugging_face(model: RecurrentLM) -> str:
     from transformers import Mamba2Config
 
-    config, (eps, options) = model.config, _cell_options(model, "transformers")
-    if config.norm_eps != eps:
-        raise UserError(
-            f"transformers has one layer_norm_epsilon, and this model has norm_eps "
-            f"{config.norm_eps} in its blocks and {eps} in its cells: convert it to ours"
-        )
+    config = model.config
+    options = _cell_options(model, "transformers", config.norm_eps)
     written = Mamba2Config(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
         num_hidden_layers=config.n_layers,
         num_heads=options["expand"] * config.d_model // options["head_dim"],
-        layer_norm_epsilon=eps,
+        layer_norm_epsilon=config.norm_eps,
         residual_in_fp32=config.residual_in_fp32,
         tie_word_embeddings=config.tie_embeddings,
         architectures=["Mamba2ForCausalLM"],
@@ -213,35 +201,39 @@ def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> Re
         limit = [float(one) for one in given["dt_limit"]]
         given["dt_limit"] = None if limit == [0, math.inf] else limit
     defaults = Mamba2.__init__.__kwdefaults__ or {}
-    spelled = {name: value for name, value in given.items() if value != defaults[name]}
+    spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
     return build_config(
         RecurrentConfig, {**config, "mixer": {"kind": "mamba2", **spelled}}, source=source
     )
 
 
-def _cell_options(model: RecurrentLM, reader: str) -> tuple[float, dict[str, Any]]:
-    """Return norm_eps and `OPTIONS` of the cells, which are the same in all layers.
+def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]:
+    """Returns `OPTIONS` of the cells, which are the same in all layers.
+
+    Args:
+        model: the model to write.
+        reader: what reads the checkpoint.
+        eps: the norm_eps that the reader has for blocks and cells alike.
 
     Raises:
         UserError: the model is not one that a published Mamba-2 checkpoint can describe.
     """
-    config, cell = model.config, model.cells[0]
+    config = model.config
+    options = (Mamba2.__init__.__kwdefaults__ or {}) | config.mixer
     kinds = config.mixer["kind"], config.block, config.position["kind"]
-    if not isinstance(cell, Mamba2) or kinds != ("mamba2", "residual", "none"):
+    if kinds != ("mamba2", "residual", "none"):
         raise UserError(
             f"{reader} does not support {kinds[0]} cells in {kinds[1]} blocks with {kinds[2]} "
             "positions: give a model of mamba2 cells in residual blocks without positions"
         )
-    return cell.norm_eps, {
-        "d_state": cell.d_state,
-        "head_dim": cell.head_dim,
-        "expand": cell.d_inner // config.d_model,
-        "n_groups": cell.n_groups,
-        "d_conv": cell.d_conv,
-        "bias": cell.in_proj.bias is not None,
-        "conv_bias": cell.conv1d.bias is not None,
-        "dt_limit": cell.dt_limit,
-    }
+    if {config.norm_eps, options["norm_eps"]} != {eps}:
+        raise UserError(
+            f"{reader} computes all norms with norm_eps = {eps}, and this model has "
+            f"{config.norm_eps} in its blocks and {options['norm_eps']} in its cells: convert it "
+            "to ours"
+        )
+    options["dt_limit"] = options["dt_limit"] or (0.0, math.inf)
+    return {name: options[name] for name in OPTIONS}
 
 
 NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}

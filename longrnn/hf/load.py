@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,10 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import (
-    BALANCED,
     BEYOND,
     NONE,
     WINDOW,
     base_of,
-    has_adapter,
     is_adapter,
     resolve,
     split_dtype,
@@ -30,8 +27,8 @@ from longrnn.hf.names import (
 )
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
+from longrnn.models.base import NO_CELLS
 from longrnn.models.checkpoint import (
-    DTYPES,
     build_model,
     cast_weights,
     load_model,
@@ -45,8 +42,6 @@ if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
 
     Model: TypeAlias = RecurrentLM | ForeignLM
-
-logger = logging.getLogger(__name__)
 
 # Numbers of layers and dimensions of weights in any configuration, and of its parts.
 SIZES = re.compile(
@@ -73,8 +68,7 @@ def load(
             mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
             `CHECKPOINT+float32`, unless a path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
-        device: None for the CPU; `balanced` divides the layers of a model that transformers runs
-            among all devices, as the device_map of that name does, and puts any other on one.
+        device: None for the CPU.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a
             Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
             checkpoints store them in float32 next to matrices in float16 or bfloat16.
@@ -105,11 +99,6 @@ def load_plain(
     Raises:
         UserError: as `load`.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(
-            f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
-            "torch.float32 or torch.float64"
-        )
     name, spec = split_spec(str(name_or_path))
     named, spec = split_dtype(spec)
     if named is not None and dtype not in (None, named):
@@ -128,8 +117,6 @@ def load_plain(
         verified.result()
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
-        if device == BALANCED:
-            device = "cuda" if torch.cuda.is_available() else None
         model.to(device=device)
     return model, spec
 
@@ -138,7 +125,7 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
     """Return a model under the mitigation that `spec` describes; the given one is not changed.
 
     Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
-    A `spec` takes its place, and a warning says so; `none` leaves it out. Two more are valid for
+    A `spec` takes its place; `none` leaves it out. Two more are valid for
     Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
     limits the attention layers of a hybrid.
 
@@ -151,14 +138,8 @@ def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
     others = [part for part in parts if part != NONE]
     if not isinstance(model, RecurrentLM):
         model, others = _without_own(model, others)
-    elif (recorded := model.trained_under) is not None:
-        if not parts:
-            return model.under(mitigation(recorded))
-        if others and mitigation(others).describe() != recorded:
-            logger.warning(
-                f"this model was trained under {recorded} and is used under "
-                f"{'+'.join(parts)}: leave that out to use it as it was trained"
-            )
+    elif model.trained_under is not None and not parts:
+        return model.under(mitigation(model.trained_under))
     return model.under(mitigation(others)) if others else model
 
 
@@ -166,12 +147,8 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
     """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
     windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
     others = [part for part in parts if part != BEYOND and part not in windows]
-    if (windows or others) and not model.cells:
-        raise UserError(
-            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
-            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
-            "maximum length, and --chunk-select work for any model)"
-        )
+    if windows and not model.cells:
+        raise UserError(f"{WINDOW} is for hybrids, and this is a {model.kind}: leave it out")
     for part in windows:
         _, options = parse(part)
         if options.keys() != {"window"}:
@@ -181,35 +158,34 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
     return model.beyond() if BEYOND in parts else model, others
 
 
-def load_editable(name_or_path: str | Path, *, device: str | torch.device | None = None) -> Model:
+def load_editable(name_or_path: str | Path, **options: Any) -> Model:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
+
+    Args:
+        name_or_path: see `load`.
+        options: of `load`.
 
     Raises:
         UserError: as `load`, and for any other model.
     """
-    model = load(name_or_path, device=device)
+    model = load(name_or_path, **options)
     if model.mitigation is not None:
         raise UserError(
             f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
             f"{split_spec(str(name_or_path))[0]}+{NONE}"
         )
     if not model.cells:
-        raise UserError(
-            f"{name_or_path} is computed by transformers, where longrnn cannot reach a recurrence: "
-            "give a checkpoint of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
-        )
+        raise UserError(f"{name_or_path} cannot be used here: {NO_CELLS}")
     return model
 
 
-def load_recurrent(
-    name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM:
-    """Load a `RecurrentLM`, for code that needs all of its layers.
+def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
+    """Load a `RecurrentLM`, for code that needs all of its layers; see `load_editable`.
 
     Raises:
         UserError: as `load_editable`, and for a hybrid.
     """
-    model = load_editable(name_or_path, device=device)
+    model = load_editable(name_or_path, **options)
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
@@ -226,12 +202,7 @@ def _open(
     Only a model that transformers runs is put on the device here.
     """
     if is_adapter(folder):
-        base, _ = load_plain(base_of(folder), backend=backend)
-        if not isinstance(base, RecurrentLM):
-            raise UserError(
-                f"{folder} is an adapter of a model that longrnn does not compute: load it with "
-                "PEFT, or give an adapter of a checkpoint of longrnn"
-            )
+        base = load_recurrent(f"{base_of(folder)}+{NONE}", backend=backend)
         return cast_weights(lora.merged(folder, base.float()), dtype)
     config = read_config(folder)
     _check_sizes(folder, config)
@@ -248,8 +219,6 @@ def _open(
         from longrnn.hf.foreign_load import load_transformer
 
         return load_transformer(folder, config, dtype, device)
-    if has_adapter(folder):
-        own = lora.merged(folder, own.float())
     return cast_weights(own, dtype)
 
 

@@ -54,8 +54,6 @@ def add_adapters(
         for name in names:
             if name not in found:
                 raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, found)}")
-    if both := set(targets) & set(full):
-        raise UserError(f"peft.full and peft.targets both name {min(both)}: leave one of them out")
     options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
     inject_adapter_in_model(options, model)
     for name, parameter in model.named_parameters():
@@ -134,8 +132,6 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         )
     try:
         _merge(folder, base)
-    except UserError:
-        raise
     except Exception as error:  # PEFT, torch and safetensors raise many types
         raise UserError(
             f"the adapter in {folder} does not fit its base model ({shorten(str(error), 240)}): "
@@ -155,10 +151,7 @@ def _merge(folder: Path, base: RecurrentLM) -> None:
 
     config: Any = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
-        raise UserError(
-            f"{folder} is a {config.peft_type.value} adapter, which changes no weights: load it "
-            "with PeftModel.from_pretrained, onto the base model of AutoModelForCausalLM"
-        )
+        raise ValueError("a learned prompt changes no weights")
     weights = load_file(folder / ADAPTER_WEIGHTS)
     adapted = {part for name in weights if ".lora_" in name for part in name.split(".")}
     if base.config.tie_embeddings and adapted & {"head", "embedding"}:

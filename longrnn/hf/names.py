@@ -15,7 +15,7 @@ import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError, nearest
-from longrnn.files import read_json
+from longrnn.files import one_line, read_json
 from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
 
@@ -27,9 +27,6 @@ BEYOND = "beyond"
 WINDOW = "attention_window"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-
-# A device: the layers of a Hugging Face model are divided among all devices.
-BALANCED = "balanced"
 
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,12 +83,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     if os.path.isdir(path):  # unlike `Path.is_dir`, also for a name that is too long
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
-        for file in path.iterdir():
-            if file.exists() and not file.is_file() and not file.is_dir():  # it may have no end
-                raise UserError(f"{file} is a device or a pipe, not a file: copy the folder again")
         return path
-    if os.path.exists(path):
-        raise UserError(f"{path} is a file: give the folder that contains it")
     if is_hub_name(name):
         return download(name, revision)
     beside = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -116,40 +108,24 @@ def download(name: str, revision: str | None = None) -> Path:
     Raises:
         UserError: the Hub has no such model or revision, or cannot be reached.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES]))
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
-    except (
-        errors.HFValidationError,
-        errors.RepositoryNotFoundError,
-        errors.RevisionNotFoundError,
-    ) as error:
-        version = "" if revision is None else f" with the revision {revision!r}"
+    except (OSError, ValueError) as error:  # of which all errors of huggingface_hub are
         raise UserError(
-            f"no checkpoint {name!r}{version}, neither a folder nor a model on the Hub that you "
-            "may read: check the name, accept the model's terms on its page, and log in with "
-            "`hf auth login`"
+            f"no folder {name}, and the Hugging Face Hub gives no model of that name "
+            f"({one_line(error)}): check the name, log in with `hf auth login`, or download it "
+            f"elsewhere with `hf download {name}` and point HF_HOME to the copied cache"
         ) from error
-    except (errors.HfHubHTTPError, OSError) as error:  # also where it is not in the cache
-        raise UserError(
-            f"no folder {name}, and the Hugging Face Hub cannot be reached for the model of that "
-            f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
-            "the cache and point HF_HOME to it"
-        ) from error
-
-
-def has_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, alone or beside the model that it was trained on."""
-    return (folder / ADAPTER).is_file()
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no whole model."""
-    return has_adapter(folder) and not (folder / "config.json").is_file()
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:

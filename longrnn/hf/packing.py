@@ -55,14 +55,8 @@ def document_starts_of_positions(position_ids: Tensor) -> Tensor:
         `(b, t)` bool.
 
     Raises:
-        UserError: position ids of another shape or dtype, or a position that neither is 0 nor
-            continues its document.
+        UserError: a position that neither is 0 nor continues its document.
     """
-    if position_ids.ndim != 2 or position_ids.is_floating_point():
-        raise UserError(
-            f"position_ids must be integers of shape (batch, time), not {position_ids.dtype} of "
-            f"shape {tuple(position_ids.shape)}: give one row per sequence"
-        )
     starts = position_ids == 0
     follows = torch.ones_like(starts)
     follows[:, 1:] = position_ids.diff() == 1

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
@@ -131,8 +132,7 @@ def load_tokenizer(
             `Tokenizer.encode` never adds special tokens.
 
     Raises:
-        UserError: there is no tokenizer, or it does not fit the vocabulary of the checkpoint in
-            the same folder.
+        UserError: there is no tokenizer, or it is damaged.
     """
     name, _ = split_spec(str(name_or_path))
     path = embedded().get(name, Path(name))
@@ -157,15 +157,6 @@ def load_tokenizer(
     tokenizer = _read(path, {} if add_bos_token is None else {"add_bos_token": add_bos_token})
     if add_bos_token and tokenizer.tokenizer.bos_token is None:
         raise UserError(NO_BOS)
-    known = config.get("text_config", config)
-    size = known.get("vocab_size") if isinstance(known, dict) else None
-    # A model of longrnn may have any number of ids that its tokenizer does not have.
-    is_foreign = config.get("model_type") != "longrnn"
-    if is_foreign and isinstance(size, int) and not fits(tokenizer.vocab_size, size):
-        raise UserError(
-            f"the tokenizer in {path} has {tokenizer.vocab_size:,} ids and the model {size:,}: "
-            "put the tokenizer that this model was trained with into the folder"
-        )
     verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
 
@@ -216,8 +207,5 @@ def own_tokenizers() -> Iterator[None]:
             return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 
-    AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
-    try:
+    with patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
         yield
-    finally:
-        AutoTokenizer.from_pretrained = before  # type: ignore[method-assign]

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.inference.engine import forks
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
@@ -57,22 +56,13 @@ def select(
         chunk: tokens per chunk; the last chunk may be shorter.
         prefix: `(t,)` token ids that precede every chunk.
         batch_size: how many chunks are read at once.
-
-    Raises:
-        UserError: an empty context or query, or a chunk or batch size below 1.
     """
-    if chunk < 1 or batch_size < 1 or len(context) == 0 or len(query) == 0:
-        raise UserError(
-            "chunk_select needs a chunk and a batch size of at least 1, a context and a query: "
-            "give all of them"
-        )
     before = [] if prefix is None else prefix.tolist()
     chunks = [(*before, *one.tolist()) for one in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    sizes = [0] * len(chunks)
-    for numbers, _, read in forks(model, chunks, sizes, batch_size, silent, keep=0):
+    for numbers, _, read in forks(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -152,8 +152,7 @@ def complete(
 
     # `generate` gets the last token, because it needs at least one.
     contexts = [prompt[:-1] for prompt in prompts]
-    same = [1] * len(prompts)
-    for numbers, _, state in forks(model, contexts, same, batch_size, progress, keep=0):
+    for numbers, _, state in forks(model, contexts, batch_size, progress, keep=0):
         last = torch.tensor([prompts[i][-1:] for i in numbers], device=state.position.device)
         found = generate(
             model,
@@ -212,18 +211,16 @@ def score(
         The index of a pair and its score, in the order in which they are computed.
     """
     contexts = [pair.context for pair in pairs]
-    sizes = [len(pair.continuation) for pair in pairs]
-    for numbers, logits, state in forks(model, contexts, sizes, batch_size, progress):
+    for numbers, logits, state in forks(model, contexts, batch_size, progress):
         continuations = [pairs[number].continuation for number in numbers]
-        scores = _score_batch(model, continuations, logits, state, progress)
-        progress.advance(len(numbers), 0)
-        yield from zip(numbers, scores, strict=True)
+        for row, found in _score_batch(model, continuations, logits, state, progress):
+            progress.advance(1, 0)
+            yield numbers[row], found
 
 
 def forks(
     model: LanguageModel,
     contexts: Sequence[Ids],
-    sizes: Sequence[int],
     batch_size: int,
     progress: Progress,
     *,
@@ -234,7 +231,6 @@ def forks(
     Args:
         model: any language model.
         contexts: token ids.
-        sizes: of what follows them; a batch begins with the smallest.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
         keep: 1 for the logits after the last token, 0 for none.
@@ -245,7 +241,6 @@ def forks(
     texts = list(members)
     for found in read_texts(model, texts, batch_size, progress, keep=keep):
         forks = [(row, i) for row, text in enumerate(found.numbers) for i in members[texts[text]]]
-        forks.sort(key=lambda fork: sizes[fork[1]])
         for first in range(0, len(forks), batch_size):
             rows, numbers = zip(*forks[first : first + batch_size], strict=True)
             yield trie.Texts(list(numbers), found.logits[list(rows)], take(found.state, rows))
@@ -257,8 +252,8 @@ def _score_batch(
     logits: Tensor,
     state: LMState,
     progress: Progress,
-) -> list[Score]:
-    """Scores one batch of continuations, shortest first, of which ended ones leave the batch.
+) -> Iterator[tuple[int, Score]]:
+    """Scores one batch of continuations, those of one length together.
 
     Args:
         model: any language model.
@@ -266,33 +261,25 @@ def _score_batch(
         logits: `(b, v)`, the prediction of their first tokens, which are finite.
         state: after the contexts.
         progress: counts the tokens that are computed.
+
+    Yields:
+        The number of a row and its score.
     """
-    nats = torch.zeros(len(continuations), dtype=torch.float64)
-    greedy = torch.ones(len(continuations), dtype=torch.bool)
-    predicted, position, done, device = logits[:, None], 0, 0, state.position.device
-    part, before = torch.empty(len(continuations), 0), state
-    while True:
-        width = predicted.shape[1]
-        rows = [row[position : position + width] for row in continuations[done:]]
-        loss, best = _compare(predicted, torch.tensor(rows, device=device))
-        refuse_nonfinite(loss, model, part, before)
-        nats[done:] -= loss
-        greedy[done:] &= best
-        position += width
-        ended = sum(len(row) == position for row in continuations[done:])
-        done += ended
-        if done == len(continuations):
-            return [Score(*one) for one in zip(nats.tolist(), greedy.tolist(), strict=True)]
-        if ended:
-            state = take(state, range(ended, len(state.position)))
-        rows = continuations[done:]
-        width = min(scored_tokens(len(rows), model.vocab_size), len(rows[0]) - position)
-        part = torch.tensor(
-            [row[position - 1 : position - 1 + width] for row in rows], device=device
-        )
-        before = state
-        predicted, state = model(part, before)
-        progress.advance(0, part.numel())
+    device = state.position.device
+    for size in dict.fromkeys(map(len, continuations)):
+        rows = [row for row, ids in enumerate(continuations) if len(ids) == size]
+        ids = torch.tensor([continuations[row] for row in rows], device=device)
+        nats, greedy = _compare(logits[rows, None], ids[:, :1])
+        after = take(state, rows)
+        width = scored_tokens(len(rows), model.vocab_size)
+        for start in range(0, size - 1, width):
+            before, part = after, ids[:, start : min(start + width, size - 1)]
+            predicted, after = model(part, before)
+            loss, best = _compare(predicted, ids[:, start + 1 : start + 1 + part.shape[1]])
+            refuse_nonfinite(loss, model, part, before)
+            nats, greedy = nats + loss, greedy & best
+            progress.advance(0, part.numel())
+        yield from zip(rows, map(Score, (-nats).tolist(), greedy.tolist()), strict=True)
 
 
 def _compare(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,16 @@ from torch.nn import functional as F
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations import Chain, Mitigation, bind
-from longrnn.models.checks import check_targets, check_tokens
+from longrnn.models.checks import check_tokens
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree
 
 # Logits, over all rows and tokens, that one call for losses may hold.
 MAX_LOGITS = 2**25
+NO_CELLS = (
+    "longrnn computes no recurrence of this model: give a checkpoint of longrnn, or a hybrid with "
+    "Mamba-2 or Gated DeltaNet layers; CHECKPOINT+beyond and --chunk-select work for any model"
+)
 
 
 class LMOutput(NamedTuple):
@@ -85,12 +89,8 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def _hash(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
-
     def weights_fingerprint(self) -> str:
-        """`fingerprint` without the mitigation."""
-        return self._hash()
+        """`fingerprint` without the mitigation: a hash of configuration and weights."""
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """The state of each cell."""
@@ -116,7 +116,6 @@ class LanguageModel(nn.Module, ABC):
             Losses in nats, `(b, t)` float32 or wider, and the state after the last token.
         """
         tokens = check_tokens(tokens, self.vocab_size)
-        check_targets(targets, tokens, self.vocab_size)
         after = self.init_state(len(tokens)) if state is None else state
         width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
         losses = []
@@ -143,10 +142,7 @@ class LanguageModel(nn.Module, ABC):
             vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
         if not self.cells:
-            raise UserError(
-                "a mitigation changes a recurrence that longrnn computes, and this model has none: "
-                "give a model of longrnn, or a hybrid with Mamba-2 or Gated DeltaNet layers"
-            )
+            raise UserError(NO_CELLS)
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
         whole = Chain(members if self.mitigation is None else [self.mitigation, *members])
         # The plain model is what numbers are calibrated for.

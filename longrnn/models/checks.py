@@ -15,12 +15,6 @@ from longrnn.state import described
 if TYPE_CHECKING:
     from longrnn.models.base import LanguageModel
 
-# Dtypes of token ids.
-INTEGERS = (
-    *(torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-)
-
 
 def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> Tensor:
     """Returns token ids as int64, from any integer dtype.
@@ -34,7 +28,9 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
         UserError: not integers of shape `(b, t)` with b >= 1, ids outside the vocabulary, or rows
             of another shape.
     """
-    is_integer = isinstance(tokens, Tensor) and tokens.dtype in INTEGERS
+    is_integer = isinstance(tokens, Tensor) and not (
+        tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    )
     if not is_integer or tokens.ndim != 2 or not len(tokens):
         raise UserError(
             f"tokens must be integers of shape (batch, time) with a batch of at least 1, not "
@@ -57,25 +53,6 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
                 "use the tokenizer that this model was trained with"
             )
     return tokens
-
-
-def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
-    """Refuses targets that are not one per token.
-
-    Raises:
-        UserError: not int64, not of the shape of the tokens, or ids outside the vocabulary.
-    """
-    is_integer = isinstance(targets, Tensor) and targets.dtype == torch.int64
-    if not is_integer or targets.shape != tokens.shape:
-        raise UserError(
-            f"targets must be int64 of shape {tuple(tokens.shape)} like the tokens, not "
-            f"{described(targets)}: give the id after each token, and -100 where none is scored"
-        )
-    if targets.numel() and int(targets.max()) >= vocab_size:
-        raise UserError(
-            f"target {int(targets.max())} is outside the vocabulary of {vocab_size}: use the "
-            "tokenizer that this model was trained with"
-        )
 
 
 def out_of_reach(model: LanguageModel, tokens: int) -> str | None:

@@ -44,23 +44,26 @@ def explain_nonfinite(
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
     after = model.init_state(len(tokens)) if state is None else state
-    tokens, place = tokens.to(after.position.device), ""
+    tokens = tokens.to(after.position.device)
     width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
-    for part in tokens.split(width, dim=1):
-        before = after
-        logits, after = model(part, before)
-        if bool(logits.isfinite().all()):
-            continue
-        # One by one: in a call, NaN may reach the tokens before it that are computed with it.
-        for token in part.split(1, dim=1):
-            first = before.position
-            logits, before = model(token, before)
-            bad = ~logits.isfinite().flatten(1).all(1)
-            if bool(bad.any()):
-                place = f" from token {int(first[bad].min()):,} on"
-                break
-        break
+    first = _first_nonfinite(model, tokens, after, width)
+    place = "" if first is None else f" from token {first:,} on"
     raise UserError(f"the model's logits are not finite{place}: {cause_of_nonfinite(model)}")
+
+
+def _first_nonfinite(
+    model: LanguageModel, tokens: Tensor, state: LMState, width: int
+) -> int | None:
+    """The position of the first token with NaN or infinity, read in calls of `width` tokens."""
+    for part in tokens.split(width, dim=1):
+        logits, after = model(part, state)
+        bad = ~logits.isfinite().flatten(1).all(1)
+        if bool(bad.any()):
+            # One by one: in a call, NaN may reach the tokens before it that are computed with it.
+            first = _first_nonfinite(model, part, state, 1) if width > 1 else None
+            return int(state.position[bad].min()) if first is None else first
+        state = after
+    return None
 
 
 def cause_of_nonfinite(model: nn.Module) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from math import isfinite
 from operator import index
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel
 from longrnn.models.checks import check_tokens
 from longrnn.models.finite import explain_nonfinite
-from longrnn.ops.rows import Rows
 from longrnn.state import LMState, join, take
 
-# Read in place of a token, so that the check needs no synchronisation of its own.
-NOT_FINITE = -1
 # What ends a row: sequences of ids, or a function of the row's number and its ids.
 Stop: TypeAlias = Sequence[Sequence[int]] | Callable[[int, list[int]], bool]
 
@@ -46,7 +43,6 @@ def generate(
     top_p: float = 1.0,
     stop: Stop = (),
     generator: torch.Generator | None = None,
-    rows: Rows | None = None,
 ) -> Generation:
     """Continues each row of a prompt.
 
@@ -58,140 +54,51 @@ def generate(
         temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
         top_p: sample among the fewest tokens whose probabilities reach this sum.
         stop: sequences of ids, of which the first that a row generates ends it; or a function of
-            the number of a row and its ids that says whether the row ends.
+            the number of a row and its ids, called after each token, that says whether it ends.
         generator: source of randomness, on the model's device.
-        rows: where padding stands in the prompt, and documents begin; None for no padding. Each row
-            gives what it gives alone.
 
     Raises:
-        UserError: an empty prompt, options out of range, logits that are not finite, or padding for
-            a model that cannot read it.
+        UserError: an empty prompt, options out of range, or logits that are not finite.
     """
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generator": generator}
-    run = _Run(model, prompt, state, max_new_tokens=max_new_tokens, rows=rows, **sampling)
-    if stop or not max_new_tokens:
-        *_, ids = run.rows(_ends(stop))
-        return Generation(ids, run.final_state())
-    # Nothing depends on the tokens, so that the host reads them once, at the end.
-    steps = [run.step() for _ in range(max_new_tokens)]
-    ids = _read(*(torch.stack(each, 1) for each in zip(*steps, strict=True)))
-    for row, own in enumerate(ids):
-        if NOT_FINITE in own:
-            run.refuse(row, own[: own.index(NOT_FINITE)])
-    return Generation(ids, run.state)
-
-
-@torch.no_grad()
-def stream(
-    model: LanguageModel,
-    prompt: Tensor,
-    state: LMState | None = None,
-    *,
-    stop: Stop = (),
-    **options: Any,
-) -> Iterator[list[list[int]]]:
-    """Like `generate`, but yields the ids of each row so far, before the first and after every one.
-
-    These are the same lists each time, which grow. Options are those of `generate`.
-    """
-    yield from _Run(model, prompt, state, **options).rows(_ends(stop))
-
-
-class _Run:
-    """One continuation of a prompt, token by token; see `generate`.
-
-    Attributes:
-        active: the numbers of the rows that have not ended; only they are computed.
-        state: of the active rows, after all their tokens.
-        logits: `(b, v)`, likewise.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        prompt: Tensor,
-        state: LMState | None,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
-        rows: Rows | None = None,
-    ) -> None:
-        prompt = check_tokens(prompt, model.vocab_size, rows)
-        if prompt.shape[1] == 0 or (rows is not None and not bool(rows.count.all())):
-            row = 0 if rows is None else int(rows.count.argmin())
-            raise UserError(
-                f"row {row} of the prompt has no token: give at least one token per row"
-            )
-        if rows is not None:
-            prompt, rows = rows.left_padded(prompt)
-        if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
-            raise UserError(
-                "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
-                f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
-            )
-        self._model, self._prompt, self._before, self._rows = model, prompt, state, rows
-        self._max_new_tokens = max_new_tokens
-        self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
-        self._ended: dict[int, LMState] = {}
-        self.active = list(range(len(prompt)))
-        logits, self.state = model(prompt, state, keep=1, rows=rows)
-        self.logits = logits[:, -1]
-
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Chooses and consumes the next token of each active row.
-
-        Returns:
-            The tokens, `(b,)`, and the sum of the logits of each row, not finite if a logit is not.
-        """
-        before, token = self.logits, self._choose(self.logits)
-        logits, self.state = self._model(token[:, None], self.state, keep=1)
-        self.logits = logits[:, -1]
-        return token, before.sum(-1, dtype=torch.promote_types(before.dtype, torch.float32))
-
-    def rows(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
-        """See `stream`."""
-        rows: list[list[int]] = [[] for _ in self.active]
-        yield rows
-        for _ in range(self._max_new_tokens):
-            for row, token in zip(self.active, _read(*self.step()), strict=True):
-                if token == NOT_FINITE:
-                    self.refuse(row, rows[row])
-                rows[row].append(token)
-            ended = {place for place, row in enumerate(self.active) if ends(row, rows[row])}
-            if ended:
-                self._ended |= {self.active[place]: take(self.state, [place]) for place in ended}
-                places = [place for place in range(len(self.active)) if place not in ended]
-                self.active = [self.active[place] for place in places]
-                if places:
-                    self.state, self.logits = take(self.state, places), self.logits[places]
-            yield rows
-            if not self.active:
+    prompt = check_tokens(prompt, model.vocab_size)
+    if prompt.shape[1] == 0:
+        raise UserError("the prompt has no token: give at least one token per row")
+    if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+        raise UserError(
+            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
+            f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
+        )
+    ends = ends_of(stop)
+    logits, after = model(prompt, state, keep=1)
+    ids: list[list[int]] = [[] for _ in prompt]
+    # The numbers of the rows that go on, and the final states of the others.
+    active, ended = list(range(len(prompt))), dict[int, LMState]()
+    for _ in range(max_new_tokens):
+        last = logits[:, -1]
+        # A sum is not finite if a logit is not, and takes less time than a look at each of them.
+        for row, total in zip(active, last.sum(-1, dtype=torch.double).tolist(), strict=True):
+            if not isfinite(total):
+                read = torch.cat([prompt[row], prompt.new_tensor(ids[row])])[None]
+                explain_nonfinite(model, read, None if state is None else take(state, [row]))
+        tokens = _choose(last, temperature=temperature, top_p=top_p, generator=generator)
+        logits, after = model(tokens[:, None], after, keep=1)
+        for row, token in zip(active, tokens.tolist(), strict=True):
+            ids[row].append(token)
+        going = [place for place, row in enumerate(active) if not ends(row, ids[row])]
+        if len(going) < len(active):
+            gone = set(range(len(active))) - set(going)
+            ended |= {active[place]: take(after, [place]) for place in gone}
+            active = [active[place] for place in going]
+            if not active:
                 break
-
-    def final_state(self) -> LMState:
-        """The state of all rows, each after its last token."""
-        going = {row: take(self.state, [place]) for place, row in enumerate(self.active)}
-        states = self._ended | going
-        return join([states[row] for row in range(len(states))])
-
-    def refuse(self, row: int, ids: list[int]) -> NoReturn:
-        """Raises the UserError for logits of a row that are not finite after these new ids."""
-        prompt = self._prompt[row]
-        if self._rows is not None:
-            prompt = self._rows.arrange(self._prompt)[row, : int(self._rows.count[row])]
-        tokens = torch.cat([prompt, prompt.new_tensor(ids)])[None]
-        before = None if self._before is None else take(self._before, [row])
-        explain_nonfinite(self._model, tokens, before)
+            after, logits = take(after, going), logits[going]
+    if ended:
+        ended |= {row: take(after, [place]) for place, row in enumerate(active)}
+        after = join([ended[row] for row in range(len(prompt))])
+    return Generation(ids, after)
 
 
-def _read(tokens: Tensor, totals: Tensor) -> list[Any]:
-    """Tokens of `_Run.step` as numbers, NOT_FINITE where the logits are not finite."""
-    return torch.where(totals.isfinite(), tokens, NOT_FINITE).tolist()
-
-
-def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
+def ends_of(stop: Stop) -> Callable[[int, list[int]], bool]:
     """The function that says whether a row ends."""
     if callable(stop):
         return stop
@@ -207,13 +114,12 @@ def _ends(stop: Stop) -> Callable[[int, list[int]], bool]:
 def _choose(
     logits: Tensor, *, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """One token per row, `(b,)`, from logits `(b, v)`; any where a logit is not finite."""
+    """One token per row, `(b,)`, from finite logits `(b, v)`."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float().nan_to_num(0, 0, 0)  # sampling from NaN would end the process on CUDA
-    # Subtracting the maximum avoids 0/0 and inf − inf at very small temperatures.
-    scaled = ((logits - logits.max(-1, keepdim=True).values).double() / temperature).float()
-    probabilities = torch.softmax(scaled, dim=-1)
+    # Subtracting the maximum avoids inf − inf at very small temperatures.
+    below = logits.double() - logits.max(-1, keepdim=True).values
+    probabilities = torch.softmax((below / temperature).float(), dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # The most likely token always stays, because the sum before it is 0.

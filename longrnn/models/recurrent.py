@@ -22,7 +22,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.mitigations import Chain, Mitigation
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.blocks import Block
-from longrnn.models.checks import check_targets, check_tokens
+from longrnn.models.checks import check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.hooks import own_weight
@@ -174,8 +174,6 @@ class RecurrentLM(LanguageModel):
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
-        if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
         source = tokens if rows is None else rows.arrange(tokens)
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])
@@ -206,7 +204,6 @@ class RecurrentLM(LanguageModel):
     ) -> tuple[Tensor, LMState]:
         """See `LanguageModel.token_losses`; logits are not rounded to the dtype of the weights."""
         tokens = check_tokens(tokens, self.vocab_size)
-        check_targets(targets, tokens, self.vocab_size)
         hidden, state = self.hidden(tokens, state)
         return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
 
@@ -259,7 +256,8 @@ class RecurrentLM(LanguageModel):
         tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
         return max(1024, tokens // max(1, batch_size), least)
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
+        """See `LanguageModel`."""
         config = asdict(self.config)
         # It changes the speed of a model and not its outputs.
         config["mixer"].pop("backend", None)

@@ -153,14 +153,6 @@ class Rows:
         found = hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
         return torch.where(is_token[..., None], found, 0)
 
-    def left_padded(self, tokens: Tensor) -> tuple[Tensor, Rows]:
-        """Tokens `(b, t)` with all padding in front, as little as possible, and their rows."""
-        if self._is_token is None:
-            return tokens, self
-        order = self._is_token.long().argsort(dim=1, stable=True)[:, -int(self.count.max()) :]
-        masks = (one.gather(1, order) for one in (self._is_token, self._starts))
-        return tokens.gather(1, order), Rows(*masks)
-
     @cached_property
     def is_padding(self) -> Tensor:
         """`(b, t')` bool."""

@@ -163,7 +163,7 @@ class Breaking(LanguageModel):
 
     vocab_size = 5
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
         return "breaking"
 
     def init_state(self, batch_size: int) -> LMState:

@@ -190,7 +190,7 @@ class Constant(LanguageModel):
         logits = torch.zeros(*tokens.shape, 3)[:, tokens.shape[1] - (keep or tokens.shape[1]) :]
         return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
         return "constant"
 
 

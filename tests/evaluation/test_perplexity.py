@@ -152,7 +152,7 @@ class Counting(LanguageModel):
         self.calls: list[int] = []
         self.fails_after = fails_after
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
         return "counting"
 
     def init_state(self, batch_size: int) -> LMState:

@@ -115,7 +115,7 @@ def names(text: str) -> list[str]:
 # One for each kind of cache, and the architectures with the most unusual caches.
 FEW = names(
     """
-    llama mistral gpt2 mamba rwkv falcon_h1 bamba deepseek_v32 jamba kimi_linear rembert
+    llama mistral gpt2 mamba falcon_h1 bamba jamba kimi_linear rembert
     """
 )
 MANY = names(
@@ -124,9 +124,8 @@ MANY = names(
     biogpt bitnet blenderbot blenderbot-small bloom codegen cohere cohere2 cohere2_moe ctrl
     deepseek_v3 diffllama doge electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon
     falcon_mamba flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe
-    glm4_moe_lite glm_moe_dsa
-    gpt-sw3 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
-    granitemoehybrid granitemoeshared helium hy_v3 hy_v4 hyperclovax jais2 jetmoe lfm2
+    glm4_moe_lite gpt-sw3 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite
+    granitemoe granitemoehybrid granitemoeshared helium hy_v3 hyperclovax jais2 jetmoe lfm2
     llama4_text mamba2 marian mbart megatron-bert mimo_v2_flash minicpm3 minimax_m2 ministral3
     mixtral mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus
     persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text

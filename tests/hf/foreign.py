@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn import state as states
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
-from tests.contracts.builders import build_model
+from tests.contracts.builders import assert_near, assert_trees_equal, build_model
 from tests.hf.architectures import VOCAB, architecture
 
 
@@ -23,6 +24,25 @@ def causal(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any
 
 def tokens(rows: int, time: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (rows, time), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_continues(model: Any, text: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Pieces, reused forks and rows of different lengths give the logits of one call, `(2, t, v)`,
+    and no call changes a state."""
+    state, found = None, []
+    for piece in text.split([3, 1, 15, text.shape[1] - 19], dim=1):
+        logits, state = model(piece, state)
+        found.append(logits)
+    assert_near(torch.cat(found, 1), expected, tolerance)
+    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :20], keep=0).state
+    both = states.join([short, long])
+    before = states.clone(both)
+    follow = torch.stack([text[0, 9:19], text[1, 20:30]])
+    for _ in range(2):
+        logits, _ = model(follow, both)
+        assert_near(logits[0], expected[0, 9:19], tolerance)
+        assert_near(logits[1], expected[1, 20:30], tolerance)
+    assert_trees_equal(both, before)
 
 
 def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> RecurrentLM:

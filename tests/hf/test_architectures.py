@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
-from longrnn.state import leaves
-from tests.contracts.builders import assert_near
 from tests.hf.architecture_table import DOCUMENT, KINDS, measure, rows
 from tests.hf.architectures import FEW, MANY, architecture
-from tests.hf.foreign import causal, tokens
+from tests.hf.foreign import assert_continues, causal, tokens
 
 TOLERANCE = 1e-5
 MEASURED = [
@@ -23,7 +19,6 @@ MEASURED = [
     "llama",
     "mamba2",
     "qwen3_next",
-    "rwkv",
     "openai-gpt",
     *FAMILIES,
 ]
@@ -38,42 +33,7 @@ def test_splits_and_forks_equal_one_call(kind: str) -> None:
     model, text = ForeignLM(theirs), tokens(2, 40, seed=3) % 60
     with torch.no_grad():
         whole = theirs(input_ids=text, use_cache=False).logits
-    state, rows = None, []
-    for piece in text.split([7, 1, 15, 17], dim=1):
-        logits, state = model(piece, state)
-        rows.append(logits)
-    assert_near(torch.cat(rows, 1), whole, TOLERANCE)
-
-    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :30], keep=0).state
-    both = states.join([short, long])
-    before = {name: leaf.clone() for name, leaf in leaves(both)}
-    follow = torch.stack([text[0, 9:19], text[1, 30:]])
-    for _ in range(2):
-        logits, _ = model(follow, both)
-        assert_near(logits[0], whole[0, 9:19], TOLERANCE)
-        assert_near(logits[1], whole[1, 30:], TOLERANCE)
-    for name, leaf in leaves(both):
-        assert torch.equal(leaf, before[name]), name
-
-
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_a_model_with_a_head_of_zeros_loads(kind: str) -> None:
-    """Logits that are all zero are accepted, although they have no scale to compare with."""
-    theirs = causal(kind, tie_word_embeddings=False)
-    nn.init.zeros_(theirs.get_output_embeddings().weight)
-    logits = ForeignLM(theirs)(tokens(2, 9)).logits
-    assert not logits.any()
-
-
-def test_a_window_that_few_tokens_do_not_cross_is_kept() -> None:
-    """The check when loading shortens windows, and leaves them as they were."""
-    theirs, text = architecture("mistral", sliding_window=20), tokens(1, 40)
-    model = ForeignLM(theirs)
-    with torch.no_grad():
-        whole = theirs(input_ids=text, use_cache=False).logits
-    after = model(text[:, :25]).state
-    assert after.layers[0].keys.entries.shape[-2] == 19
-    assert_near(model(text[:, 25:], after).logits, whole[:, 25:], TOLERANCE)
+    assert_continues(model, text, whole, TOLERANCE)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

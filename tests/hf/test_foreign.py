@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from longrnn import generate, load
 from longrnn import state as states
-from longrnn.cli.app import app
 from longrnn.errors import UserError
-from longrnn.evaluation import cost
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.model import open_hugging_face
-from longrnn.models import RecurrentLM
-from longrnn.state import expand, leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import VOCAB
-from tests.hf.foreign import causal, tokens, with_bytes
+from tests.hf.foreign import causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
 # All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
-KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "rwkv", "mamba", "falcon_h1"]
+KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "mamba", "falcon_h1"]
 
 
 @cache
@@ -57,17 +51,7 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
     assert_near(logits[1], expected(kind, text[1:, :18])[0], TOLERANCE)
 
 
-def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    llama, neox = wrapped("llama"), wrapped("gpt_neox")
-    states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
-    with pytest.raises(UserError, match="fingerprint"):
-        states.load(tmp_path / "state", neox)
-    for model, rows in ((neox, 1), (llama, 2)):
-        with pytest.raises(UserError):
-            model(tokens(rows, 4), llama.init_state(1))
-
-
-@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> None:
     """`keep` returns the last logits only; a text without tokens returns the same state."""
     model, text = wrapped(kind), tokens(2, 9)
@@ -81,18 +65,6 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
     assert empty.logits.shape == (2, 0, VOCAB)
     assert empty.state is whole.state
     assert model(text[:, :0]).state.position.tolist() == [0, 0]
-    with pytest.raises(UserError, match="keep"):
-        model(text, keep=-1)
-
-
-def test_a_window_bounds_the_state() -> None:
-    """The state of a sliding window has constant size; without a window it grows linearly."""
-    model = wrapped("mistral")
-    sizes = [states.nbytes(model(tokens(1, n), keep=0).state) for n in (7, 30, 60)]
-    assert sizes[0] == sizes[1] == sizes[2]
-    llama = wrapped("llama")
-    one, two = (states.nbytes(llama(tokens(1, n), keep=0).state) - 8 for n in (10, 30))
-    assert two == 3 * one
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
@@ -141,89 +113,3 @@ def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], re
     with pytest.raises(UserError, match=reason) as error:
         ForeignLM(causal(kind, **options))
     assert kind in str(error.value)
-
-
-def test_each_model_is_called_in_its_fastest_exact_way() -> None:
-    """Mamba continues exactly only token by token, and RWKV only row by row."""
-    ways = {kind: (wrapped(kind).rows_together, wrapped(kind).tokens_together) for kind in KINDS}
-    assert ways.pop("mamba") == (True, False)
-    assert ways.pop("rwkv") == (False, True)
-    assert set(ways.values()) == {(True, True)}
-
-
-def test_a_recurrent_model_in_bfloat16_is_probed_in_float32() -> None:
-    """Errors below the rounding of bfloat16 are found, and the weights stay as they were.
-
-    One layer at a time is wider, so that loading does not take twice the memory of the weights.
-    """
-    theirs = causal("mamba", torch.bfloat16, num_hidden_layers=9)
-    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
-    whole, sizes = sum(weight.nbytes for weight in theirs.parameters()), []
-    for layer in theirs.backbone.layers:
-        layer.mixer.register_forward_pre_hook(
-            lambda *_: sizes.append(sum(weight.nbytes for weight in theirs.parameters()))
-        )
-    model = ForeignLM(theirs)
-    assert whole < max(sizes) < 1.3 * whole
-    assert not model.tokens_together
-    assert {leaf.dtype for _, leaf in leaves(model.init_state(1).layers)} <= {
-        torch.bfloat16,
-        torch.float32,
-    }
-    for name, weight in theirs.state_dict().items():
-        assert weight.dtype == torch.bfloat16, name
-        assert torch.equal(weight, before[name]), name
-    assert model(tokens(2, 4)).logits.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
-def test_a_model_that_was_cast_continues_its_states(kind: str, dtype: torch.dtype) -> None:
-    """The dtypes of a state follow those of the weights."""
-    model, text = open_hugging_face(causal(kind)).to(dtype), tokens(2, 12)
-    logits, state = model(text[:, :8])
-    assert logits.dtype == dtype
-    continued = model(text[:, 8:], state).logits
-    whole = model(text).logits[:, 8:]
-    assert_near(continued.double(), whole.double(), 0.1 if dtype == torch.bfloat16 else 1e-8)
-    with pytest.raises(UserError):
-        open_hugging_face(causal(kind))(text, state)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = causal("llama", vocab_size=256, num_hidden_layers=3)
-    return with_bytes(model, tmp_path_factory.mktemp("llama") / "model")
-
-
-def test_a_model_with_layers_on_disk_is_the_same_model(folder: Path, tmp_path: Path) -> None:
-    """Logits, continued forks and the fingerprint are those of the model in memory."""
-    from transformers import AutoModelForCausalLM
-
-    here = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
-    places = dict.fromkeys(here, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk"}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
-        folder, device_map=places, offload_folder=tmp_path
-    )
-    assert set(theirs.hf_device_map.values()) == {"cpu", "disk"}
-    assert any(weight.is_meta for weight in theirs.parameters())
-    model, whole, text = ForeignLM(theirs), load(folder), tokens(2, 20)
-    assert_near(model(text).logits, whole(text).logits, 1e-6)
-    state = expand(model(text[:1, :9]).state, 2)
-    rows = text[:1, 9:].expand(2, -1)
-    assert_near(model(rows, state).logits, whole(text).logits[:1, 9:].expand(2, -1, -1), 1e-5)
-    assert model.fingerprint() == whole.fingerprint()
-
-
-def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: Path) -> None:
-    """Others run on one device, so that both can be compared."""
-    text = tokens(1, 7)
-    found = load(folder, device="balanced")
-    assert isinstance(found, ForeignLM)
-    assert torch.equal(found(text).logits, load(folder)(text).logits)
-    assert isinstance(load("passkey-tiny", device="balanced"), RecurrentLM)
-    found = cost.measure(str(folder), "balanced", threads=1, length=16, decode=2, seed=0)
-    assert found["state_bytes"] > 0
-    arguments = ["eval", "passkey", "passkey-tiny", "--lengths", "200", "--n", "1", "--quiet"]
-    arguments += ["--depths", "1", "--output", str(tmp_path / "out"), "--device", "balanced"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0

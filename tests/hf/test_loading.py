@@ -61,18 +61,6 @@ def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) ->
         assert ("head.weight" in stored) != tie
 
 
-def test_a_head_that_is_no_longer_tied_is_not_lost(tmp_path: Path) -> None:
-    """load_state_dict(assign=True) unties the weights, and training then changes each alone."""
-    model = build_model("gru")
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    save_model(model, tmp_path / "equal")
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    with pytest.raises(UserError, match="head"):
-        save_model(model, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
 @pytest.mark.parametrize("kind", sorted(POSITIONS))
 def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
     """Position tables are loaded from the checkpoint, not drawn again."""
@@ -80,17 +68,6 @@ def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
     save_model(model, tmp_path)
     torch.manual_seed(99)
     assert torch.equal(logits(load(tmp_path)), logits(model))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_dtype_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Loading keeps the dtype of the weights unless another one is given."""
-    model = build_model("gru", dtype=dtype).eval()
-    save_model(model, tmp_path)
-    again = load(tmp_path)
-    assert {p.dtype for p in again.parameters()} == {dtype}
-    assert torch.equal(logits(again), logits(model))
-    assert {p.dtype for p in load(tmp_path, dtype=torch.float32).parameters()} == {torch.float32}
 
 
 def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:
@@ -105,13 +82,6 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
     assert states.load(tmp_path / "state.safetensors", slow).position.tolist() == [5, 5]
     with pytest.raises(UserError, match="torch"):
         load(saved, backend="troch")
-
-
-@pytest.mark.parametrize("backend", ["fla", "mamba_ssm"])
-def test_a_backend_that_needs_a_gpu_is_refused_when_it_is_called(backend: str, saved: Path) -> None:
-    model = load(saved, backend=backend)
-    with pytest.raises(UserError, match=backend):
-        logits(model)
 
 
 def test_names_that_no_checkpoint_has_are_refused(saved: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from longrnn import load
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.names import ADAPTER as CONFIG
 from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.auto.models import build_auto
@@ -58,18 +55,11 @@ def save_plain(base: Path, folder: Path) -> torch.Tensor:
     return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("save", [save_with_peft, save_with_transformers, save_plain])
-def test_an_adapter_is_merged_however_it_was_saved(
-    save: Any, beside: bool, base: Path, tmp_path: Path
-) -> None:
-    """Of the Auto class and of the model that it holds; alone, and in the folder of its base."""
+def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_path: Path) -> None:
+    """Of the Auto class and of the model that it holds."""
     folder = tmp_path / "adapter"
     wanted = save(base, folder)
-    if beside:
-        for name in (CONFIG, WEIGHTS):
-            shutil.copy(folder / name, base / name)
-        folder = base
     assert_near(load(folder)(TOKENS).logits, wanted, 1e-5)
 
 
@@ -85,16 +75,6 @@ def name_other_layers(folder: Path) -> None:
     save_file(renamed, folder / WEIGHTS)
 
 
-def target_other_layers(folder: Path) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
-
-
-def widen(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, folder / WEIGHTS)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -102,8 +82,6 @@ def widen(folder: Path) -> None:
         (lambda folder: (folder / WEIGHTS).write_bytes(b"cut"), None),
         (lose_a_tensor, "lora_B"),
         (name_other_layers, "lm_head"),
-        (target_other_layers, "q_proj"),
-        (widen, None),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -123,10 +101,6 @@ def test_an_adapter_without_weights_to_merge_is_refused(base: Path, tmp_path: Pa
     sizes = {"num_virtual_tokens": 3, "num_layers": 2, "token_dim": 8, "num_attention_heads": 1}
     options = peft.PromptTuningConfig(task_type="CAUSAL_LM", **sizes)
     model = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), options)
-    mask = torch.ones_like(TOKENS)
-    model(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss.backward()
-    assert model.prompt_encoder["default"].embedding.weight.grad.any()
-    assert model.generate(input_ids=TOKENS, attention_mask=mask, max_new_tokens=2).shape == (2, 11)
     model.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(UserError, match="PROMPT_TUNING"):
+    with pytest.raises(UserError, match="prompt"):
         load(tmp_path / "prompt")

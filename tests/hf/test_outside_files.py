@@ -6,17 +6,14 @@ Loading never ends in a traceback, and never allocates what a file merely claims
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
-from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import resolve
@@ -104,51 +101,6 @@ def test_a_pickle_of_other_things_is_refused(change: Callable[[Any], Any], tmp_p
     path = tmp_path / "native/pytorch_model.bin"
     torch.save(change(torch.load(path)), path)
     assert_refused(tmp_path / "native")
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
-@pytest.mark.parametrize("which", ["one", "all"])
-def test_a_dtype_that_is_not_real_is_refused(
-    dtype: torch.dtype, which: str, tmp_path: Path
-) -> None:
-    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
-    with pytest.raises(UserError):
-        load(tmp_path, dtype=dtype)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name in ["norm.weight"] if which == "one" else list(tensors):
-        tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert_refused(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_file_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
-    save_model(build_model("lstm", dtype=torch.float32), tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    assert_refused(tmp_path)
-
-
-@pytest.mark.parametrize("kind", sorted(MIXERS))
-def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path) -> None:
-    """A model with one weight of another dtype is refused when it is loaded, or computes."""
-    save_model(build_model(kind, "random", dtype=torch.bfloat16), tmp_path)
-    path, refused = tmp_path / "model.safetensors", set()
-    tensors = load_file(path)
-    for name in tensors:
-        mixed = {n: t.float() if n == name else t for n, t in tensors.items()}
-        save_file(mixed, path, metadata={"format": "pt"})
-        (tmp_path / "checksums.json").unlink(missing_ok=True)
-        try:
-            model = load(tmp_path)
-        except UserError:
-            refused.add(name)
-            continue
-        state = model(random_tokens(2, 70)).state
-        assert model(random_tokens(2, 1), state).logits.isfinite().all()
-    assert "embedding.weight" in refused
-    assert "norm.weight" not in refused
 
 
 def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> None:

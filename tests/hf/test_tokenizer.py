@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longrnn import load_tokenizer
 from longrnn.hf import tokenizer as home
@@ -37,16 +35,6 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.vocab_size == trained_bpe().vocab_size
         assert tokenizer.encode(TEXT) == trained_bpe().encode(TEXT)
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-@given(st.text(max_size=40))
-def test_decoding_inverts_encoding(text: str) -> None:
-    """No special tokens are added, and no spaces are cleaned up."""
-    bpe = trained_bpe()
-    ids = bpe.encode(text)
-    assert bpe.decode(ids) == text
-    assert all(0 <= i < bpe.vocab_size for i in ids)
-    assert bpe.encode("") == []
 
 
 def test_a_checkpoint_gives_its_own_tokenizer(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longrnn.data import Passkey
-from longrnn.data.prompts import Needle
-from longrnn.errors import UserError
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM
+from longrnn.models import LanguageModel
 from longrnn.results import read_rows
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
@@ -78,39 +75,6 @@ def test_chunks_and_batches_of_every_size_equal_the_loop(
         assert_near(tensor, expected[leaf], 1e-12, leaf)
 
 
-class Forbidding(Oracle):
-    """Predicts one byte with certainty: all other logits are minus infinity."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)
-        return output._replace(logits=output.logits.log())
-
-
-def test_a_certain_prediction_has_entropy_zero() -> None:
-    """Probabilities of 0 give no NaN."""
-    chosen = select(cast(Any, Forbidding()), torch.arange(20), torch.arange(3), chunk=8)
-    assert chosen.entropies.tolist() == [0, 0, 0]
-    assert chosen.chunk == 0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk": 0},
-        {"chunk": -3},
-        {"batch_size": 0},
-        {"context": CONTEXT[:0]},
-        {"query": CONTEXT[:0]},
-    ],
-    ids=str,
-)
-def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
-    """Empty texts and sizes below 1 raise."""
-    options = {"context": CONTEXT, "query": QUERY, "chunk": 8, **changes}
-    with pytest.raises(UserError, match="chunk_select"):
-        select(MODELS["lstm"], options.pop("context"), options.pop("query"), **options)
-
-
 def measure(output: Path, model: Any, **options: Any) -> Outcome:
     grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1], **options}
     subject = OpenCheckpoint("model", model, ByteTokenizer())
@@ -124,19 +88,6 @@ def test_passkeys(tmp_path: Path) -> None:
             output, oracle = tmp_path / f"{chunk}-{forgets}", Oracle(forgets=forgets)
             found = measure(output, oracle, chunk_select=chunk).found["model"]
             assert [row["correct"] for _, row in found] == [recalled] * 6
-
-
-def test_a_prompt_in_chunks_may_exceed_the_limit_of_the_model(tmp_path: Path) -> None:
-    """The limit applies to header, chunk, question and answer; more is refused before it runs."""
-    position = {"kind": "learned", "max_length": 300, "combine": "add"}
-    short = RecurrentLM(RecurrentConfig(256, 8, 1, {"kind": "lstm"}, position=position))
-    task, needle = Passkey(ByteTokenizer()), Needle("01234", 0.5)
-    fits = 300 - task.n_header - len(task.question(needle)) - len(task.answer(needle))
-    options: dict[str, Any] = {"lengths": [400], "n": 1, "depths": [0.5]}
-    assert measure(tmp_path / "fits", short, chunk_select=fits, **options).found["model"]
-    with pytest.raises(UserError, match="300"):
-        measure(tmp_path / "more", short, chunk_select=fits + 1, **options)
-    assert not (tmp_path / "more").exists()
 
 
 PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.inference import trie
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -74,16 +73,6 @@ def test_windows_equal_a_loop(mixer: str, length: int, context: int, stride: int
         )
         assert read == sum(count for _, count in expected)
         assert read == 3 * overlap.tokens_read(length)
-
-
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows are read in pieces of any length with the same losses."""
-    model, tokens, overlap = build_model("lstm"), random_tokens(2, 60, 2), Overlap(21, 9)
-    expected, _ = together(model, tokens, overlap, rows=4)
-    monkeypatch.setattr(trie, "SCORED_TOKENS", 4)
-    monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
-    found, _ = together(model, tokens, overlap, rows=4)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 9), (8, 0)])

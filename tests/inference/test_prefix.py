@@ -11,14 +11,12 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
-from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.models import LanguageModel, RecurrentLM
-from longrnn.models.recurrent import RecurrentConfig
+from longrnn.models import LanguageModel
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import mixer_spec, stirred
+from tests.inference.test_scoring import speaking
 
 GRID: dict[str, Any] = {"lengths": [220, 333, 400], "depths": [0.0, 0.3, 1.0], "n": 3}
 # 4 + 3 + 2 cells: the later a key comes, the fewer lengths have room for it.
@@ -41,13 +39,6 @@ class Watched:
         self.tokens += args[0].numel()
         if named["keep"] != 0 and args[0].shape[1] > 1:
             self.asked += output.logits[:, -1].tolist()
-
-
-def speaking(kind: str) -> RecurrentLM:
-    """A model whose random weights are so large that its output depends on all it has read."""
-    torch.manual_seed(1)
-    model = RecurrentLM(RecurrentConfig(256, 12, 2, mixer_spec(kind))).double()
-    return stirred(model, 3)
 
 
 def subject(model: LanguageModel) -> OpenCheckpoint:
@@ -82,7 +73,7 @@ def test_shared_answers_equal_naive_answers(
 
     Under a mitigation, rows of one batch may be at different phases of their windows.
     """
-    model = speaking("mamba2" if kind == "windowed" else kind)
+    model = speaking("mamba2" if kind == "windowed" else kind, 256)
     if kind == "windowed":
         model = Mitigated(model, mitigation("sliding_window(window=70)"))
     naive = Watched(model)
@@ -102,45 +93,8 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
     computed: list[int] = []
     notes: list[str] = []
     for naive in (False, True):
-        model = speaking("rnn")
+        model = speaking("rnn", 256)
         watched = Watched(model)
         notes += measure(model, tmp_path / str(naive), naive=naive, **grid).notes()
         computed.append(watched.tokens)
     assert list(map(tokens_of, notes)) == [tuple(computed)]
-
-
-@pytest.mark.parametrize(
-    ("grid", "least"),
-    [
-        ({"lengths": [512 * 2**i for i in range(8)], "depths": 5}, 2.7),
-        (
-            {
-                "lengths": [4096 * i for i in range(1, 17)],
-                "insert_at": [8192 * i for i in range(8)],
-            },
-            10.0,
-        ),
-    ],
-    ids=["depths", "insertion points"],
-)
-def test_sharing_saves_tokens(grid: dict[str, Any], least: float) -> None:
-    """For eight lengths that double up to 64k, and for insertion points every 8k."""
-    evaluation, model = PasskeyRetrieval(n=10, **grid), subject(speaking("rnn"))
-    evaluation.prepare([model])
-    (note,) = evaluation.notes(model, [(item, {}) for item in evaluation.items(model)])
-    shared, naive = tokens_of(note)
-    assert naive >= least * shared
-
-
-def test_repeated_tokens_are_read_across_their_borders() -> None:
-    """Every range gives the tokens of the whole text."""
-    parts = [
-        whole(torch.tensor([1, 2])),
-        RepeatedTokens(torch.tensor([5, 6, 7]), 2, 5),
-        whole(torch.tensor([9])),
-    ]
-    everything = [1, 2, 7, 5, 6, 7, 5, 9]
-    assert length(parts) == 8
-    for start in range(9):
-        for stop in range(start, 9):
-            assert read(parts, start, stop).tolist() == everything[start:stop]

@@ -12,7 +12,7 @@ from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
 from longrnn.inference import trie
 from longrnn.inference.engine import Pair, Score, complete, score
-from longrnn.inference.trie import Ids, read_texts
+from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
 from tests.contracts.builders import mixer_spec, stirred
@@ -20,10 +20,10 @@ from tests.contracts.builders import mixer_spec, stirred
 VOCAB = 40
 
 
-def speaking(kind: str) -> RecurrentLM:
+def speaking(kind: str, vocab_size: int = VOCAB) -> RecurrentLM:
     """A model whose random weights are so large that its output depends on all it has read."""
     torch.manual_seed(1)
-    model = RecurrentLM(RecurrentConfig(VOCAB, 12, 2, mixer_spec(kind))).double()
+    model = RecurrentLM(RecurrentConfig(vocab_size, 12, 2, mixer_spec(kind))).double()
     return stirred(model, 3)
 
 
@@ -103,16 +103,6 @@ def test_a_long_continuation_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch)
     _, computed = scored(model, [Pair((0,), words(rng, 3000)) for _ in range(4)], batch_size=4)
     assert computed == 1 + 4 * 2999
     assert max(sizes) <= 32 * VOCAB
-
-
-def test_empty_lists_and_texts_are_accepted() -> None:
-    """No pairs give no scores, and the empty text gives the initial state."""
-    model = speaking("rnn")
-    assert scored(model, []) == ([], 0)
-    progress = Progress("test", 1, unit="tokens", quiet=True)
-    (found,) = read_texts(model, [()], 2, progress)
-    assert found.numbers == [0]
-    assert found.state.position.tolist() == [0]
 
 
 @pytest.mark.parametrize("min_saved", [1, 10**6])

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from longrnn import generate, positions
+from longrnn import generate
 from longrnn import state as states
 from longrnn.checksums import sealed
-from longrnn.data import TASKS
-from longrnn.diagnostics.calibrate import METHODS
 from longrnn.errors import UserError
-from longrnn.evaluation.suites import build_evaluation
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
-from longrnn.models.checks import INTEGERS
-from longrnn.seeds import check_seed
-from longrnn.training.config import configured
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.architectures import architecture
 from tests.hf.foreign import causal
@@ -41,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
     return MODELS[request.param]()
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.uint64], ids=str)
 def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: torch.dtype) -> None:
     ids = random_tokens(2, 5)
     with torch.no_grad():
@@ -52,16 +46,10 @@ def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: t
     ("tokens", "message"),
     [
         (torch.ones(2, 3), "torch.float32"),
-        (torch.ones(2, 3, dtype=torch.float16), "torch.float16"),
         (torch.ones(2, 3, dtype=torch.bool), "torch.bool"),
-        (torch.ones(2, 3, dtype=torch.complex64), "torch.complex64"),
-        (torch.tensor([[]]), "torch.float32"),
         (torch.ones(0, 3, dtype=torch.long), "batch"),
-        (torch.ones(0, 0, dtype=torch.long), "batch"),
-        (torch.tensor(3), "shape"),
         (torch.tensor([3]), "shape"),
         ([[1, 2]], ""),
-        ("text", ""),
         (torch.tensor([[-1]]), "vocabulary"),
         (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "vocabulary"),
     ],
@@ -73,25 +61,6 @@ def test_what_is_not_a_batch_of_ids_is_refused(
     for call in (lambda: model(tokens), lambda: generate(model, tokens, max_new_tokens=1)):
         with pytest.raises(UserError, match=message):
             call()
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (torch.zeros(3, 2, dtype=torch.long), "torch.int64"),
-        (torch.zeros(2, 3), "int64"),
-        ([[1, 2, 3]] * 2, ""),
-        (torch.full((2, 3), 10**6), "1000000"),
-    ],
-    ids=str,
-)
-def test_targets_that_are_not_one_id_per_token_are_refused(
-    model: LanguageModel, targets: Any, message: str
-) -> None:
-    with pytest.raises(UserError, match="batch"):
-        model.token_losses(random_tokens(2, 3)[:0], targets)
-    with pytest.raises(UserError, match=message):
-        model.token_losses(random_tokens(2, 3), targets)
 
 
 def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
@@ -108,15 +77,12 @@ def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
     ("settings", "message"),
     [
         ({"stop": [3]}, "token"),
-        ({"stop": 3}, "token"),
-        ({"stop": "ab"}, "token"),
         ({"stop": ["ab"]}, "token"),
-        ({"stop": [[1.5]]}, "token"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
-        ({"top_p": float("nan")}, "top_p"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
     ],
     ids=str,
 )
@@ -124,7 +90,7 @@ def test_settings_of_generation_out_of_range_are_refused(
     model: LanguageModel, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        generate(model, random_tokens(1, 2), max_new_tokens=2, **settings)
+        generate(model, random_tokens(1, 2), **{"max_new_tokens": 2, **settings})
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-7])
@@ -158,7 +124,6 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], Any]
     "NaN": (fill(float("nan")), "not finite"),
     "infinite": (fill(float("inf")), "not finite"),
     "a negative position": (lambda t, m: t["position"].fill_(-5), "not valid"),
-    "a position beyond counting": (lambda t, m: t["position"].fill_(2**62), "not valid"),
     "positions of other rows": (
         lambda t, m: t.update(position=torch.zeros(3, dtype=torch.long)),
         "rows",
@@ -166,14 +131,6 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], Any]
     "a leaf of other rows": (
         lambda t, m: t.update({first_real(t): torch.cat([t[first_real(t)]] * 2)}),
         "rows",
-    ),
-    "a position of no axis": (
-        lambda t, m: t.update(position=torch.tensor(3)),
-        "state of another model",
-    ),
-    "a position in floating point": (
-        lambda t, m: t.update(position=t["position"].float()),
-        "state of another model",
     ),
     "no position": (lambda t, m: t.pop("position"), "state of another model"),
 }
@@ -191,34 +148,3 @@ def test_state_files_with_values_that_no_state_has_are_refused(
         states.load(path, model)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["", "missing", "a\0b", "\udcff", "a/" * 3000])
-def test_a_path_without_a_state_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no state file at"):
-        states.load(f"{tmp_path}/{name}", build_model("lstm"))
-
-
-SEEDS: dict[str, Callable[[int], Any]] = {
-    "of training": lambda seed: configured({"seed": seed}, []),
-    "of an evaluation": lambda seed: build_evaluation({"kind": "passkey", "seed": seed}),
-    "of a calibration": lambda seed: METHODS.build({"kind": "per_head", "seed": seed}),
-    "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
-    "of held-out sequences": lambda seed: cast(Any, TASKS["reverse"])(None, seed=seed),
-}
-
-
-@pytest.mark.parametrize("where", SEEDS)
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**40])
-def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
-    with pytest.raises(UserError, match="seed"):
-        SEEDS[where](seed)
-
-
-def test_a_seed_is_a_whole_number_of_64_bits() -> None:
-    for seed in (0, 2**64 - 1, -(2**63)):
-        torch.Generator().manual_seed(check_seed(seed))
-    given: Any
-    for given in (True, 1.0, "1", None):
-        with pytest.raises(UserError, match="seed"):
-            check_seed(given)

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
-from longrnn.models.generate import stream
-from longrnn.state import LMState, leaves, take
+from longrnn.state import LMState, take
 from tests.contracts.builders import (
-    VOCAB,
-    assert_near,
-    assert_trees_equal,
-    build_mitigated,
     build_model,
     generator,
-    mitigation_spec,
     random_state,
     random_tokens,
 )
@@ -43,7 +35,7 @@ class Fixed(LanguageModel):
         self.logits = torch.tensor(probabilities).log()
         self.vocab_size = len(probabilities)
 
-    def _hash(self) -> str:
+    def weights_fingerprint(self) -> str:
         return "fixed"
 
     def init_state(self, batch_size: int) -> LMState:
@@ -60,45 +52,6 @@ class Fixed(LanguageModel):
         state = state if state is not None else self.init_state(len(tokens))
         logits = self.logits.expand(len(tokens), 1, -1)
         return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
-
-
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_a_padded_prompt_gives_what_its_rows_give(model: RecurrentLM, side: str) -> None:
-    """Tokens and states, from states of their own, wherever the padding stands."""
-    prompts = [random_tokens(1, length, seed=length) for length in (3, 9, 6)]
-    tokens = torch.full((3, 9), VOCAB + 1)
-    is_token = torch.zeros(3, 9, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        n = prompt.shape[1]
-        places = {"left": slice(9 - n, 9), "right": slice(n), "middle": [0, *range(10 - n, 9)]}
-        is_token[row, places[side]] = True
-        tokens[row, is_token[row]] = prompt[0]
-    state = random_state(model, 3)
-    together = generate(model, tokens, state, rows=Rows(is_token), max_new_tokens=6)
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, prompt, take(state, [row]), max_new_tokens=6)
-        assert together.tokens[row] == alone.tokens[0]
-        for (name, leaf), (_, expected) in zip(
-            leaves(take(together.state, [row])), leaves(alone.state), strict=True
-        ):
-            assert_near(leaf, expected, 1e-10, name)
-
-
-def test_a_prompt_of_padding_is_refused(model: RecurrentLM) -> None:
-    """A row without a token has nothing to continue."""
-    is_token = torch.tensor([[True, True], [False, False]])
-    with pytest.raises(UserError, match="row 1"):
-        generate(model, random_tokens(2, 2), max_new_tokens=1, rows=Rows(is_token))
-
-
-def test_a_padded_prompt_with_nan_names_the_token_of_its_row(model: RecurrentLM) -> None:
-    """The position counts tokens of the row, not padding."""
-    with torch.no_grad():
-        model.embedding.weight[VOCAB - 1] = torch.nan
-    tokens = torch.tensor([[0, 0, 1, VOCAB - 1], [1, 2, 3, 4]])
-    is_token = torch.tensor([[False, False, True, True], [True] * 4])
-    with pytest.raises(UserError, match="token 1"):
-        generate(model, tokens, max_new_tokens=1, rows=Rows(is_token))
 
 
 def test_greedy(model: RecurrentLM) -> None:
@@ -131,23 +84,6 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
                 torch.testing.assert_close(leaf, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
-def test_rows_of_a_batch_under_a_window(mixer: str) -> None:
-    """A row that has ended keeps its carry, while the others go on."""
-    window = {"kind": "sliding_window", "window": 5}
-    model = build_mitigated([mitigation_spec("forget_more"), window], mixer)
-    prompt, options = random_tokens(3, 4), {"max_new_tokens": 15, "temperature": 1.0}
-    free = generate(model, prompt, **options, generator=generator(0)).tokens
-    stop = [free[1][3:5]]
-    together = generate(model, prompt, **options, stop=stop, generator=generator(0))
-    assert len({len(row) for row in together.tokens}) > 1
-    for row in range(3):
-        read = torch.cat([prompt[row], torch.tensor(together.tokens[row])])[None]
-        ours, alone = take(together.state, [row]), model(read).state
-        for (name, leaf), (_, expected) in zip(leaves(ours), leaves(alone), strict=True):
-            assert_near(leaf, expected, 1e-10, name)
-
-
 def test_the_state_goes_on(model: RecurrentLM) -> None:
     """The returned state has consumed prompt and continuation, including the stop sequence."""
     prompt = random_tokens(2, 5)
@@ -162,14 +98,6 @@ def test_the_state_goes_on(model: RecurrentLM) -> None:
     stopped = generate(model, prompt, max_new_tokens=9, stop=[free.tokens[0][:3]])
     assert stopped.tokens[0] == free.tokens[0][:3]
     assert stopped.state.position[0] == 8
-
-
-def test_no_new_token(model: RecurrentLM) -> None:
-    """With max_new_tokens=0 nothing is generated, and the state has consumed the prompt."""
-    tokens, state = generate(model, random_tokens(2, 5), max_new_tokens=0)
-    assert tokens == [[], []]
-    with torch.no_grad():
-        assert_trees_equal(state, model(random_tokens(2, 5)).state)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +118,6 @@ def test_stop(stop: list[list[int]], expected: int) -> None:
     tokens, state = generate(model, torch.tensor([[0]]), max_new_tokens=6, stop=stop)
     assert tokens == [[1] * expected]
     assert state.position.tolist() == [1 + expected]
-
-
-def test_a_stop_is_not_completed_by_the_prompt() -> None:
-    """A stop sequence must be generated completely; tokens of the prompt do not count."""
-    tokens, _ = generate(Fixed(0.1, 0.9), torch.tensor([[1, 1]]), max_new_tokens=5, stop=[[1, 1]])
-    assert tokens == [[1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -241,33 +163,3 @@ def test_sampling_is_reproducible(model: RecurrentLM) -> None:
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_stream(model: RecurrentLM) -> None:
-    """It yields the ids before the first and after each token."""
-    prompt = random_tokens(2, 3)
-    steps = [list(map(list, rows)) for rows in stream(model, prompt, max_new_tokens=4)]
-    full = generate(model, prompt, max_new_tokens=4)
-    assert steps == [[row[:n] for row in full.tokens] for n in range(5)]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_new_tokens": -1},
-        {"max_new_tokens": 1, "temperature": -0.1},
-        {"max_new_tokens": 1, "top_p": 0.0},
-        {"max_new_tokens": 1, "top_p": 1.1},
-    ],
-)
-def test_options_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    """Each option has its range."""
-    with pytest.raises(UserError, match="top_p"):
-        generate(Fixed(0.5, 0.5), torch.tensor([[0]]), **settings)
-
-
-@pytest.mark.parametrize("prompt", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([1, 2])])
-def test_invalid_prompts_are_refused(prompt: Tensor) -> None:
-    """An empty prompt and one without batch axis raise."""
-    with pytest.raises(UserError):
-        generate(Fixed(0.5, 0.5), prompt, max_new_tokens=1)

@@ -116,27 +116,6 @@ def test_residual_block() -> None:
     torch.testing.assert_close(model(tokens).logits, model.norm(x) @ model.head.weight.T)
 
 
-@pytest.mark.parametrize("block", ["residual", "plain"])
-@pytest.mark.parametrize("kind", list(MIXERS))
-def test_hooks_of_the_recurrence_see_their_layer(kind: str, block: str) -> None:
-    """In the order of the layers, and an observed model computes the same."""
-    model, tokens, calls = build_model(kind, block=block), random_tokens(2, 4), list[int]()
-    expected = model(tokens).logits
-    for layer, cell in enumerate(model.cells):
-        cell.recurrence.register_forward_hook(lambda *_, layer=layer: calls.append(layer))
-    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-12, atol=1e-12)
-    assert set(calls) == {0, 1}
-    assert calls == sorted(calls)
-
-
-def test_bfloat16_keeps_a_wide_state() -> None:
-    """With bfloat16 weights the recurrent state is float32, so slow decays are not lost."""
-    model = build_model("mamba2", dtype=torch.bfloat16)
-    logits, state = model(random_tokens(2, 20))
-    assert logits.dtype == torch.bfloat16
-    assert [layer.ssm.dtype for layer in state.layers] == [torch.float32] * 2
-
-
 @pytest.mark.parametrize("spec", ["none", "forget_more"])
 def test_a_prefill_holds_one_segment_at_a_time(spec: str) -> None:
     """Live memory grows with the prompt by less than two numbers per token."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -116,12 +117,9 @@ def wide_weights(kind: str) -> Iterator[None]:
 
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     name = "_keep_in_fp32_modules_strict"
-    before = getattr(cls, name)
-    setattr(cls, name, [*(before or ()), *family.cell.wide_weights])
-    try:
+    kept = [*(getattr(cls, name) or ()), *family.cell.wide_weights]
+    with patch.object(cls, name, kept):
         yield
-    finally:
-        setattr(cls, name, before)
 
 
 @contextmanager

@@ -6,16 +6,15 @@ else, or nothing, it computes what it always did. The layer itself and the names
 not change.
 
 When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
-with those of one call without a cache, which transformers computes alone. A layer that differs from
-the table of `families` would therefore be found, and the model be run by transformers.
+with those of one call without a cache, which transformers computes alone. A model with a layer that
+differs from the table of `families` is therefore refused.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,26 +29,11 @@ from transformers.cache_utils import (
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, fill_cache, keep_layers
+from longrnn.hf.cache import LayerCache, fill_cache, keep_cache
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES, quietly
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
-
-logger = logging.getLogger(__name__)
-
-
-class HybridLayer(NamedTuple):
-    """The state of one layer of a hybrid.
-
-    Attributes:
-        attention: what transformers keeps for the layer.
-        cell: the state of its cell; () for a layer without one.
-    """
-
-    attention: LayerCache
-    cell: PyTree = ()
-
 
 # Layers of a cache whose keys grow, and the same with a sliding window.
 WINDOWED: Mapping[type, Callable[[int], Any]] = {
@@ -123,7 +107,7 @@ class HybridLM(ForeignLM):
         attention_window: how many tokens attention reads; None for all.
 
     Raises:
-        UserError: a layer computes something that our cell does not; or see `ForeignLM`.
+        UserError: see `ForeignLM`.
     """
 
     attention_window: int | None = None
@@ -167,19 +151,13 @@ class HybridLM(ForeignLM):
             UserError: a window below 2, above the length in the configuration, or for a model
                 without attention or with an implementation of attention that takes no mask.
         """
-        trained = getattr(self.config, "max_position_embeddings", None)
-        if not histories([layer.attention for layer in self.like]):
-            raise UserError(f"this {self.kind} has no attention layers: leave attention_window out")
-        if not isinstance(window, int) or window < 2 or (trained and window > trained):
-            most = f" and at most {trained:,}, the positions of this {self.kind}" if trained else ""
+        largest = getattr(self.config, "max_position_embeddings", None) or window
+        takes_masks = self.model.config._attn_implementation in ("eager", "sdpa")
+        has_attention = histories(self.like)
+        if not has_attention or not takes_masks or not 2 <= window <= largest:
             raise UserError(
-                f"attention_window must be at least 2{most}, not {window!r}: give such a number"
-            )
-        implementation = self.model.config._attn_implementation
-        if implementation not in ("eager", "sdpa"):
-            raise UserError(
-                f"attention_window needs masks, which {implementation} does not take: load the "
-                "model with the attention implementation sdpa"
+                f"attention_window={window} is not valid for this {self.kind}: it needs attention "
+                f"layers, the attention implementation eager or sdpa, and 2 to {largest:,} tokens"
             )
         other = copy.copy(self)
         other.attention_window, other.max_length = window, None
@@ -192,21 +170,20 @@ class HybridLM(ForeignLM):
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
-    def open_cache(self, layers: tuple[HybridLayer, ...], position: int) -> HybridCache:
+    def open_cache(self, layers: tuple[LayerCache, ...], position: int) -> HybridCache:
         """See `ForeignLM.open_cache`."""
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
         cache = HybridCache(self.model.config, edits, self.attention_window)
         if position:
-            fill_cache(cache, tuple(layer.attention for layer in layers), position)
+            fill_cache(cache, layers, position)
             cache.cells = {number: layers[number].cell for number in self.layer_numbers}
         return cache
 
-    def close_cache(self, cache: Any) -> tuple[HybridLayer, ...]:
+    def close_cache(self, cache: Any) -> tuple[LayerCache, ...]:
         """See `ForeignLM.close_cache`."""
-        layers = [HybridLayer(layer) for layer in keep_layers(cache)]
+        layers = list(keep_cache(cache, HybridCache))
         for number, state in cache.cells.items():
-            attention = layers[number].attention._replace(conv=(), recurrent=())
-            layers[number] = HybridLayer(attention, state)
+            layers[number] = layers[number]._replace(conv=(), recurrent=(), cell=state)
         return tuple(layers)
 
     def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:
@@ -234,24 +211,11 @@ def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
 
 
 def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
-    """Return a `HybridLM` if the model has recurrent layers that our cells can compute.
-
-    Any other model becomes a `ForeignLM`; if it has such layers, a warning says why our cells
-    cannot compute them.
+    """Returns a `HybridLM` if the model has recurrent layers in `FAMILIES`, else a `ForeignLM`.
 
     Raises:
         UserError: see `ForeignLM`.
     """
-    if not recurrent_layers(model):
-        return ForeignLM(model)
-    try:
-        # transformers would advise to install kernels for layers that longrnn computes.
-        with quietly():
-            return HybridLM(model)
-    except UserError as error:
-        plain = ForeignLM(model)
-        logger.warning(
-            f"longrnn cannot compute the recurrent layers of this {plain.kind} ({error}): "
-            "transformers computes them, without mitigations or diagnosis"
-        )
-        return plain
+    # transformers would advise to install kernels for layers that longrnn computes.
+    with quietly():
+        return HybridLM(model) if recurrent_layers(model) else ForeignLM(model)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from longrnn.cells import GatedDeltaNet, Mamba2, ScanningCell
-from longrnn.errors import UserError
 from longrnn.ops.norm import gated_rms_norm
 
 # Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
@@ -64,9 +63,6 @@ class SharedCell(ScanningCell):
 
     Attributes:
         shared: what this cell reads from the layer in every use, and its name there.
-
-    Raises:
-        UserError: the layer computes something else.
     """
 
     layer: Any
@@ -77,13 +73,6 @@ class SharedCell(ScanningCell):
         # Not the constructor of the cell, which would create weights.
         ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
         self.layer, self._family, self.backend = theirs, family, "auto"
-        if theirs.activation not in ("silu", "swish"):
-            raise UserError(f"its convolution has the activation {theirs.activation}")
-        if hasattr(theirs, "_hf_hook"):
-            raise UserError("its weights are moved between devices by accelerate")
-        for name, weight in theirs.named_parameters():
-            if not weight.is_floating_point():
-                raise UserError(f"{name} is quantised")
 
     def __getattr__(self, name: str) -> Any:
         if name in self.shared:
@@ -105,10 +94,6 @@ class SharedMamba2(SharedCell, Mamba2):
         self.n_heads, self.head_dim = theirs.num_heads, theirs.head_dim
         self.d_inner, self.d_state = theirs.intermediate_size, theirs.ssm_state_size
         self.n_groups, self.d_conv = theirs.n_groups, theirs.conv_kernel_size
-        if self.d_inner != self.n_heads * self.head_dim:
-            raise UserError(
-                f"its inner width {self.d_inner} is not {self.n_heads} heads × {self.head_dim}"
-            )
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
         least, largest = theirs.time_step_limit
         self.dt_limit = float(least), float(largest)

@@ -19,7 +19,7 @@ from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
-from tests.contracts.builders import random_state, random_tokens
+from tests.contracts.builders import random_tokens
 from tests.hf.auto.models import build_auto
 
 KINDS = sorted(MIXERS)
@@ -117,16 +117,3 @@ def test_generation_returns_hidden_states() -> None:
     for layer, wanted in enumerate(whole):
         joined = torch.cat([step[layer] for step in steps], 1)
         torch.testing.assert_close(joined, wanted[:, :-1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_generation_without_a_cache_equals_generation_with_one(kind: str) -> None:
-    model, tokens = build_auto(kind), random_tokens(2, 7)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-    wanted = greedy(model, tokens, attention_mask=mask)
-    assert torch.equal(greedy(model, tokens, attention_mask=mask, use_cache=False), wanted)
-    state = random_state(model.model, 2)
-    whole = torch.ones_like(tokens)
-    wanted = greedy(model, tokens, attention_mask=whole, state=state)
-    found = greedy(model, tokens, attention_mask=whole, state=state, use_cache=False)
-    assert torch.equal(found, wanted)

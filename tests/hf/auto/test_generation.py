@@ -17,7 +17,7 @@ from longrnn.hf.auto import StateCache
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import generate
 from longrnn.state import clone, expand, leaves
-from tests.contracts.builders import VOCAB, mitigation_spec, random_state, random_tokens
+from tests.contracts.builders import VOCAB, mitigation_spec, random_tokens
 from tests.hf.auto.models import build_auto
 
 KINDS = sorted(MIXERS)
@@ -150,25 +150,3 @@ def test_stop_strings_and_streams_work() -> None:
     thread.start()
     assert "".join(streamer) == text
     thread.join()
-
-
-@pytest.mark.parametrize("split", [1, 4, 5, 6])
-@pytest.mark.parametrize("remove", [1, 3, 5, 6, 8])
-def test_cropping_a_recorded_cache_equals_never_having_read(remove: int, split: int) -> None:
-    """Over one and over several calls, and twice in a row."""
-    model, tokens = build_auto(), random_tokens(2, 9)
-    begin = random_state(model.model, 2)
-    cache = StateCache(begin)
-    cache.activate_past_recording()
-    for part in (tokens[:, :split], tokens[:, split : split + 1], tokens[:, split + 1 :]):
-        if part.shape[1]:
-            model(part, past_key_values=cache)
-    cache.crop(-remove + 1 if remove > 1 else -remove)
-    if remove > 1:
-        cache.crop(-1) if cache.pending is not None else None
-    kept = cache.get_seq_length()
-    more = random_tokens(2, 4, seed=7)
-    wanted = model.model(torch.cat([tokens[:, :kept], more], 1), begin)
-    again = model(more, past_key_values=cache)
-    torch.testing.assert_close(again.logits, wanted.logits[:, kept:])
-    assert cache.get_seq_length() == kept + 4

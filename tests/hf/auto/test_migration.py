@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,21 @@ def test_from_flash_linear_attention(tmp_path: Path) -> None:
     logits, _ = model(row, rows=Rows(is_document_start=starts))
     alone = [model(row[:, start:stop]).logits for start, stop in ((0, 5), (5, 12))]
     assert_near(logits, torch.cat(alone, 1), 1e-5)
+
+
+def test_importing_the_auto_classes_registers_them() -> None:
+    """`import longrnn` imports neither torch nor transformers."""
+    code = """
+import sys
+import longrnn
+assert not {"torch", "transformers"} & set(sys.modules)
+import longrnn.hf.load
+assert "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+import longrnn.hf.auto
+from longrnn.hf.names import embedded
+model = AutoModelForCausalLM.from_pretrained(embedded()["collapse-tiny"])
+assert model.config.model_type == "longrnn"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

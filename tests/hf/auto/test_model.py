@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
-from longrnn.hf.names import embedded
+from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -24,7 +23,6 @@ from tests.contracts.builders import (
     DEFINED,
     build_model,
     mitigation_spec,
-    position_spec,
     random_state,
     random_tokens,
     spec_id,
@@ -84,15 +82,6 @@ def test_rates_are_never_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(model(tokens).logits, load(tmp_path, dtype=dtype)(tokens).logits)
 
 
-@pytest.mark.parametrize("name", sorted(embedded()))
-def test_embedded_checkpoints_open_as_auto_models(name: str) -> None:
-    folder = embedded()[name]
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, load(name)(tokens).logits)
-
-
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 def test_a_mitigation_in_the_configuration_applies(
     spec: dict[str, Any], mixer: dict[str, Any], tmp_path: Path
@@ -110,22 +99,6 @@ def test_a_mitigation_in_the_configuration_applies(
     torch.testing.assert_close(again(tokens).logits, wanted)
 
 
-def test_options_are_given_by_their_own_or_by_hugging_face_names(tmp_path: Path) -> None:
-    build: Any = LongRNNConfig
-    config = build(
-        vocab_size=300, hidden_size=16, num_hidden_layers=3, mixer={"kind": "gru"},
-        position=position_spec("learned"), tie_word_embeddings=False, eos_token_id=7,
-    )  # fmt: skip
-    assert (config.recurrent.d_model, config.recurrent.n_layers) == (16, 3)
-    assert not config.tie_word_embeddings
-    config.save_pretrained(tmp_path)
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert again.recurrent == config.recurrent
-    assert again.eos_token_id == 7
-    with pytest.raises(UserError, match="mixer"):
-        LongRNNForCausalLM(LongRNNConfig(mixer={"kind": "gru", "d_state": 8}))
-
-
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
     model = build_auto("mamba2", tie_embeddings=tie)
@@ -139,13 +112,6 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
     assert model(torch.full((1, 3), 18)).logits.isfinite().all()
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path)(tokens).logits, after)
-
-
-def test_a_byte_model_gets_a_tokenizer_that_transformers_reads(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(embedded()["collapse-tiny"])
-    model.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer("naïve").input_ids == list("naïve".encode())
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
@@ -189,15 +155,6 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         torch.testing.assert_close(weight.grad, wanted[name])
 
 
-def test_some_logits_can_be_kept() -> None:
-    model, tokens = build_auto(), random_tokens(2, 7)
-    whole = model(tokens).logits
-    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
-    chosen = torch.tensor([1, 4])
-    torch.testing.assert_close(model(tokens, logits_to_keep=chosen).logits, whole[:, chosen])
-    assert isinstance(model(tokens, return_dict=False), tuple)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -206,9 +163,7 @@ def test_some_logits_can_be_kept() -> None:
         ({"output_attentions": True}, "attentions"),
         ({"attention_masks": torch.ones(1, 3)}, ""),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask"),
-        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, ""),
-        ({"position_ids": torch.tensor([[0, 1]])}, "position"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, ""),
         ({"past_key_values": ((),)}, "StateCache"),
     ],
@@ -216,18 +171,6 @@ def test_some_logits_can_be_kept() -> None:
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_auto()(**{"input_ids": random_tokens(1, 3), **given})
-
-
-def test_the_model_is_a_hugging_face_model_of_one_device() -> None:
-    folder = embedded()["collapse-tiny"]
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
-    assert isinstance(model, PreTrainedModel)
-    several = {"model.embedding": "cpu", "model.head": "cpu", "model.norm": "cpu"}
-    blocks = {f"model.blocks.{n}": "disk" for n in range(3)}
-    with pytest.raises(UserError, match="device_map"):
-        AutoModelForCausalLM.from_pretrained(
-            folder, device_map=several | blocks, offload_folder="unused-offload"
-        )
 
 
 def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:

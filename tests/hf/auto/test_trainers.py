@@ -21,7 +21,6 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
 from longrnn.state import leaves
-from longrnn.training.objective import Objective
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.auto.models import build_auto
 
@@ -150,22 +149,3 @@ def test_an_adapter_of_the_convolution_is_refused() -> None:
     for length in (6, 1):
         with pytest.raises(UserError, match="convolution"):
             adapted(text[:, :length])
-
-
-def test_an_adapter_of_the_head_is_used_or_refused() -> None:
-    """The losses per token read the weight of the head without the adapter."""
-    model, text = build_auto("mamba2"), random_tokens(1, 6)
-    hidden = model.model.hidden(text)[0].detach()
-    adapted = adapted_by_lora(model, "head")
-    wanted = adapted.base_model.model.model.head(
-        adapted(text, output_hidden_states=True).hidden_states[-1]
-    )
-    assert not torch.allclose(wanted, hidden @ model.model.embedding.weight.T)
-    torch.testing.assert_close(adapted(text).logits, wanted)
-    calls = (
-        lambda: model.model.token_losses(text, text),
-        lambda: Objective(model.model).token_losses(text, text, model.model.init_state(1)),
-    )
-    for call in calls:
-        with pytest.raises(UserError, match="head"):
-            call()

@@ -136,19 +136,6 @@ def test_a_method_of_peft_trains_all_its_parameters_and_is_loaded_again(
     assert_near(again.eval()(tokens).logits, model.eval()(tokens).logits, 1e-5)
 
 
-def test_a_tuned_prompt_is_generated_from() -> None:
-    """The virtual tokens are read once, before a padded batch."""
-    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    model: Any = peft.get_peft_model(build_auto(), config).eval()
-    tokens = random_tokens(2, 5)
-    begin = torch.cat([model.get_prompt(2), model.get_input_embeddings()(tokens)], 1)
-    wanted = model.get_base_model().generate(inputs_embeds=begin, max_new_tokens=6)
-    padded = torch.nn.functional.pad(tokens, (2, 0))
-    mask = torch.nn.functional.pad(torch.ones_like(tokens), (2, 0))
-    found = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=6)
-    assert torch.equal(found[:, 7:], wanted)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

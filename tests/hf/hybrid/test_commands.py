@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -19,9 +20,7 @@ BOTH = "attention_window(window=32)+state_norm(threshold=0.01, layers=[0])"
 
 
 def run(*arguments: Any) -> str:
-    result = CliRunner().invoke(
-        app, [*map(str, arguments), "--quiet"], catch_exceptions=False, color=False
-    )
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False, color=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -39,3 +38,25 @@ def test_compare_and_lm_eval_tasks_on_a_hybrid(tmp_path: Path) -> None:
     assert {cell["reason"] for cell in cells} == {None}
     told = run("eval", "harness", both, "--tasks", "longrnn_passkey", "--metadata", PASSKEYS)
     assert "longrnn_passkey" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixer"), [("falcon_h1", "mamba2"), ("qwen3_next", "gated_deltanet")]
+)
+def test_commands(kind: str, mixer: str, tmp_path: Path) -> None:
+    """Info, calibration, diagnosis, perplexity and passkey run on a hybrid."""
+    theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
+    folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
+    text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
+    assert f" × {mixer}" in run("info", folder)
+    calibrated, common = tmp_path / "norm.yaml", ["--text", text]
+    run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
+        "--output", calibrated)  # fmt: skip
+    out = tmp_path / "states"
+    run("diagnose", "states", folder, *common, "--train-length", 64, "--length", 256,
+        "--output", out)  # fmt: skip
+    assert "collapsing" in (out / "diagnosis.yaml").read_text()
+    run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
+        "--output", tmp_path / "ppl")  # fmt: skip
+    run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
+        "--depths", 1, "--output", tmp_path / "passkey")  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 
 from longrnn import load
-from longrnn import state as states
+from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
-from tests.hf.foreign import causal, tokens, with_bytes
+from tests.hf.foreign import assert_continues, tokens
 
 TOLERANCE = 1e-5
 MULTIPLIERS = {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9]}
@@ -61,24 +59,8 @@ def test_pieces_and_forks_equal_one_call_of_transformers(
     """Calls of any length, reused forks and rows of different lengths give the logits of
     transformers, and no call changes a state."""
     theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
-    expected, model = whole(theirs, text), open_hugging_face(theirs)
-    assert isinstance(model, HybridLM)
-    state, rows = None, []
-    for piece in text.split([7, 1, 15, 17], dim=1):
-        logits, state = model(piece, state)
-        rows.append(logits)
-    assert_near(torch.cat(rows, 1), expected, TOLERANCE)
-
-    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :30], keep=0).state
-    both = states.join([short, long])
-    before = {name: leaf.clone() for name, leaf in leaves(both)}
-    follow = torch.stack([text[0, 9:19], text[1, 30:]])
-    for _ in range(2):
-        logits, _ = model(follow, both)
-        assert_near(logits[0], expected[0, 9:19], TOLERANCE)
-        assert_near(logits[1], expected[1, 30:], TOLERANCE)
-    for name, leaf in leaves(both):
-        assert torch.equal(leaf, before[name]), name
+    expected = whole(theirs, text)
+    assert_continues(hybrid_of(theirs), text, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -119,58 +101,15 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     assert_near(model(text).logits, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Recurrent states are float32 or wider, and pieces agree in every dtype."""
-    theirs, text = architecture("bamba").to(dtype), tokens(2, 20) % 60
-    model = open_hugging_face(theirs)
-    assert isinstance(model, HybridLM)
-    state = model.init_state(2)
-    assert model.cell_states(state)[0].ssm.dtype == torch.promote_types(dtype, torch.float32)
-    one = model(text).logits
-    first, state = model(text[:, :8], state)
-    second, _ = model(text[:, 8:], state)
-    near = 0.05 if dtype == torch.bfloat16 else 1e-9
-    assert_near(torch.cat([first, second], 1).double(), one.double(), near)
-
-
-def test_a_layer_that_our_cell_cannot_compute_runs_on_transformers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The plain adapter is used, and one warning names the reason."""
-    theirs = architecture("bamba", hidden_act="relu")
-    with caplog.at_level(logging.WARNING):
-        model = open_hugging_face(theirs)
-    assert type(model) is ForeignLM
-    (message,) = [record.getMessage() for record in caplog.records if "longrnn" in record.name]
-    assert "relu" in message
-
-
-def test_a_layer_that_differs_from_the_table_is_found(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If our cells gave other logits than transformers, transformers would compute the model."""
+def test_a_layer_that_differs_from_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our cells would give other logits than transformers."""
+    with pytest.raises(UserError, match="logits differ"):
+        open_hugging_face(architecture("bamba", hidden_act="relu"))
     family = FAMILIES["bamba"]
     wrong = family._replace(project=lambda theirs, x: theirs.in_proj(x.flip(-1)))
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
-    with caplog.at_level(logging.WARNING):
-        model = open_hugging_face(architecture("bamba"))
-    assert type(model) is ForeignLM
-    assert "logits differ" in caplog.text
-
-
-def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
-    """A mitigation and `beyond` may follow the name of the folder."""
-    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
-    model = load(folder)
-    assert isinstance(model, HybridLM)
-    mitigated = load(f"{folder}+sliding_window(window=8)")
-    assert mitigated.mitigation is not None
-    assert mitigated.max_length == model.max_length == 128
-    both = load(f"{folder}+beyond+state_norm(threshold=2)")
-    assert both.mitigation is not None
-    assert both.max_length is None
-    assert both(tokens(1, 140), keep=1).logits.isfinite().all()
+    with pytest.raises(UserError, match="logits differ"):
+        open_hugging_face(architecture("bamba"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
