@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
+from longrnn.options import Tokens
 from longrnn.registry import Registry
 from longrnn.seeds import seeded
-from longrnn.units import TokenCount
 
 POSITIONS: Registry[PositionalEncoding] = Registry("position")
 
@@ -150,7 +150,7 @@ class Learned(Table):
     """
 
     def __init__(
-        self, d_model: int, *, max_length: TokenCount = 128, combine: str = "concat"
+        self, d_model: int, *, max_length: Tokens = 128, combine: str = "concat"
     ) -> None:
         super().__init__(d_model, combine)
         self.table = nn.Parameter(torch.randn(max_length, d_model))
@@ -173,7 +173,7 @@ class Random(Table):
         self,
         d_model: int,
         *,
-        max_length: TokenCount = 128,
+        max_length: Tokens = 128,
         seed: int = 0,
         combine: str = "concat",
     ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from longrnn.cells import MIXERS
-from longrnn.config import Options, build_config, dump_config, load_config
+from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError
+from longrnn.options import Options
 from longrnn.training.config import read_config
 from tests.refusals import naming
 

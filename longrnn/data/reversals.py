@@ -11,8 +11,8 @@ from torch import Tensor
 from longrnn.data.batch import TASKS, UNSCORED, Batch
 from longrnn.data.sequences import Condition, Count, Reverse, SequenceTask, Vocabulary
 from longrnn.errors import LengthError
+from longrnn.options import Tokens
 from longrnn.text import Tokenizer
-from longrnn.units import TokenCount
 
 # Beyond the end of a sequence in what `ReverseVariable.draw` gives.
 NOTHING = -1
@@ -46,7 +46,7 @@ class ReverseVariable(SequenceTask):
         vocab_size: Vocabulary = 32,
         held_out: Count = 1024,
         seed: int = 0,
-        min_length: TokenCount = 32,
+        min_length: Tokens = 32,
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         self.min_length = min_length

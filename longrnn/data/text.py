@@ -15,8 +15,8 @@ from longrnn.data.batch import TASKS, UNSCORED, Batch, Task
 from longrnn.data.build import corpus_of
 from longrnn.data.stream import Documents, Whole, shuffled
 from longrnn.errors import LengthError, UserError
+from longrnn.options import Tokens
 from longrnn.text import ByteTokenizer, Reading, Tokenizer
-from longrnn.units import TokenCount
 
 
 @TASKS.register("text")
@@ -64,7 +64,7 @@ class Text(Task):
         revision: str | None = None,
         split_on: str | None = None,
         append_eos: bool | None = None,
-        max_tokens: TokenCount | None = None,
+        max_tokens: Tokens | None = None,
     ) -> None:
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size

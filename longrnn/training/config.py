@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     FiniteFloat,
     NonNegativeInt,
@@ -23,21 +22,20 @@ from pydantic import (
 )
 
 from longrnn.cells import MIXERS
-from longrnn.config import Options, build_config, flat, load_config, overridden
+from longrnn.config import build_config, flat, load_config, overridden
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
+from longrnn.options import Options, Share, Tokens
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.training.initial_states import INITIAL_STATES
-from longrnn.units import TokenCount
 
 HELD_OUT = "held_out"
 # YAML 1.1 reads the word `no` as a boolean.
 No = BeforeValidator(lambda value: "no" if value is False else value)
 Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
-Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 # Mappings with a `kind`, and the registry with the options of each.
 FAMILIES: dict[str, Registry[Any]] = {
@@ -49,22 +47,16 @@ FAMILIES: dict[str, Registry[Any]] = {
 }
 
 
-class Documented(Options):
-    """Options whose descriptions are the texts below them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class Lengths(Documented):
+class Lengths(Options):
     """Lengths of training rows, in tokens."""
 
-    max: TokenCount = 256
+    max: Tokens = 256
     """The longest row; of a carried state, a segment."""
-    min: TokenCount | None = None
+    min: Tokens | None = None
     """Lengths of batches are log-uniform from here to `max`; off by default."""
 
 
-class Adapters(Documented):
+class Adapters(Options):
     """Adapters (LoRA) that are trained instead of the weights of `init_from`; alpha is 2 r."""
 
     r: PositiveInt = 8
@@ -76,7 +68,7 @@ class Adapters(Documented):
     and `conv1d`; saved in the adapter."""
 
 
-class TrainConfig(Documented):
+class TrainConfig(Options, validate_default=True):
     """The configuration of one training run."""
 
     output_dir: str = "runs/train"
@@ -144,7 +136,7 @@ class TrainConfig(Documented):
     trains on the others. Its rows start from the zero state."""
     eval_steps: PositiveInt = 500
     """Steps between validations."""
-    eval_length: TokenCount | None = None
+    eval_length: Tokens | None = None
     """Tokens of a validation row; by default 16 · `length.max`, halved until the model has so many
     positions and the data such rows."""
     eval_samples: PositiveInt = 16

@@ -23,11 +23,11 @@ from pydantic import Field
 from torch import Tensor
 
 from longrnn.data import Batch
+from longrnn.options import Share
 from longrnn.registry import Registry
 from longrnn.seeds import mix, seeded
 from longrnn.state import LMState, PyTree, detach, leaves, reset, take, tree_map, unflatten
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -157,7 +157,7 @@ CASES = """
     train . | cannot be read (it is a folder) | configs/train
     train words.yaml | words.yaml | mapping
     train open.yaml | is not YAML
-    train dollar.yaml | key 'seed' | integer
+    train dollar.yaml | 'seed' | integer
     train | longrnn train CONFIG
     train --resume RUN c.yaml | leave out c.yaml
     TRAIN init_from=LLAMA | llama
@@ -168,17 +168,17 @@ CASES = """
     TRAIN 'model.mixer={kind: mamba2, d_stat: 4}' | mamba2 | d_state
     TRAIN 'model.mixer={kind: mamba2, d_state: x}' | d_state
     TRAIN 'model.mixer={kind: mamba2, A_init: {a: 1}}' | A_init
-    TRAIN model.mixer=lstm | key 'model.mixer' | 'lstm'
+    TRAIN model.mixer=lstm | 'model.mixer' | 'lstm'
     TRAIN model.block=plan | 'model.block' | 'plan' | 'plain'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
     TRAIN 'task={kind: 3}' | KINDS
     TRAIN task={} | 'kind' | KINDS
-    TRAIN task=passkey | key 'task' | 'passkey'
-    TRAIN max_steps=ten | key 'max_steps'
-    TRAIN max_steps=0 | key 'max_steps' | not 0
+    TRAIN task=passkey | 'task' | 'passkey'
+    TRAIN max_steps=ten | 'max_steps'
+    TRAIN max_steps=0 | 'max_steps' | not 0
     TRAIN max_steps | 'max_steps' is not of the form key=value
-    TRAIN seed=${a | key 'seed'
+    TRAIN seed=${a | 'seed'
     TRAIN 'model.mixer={kind: lstm' | is not YAML
     TRAIN model.mixr.kind=lstm | mixr | did you mean 'mixer'
     TRAIN length.max=100 | at least 156 tokens
@@ -194,7 +194,7 @@ CASES = """
     HARNESS --include_path no | --trust-task-code
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | n is 0
+    HARNESS --metadata n=0 | 'n' | not 0
     data build --out new book.txt nowhere.txt | no file nowhere.txt
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more
