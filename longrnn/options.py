@@ -80,7 +80,10 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
         names: of the options, as the user writes them.
         where: what the options belong to.
     """
-    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    # An unknown option goes first: the missing one may be what was meant.
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    errors = error.errors(include_url=False)
+    first = max(errors, key=lambda one: (one["type"] in unknown, len(one["loc"])))
     # The members of a union have their names there, too.
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
     path[:1] = [names.get(name, name) for name in path[:1]]
@@ -89,7 +92,7 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
         path, reason = [*path, own.key], own.reason
     elif isinstance(own, UserError):
         reason = str(own)
-    elif first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    elif first["type"] in unknown:
         reason = f"it is unknown; {nearest(path[-1], names.values())}"
     elif first["type"] == "missing":
         reason = "it is missing; give it"
