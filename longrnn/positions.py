@@ -149,9 +149,7 @@ class Learned(Table):
         combine: `concat` or `add`.
     """
 
-    def __init__(
-        self, d_model: int, *, max_length: Tokens = 128, combine: str = "concat"
-    ) -> None:
+    def __init__(self, d_model: int, *, max_length: Tokens = 128, combine: str = "concat") -> None:
         super().__init__(d_model, combine)
         self.table = nn.Parameter(torch.randn(max_length, d_model))
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from longrnn.files import (
-    file_name,
-    leftovers,
-    naming,
-    replacing,
-    sha256,
-    write_atomic,
-)
+from longrnn.files import file_name, sha256, write_atomic
 
 pytestmark = pytest.mark.core
 
@@ -49,48 +41,6 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
-
-
-def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial file of a kill is found by the name of its target, and no other file is.
-
-    The next writer removes it, and not that of a writer at the same time.
-    """
-    path = tmp_path / "new" / "file.txt"
-    assert leftovers(path) == []
-
-    def die(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", die)
-        patch.setattr(Path, "unlink", lambda *_, **__: None)
-        with pytest.raises(KeyboardInterrupt):
-            write_atomic(path, "half")
-    (left,) = path.parent.iterdir()
-    with replacing(path) as other:  # which still writes
-        write_atomic(path, "first")
-        assert not left.exists()
-        other.write(b"second")
-    assert names(path.parent) == ["file.txt"]
-    assert path.read_text() == "second"
-    left.touch()
-    path.unlink()
-    for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
-        (path.parent / name).write_text("kept")
-    assert leftovers(path) == [left]
-
-
-def test_an_error_names_the_file(tmp_path: Path) -> None:
-    """An OSError without a file name gets the name of the file."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    named = pytest.raises(OSError, match="No space left on device.*/mine")
-    with named as error, naming(tmp_path / "mine"):
-        raise full
-    assert error.value.filename == str(tmp_path / "mine")
-    with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "mine"):
-        (tmp_path / "other").read_bytes()
-    assert str(missing.value.filename) == str(tmp_path / "other")
 
 
 def test_content_is_on_disk_before_the_rename(

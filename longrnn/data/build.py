@@ -27,7 +27,7 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import plain_name, sha256, sync_folder, write_atomic
+from longrnn.files import file_name, sha256, sync_folder, write_atomic
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
@@ -49,8 +49,7 @@ def corpus_of(
         return Corpus(Path(listed[0]).expanduser())
     cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
     identity = _identity(sources(listed), reading, tokenizer)
-    title = plain_name(Path(listed[0]).name)[:40]
-    folder = cache / "corpora" / f"{title}-{identity[:16]}"
+    folder = cache / "corpora" / file_name(f"{Path(listed[0]).name}-{identity[:16]}")
     if not (folder / HEADER).is_file():
         build(listed, tokenizer, folder, reading=reading, quiet=quiet)
     return Corpus(folder)
@@ -86,7 +85,7 @@ def build(
         )
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
-    with Lock.of_file(folder, instead="choose another --out"):
+    with Lock(folder, instead="choose another --out"):
         if (folder / HEADER).is_file() and read_header(folder / HEADER).identity == identity:
             return read_header(folder / HEADER)
         if folder.exists():

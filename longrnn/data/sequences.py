@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.errors import LengthError
-from longrnn.seeds import check_seed, mix, seeded
+from longrnn.seeds import mix, seeded
 from longrnn.text import Tokenizer
 
 Vocabulary = Annotated[int, Field(ge=2)]
@@ -71,7 +71,7 @@ class SequenceTask(Task):
     ) -> None:
         self.n_tokens = self.query = vocab_size
         self.vocab_size = vocab_size + self.has_query
-        self.n_held_out, self.seed = held_out, check_seed(seed)
+        self.n_held_out, self.seed = held_out, seed
         self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
 
     @abstractmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import naming, sync_folder, write_atomic
+from longrnn.files import sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
@@ -50,22 +50,21 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     config = None if to == OURS else LAYOUTS[to].write(model)
 
     draft = destination.with_name(f".{destination.name}.partial")
-    with Lock.of_file(destination, instead="give a new folder"):
+    with Lock(destination, instead="give a new folder"):
         shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
         try:
-            with naming(draft):
-                draft.mkdir()
-                has_tokenizer = _copy_tokenizer(folder, draft)
-                if config is None:
-                    kind = "tokenizer.json" if has_tokenizer else "bytes"
-                    save_model(model, draft, tokenizer=kind)
-                else:
-                    if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
-                        byte_level().save(draft)
-                    write_atomic(draft / "config.json", config)
-                    LAYOUTS[to].save(model, draft)
-                write_checksums(draft)
-                os.rename(draft, destination)
+            draft.mkdir()
+            has_tokenizer = _copy_tokenizer(folder, draft)
+            if config is None:
+                kind = "tokenizer.json" if has_tokenizer else "bytes"
+                save_model(model, draft, tokenizer=kind)
+            else:
+                if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
+                    byte_level().save(draft)
+                write_atomic(draft / "config.json", config)
+                LAYOUTS[to].save(model, draft)
+            write_checksums(draft)
+            os.rename(draft, destination)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         sync_folder(destination.parent)

@@ -58,7 +58,6 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         UserError: the launch and the run have different mixed precision, the processes cannot be
             joined, or the tracker's package is missing.
     """
-    processes.check_launch()
     if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
         raise UserError(
             f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longrnn.config import RECORDED, dump_config, flat, read_recorded
 from longrnn.errors import UserError
-from longrnn.files import leftovers, naming, write_atomic
-from longrnn.locks import FOLDER_LOCK
+from longrnn.files import write_atomic
 
 if TYPE_CHECKING:
     from longrnn.models import LanguageModel
@@ -149,8 +148,7 @@ def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
         )
     # What a kill during the first writes leaves does not count.
     others = set(folder.iterdir()) if folder.is_dir() else set()
-    others -= {*leftovers(folder / RECORDED), *folder.glob(".checkpoint-*"), folder / FOLDER_LOCK}
-    if others - {*allowed}:
+    if others - {*folder.glob(".*.partial"), *allowed}:
         raise UserError(f"{folder} is not empty and holds no run: choose another output_dir")
 
 
@@ -164,7 +162,7 @@ def record(config: TrainConfig, step: int) -> None:
 def append_metrics(folder: Path, row: Row) -> None:
     """Adds a row to the metrics and makes it durable: no checkpoint is newer than its rows."""
     path = folder / METRICS
-    with naming(path), open(path, "a") as file:
+    with open(path, "a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -54,7 +54,7 @@ def train(
         raise UserError("train needs a configuration, or resume=FOLDER of a run: give one of them")
     accelerator = build_accelerator(settings)
     folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
-    lock = Lock.of_folder(folder, instead="choose another output_dir")
+    lock = Lock(folder, instead="choose another output_dir")
     try:
         found = processes.on_main(lambda: _find(lock, origin))
         trainer = Trainer(settings, accelerator, found, quiet=quiet)
