@@ -1,7 +1,7 @@
 """SHA-256 checksums of what longrnn writes, and how loading verifies them.
 
-- A folder with a model holds `checksums.json`: file name → SHA-256. The files themselves are as
-  other programs write and read them.
+- A folder with a model or a corpus holds `checksums.json`: file name → SHA-256. The files themselves
+  are as other programs write and read them.
 - A safetensors file that stands alone, such as a state, carries its checksum in its metadata.
 
 Whatever has no checksum, from an earlier version or another program, is read without one.
@@ -32,22 +32,15 @@ READ = (*MODEL_FILES, *PICKLES)
 KEY, BLANK = "sha256", "0" * 64
 
 
-def write_checksums(
-    folder: Path,
-    patterns: Iterable[str] = READ,
-    *,
-    known: Mapping[str, str] | None = None,
-) -> None:
+def write_checksums(folder: Path, patterns: Iterable[str] = READ) -> None:
     """Writes `checksums.json` for the files of a folder.
 
     Args:
         folder: the folder, whose files are complete.
         patterns: of the names of the files that are listed.
-        known: checksums that need not be computed again.
     """
-    known = known or {}
     digests = {
-        path.name: known.get(path.name) or sha256(path)
+        path.name: sha256(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != CHECKSUMS and _matches(path.name, patterns)
     }
@@ -136,15 +129,6 @@ def verify_sealed(path: Path, metadata: Mapping[str, str]) -> None:
     content = path.read_bytes().replace(digest.encode(), BLANK.encode(), 1)
     if len(digest) != len(BLANK) or hashlib.sha256(content).hexdigest() != digest:
         raise UserError(f"{path} is damaged (its SHA-256 does not fit): save it again")
-
-
-def fits(path: Path, digest: str) -> bool:
-    """Whether a file has a SHA-256, or, for 40 digits, the SHA-1 that git gives its content."""
-    if len(digest) == len(BLANK):
-        return sha256(path) == digest
-    content = path.read_bytes()  # the Hub names only small files so
-    blob = b"blob %d\0%b" % (len(content), content)
-    return hashlib.sha1(blob, usedforsecurity=False).hexdigest() == digest
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

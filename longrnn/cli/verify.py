@@ -35,8 +35,8 @@ def print_verified(name: str) -> None:
         )
     if FITS not in found.values():
         raise UserError(
-            f"no file of {root} has a recorded checksum to compare it with: copy or download it "
-            "again with `hf download`, which records the checksums of the Hub"
+            f"no file of {root} has a recorded checksum to compare it with: `hf cache verify` "
+            "compares downloads from the Hub"
         )
 
 
@@ -61,20 +61,17 @@ def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _verdict(path: Path) -> str:
-    from longrnn.checksums import CHECKSUMS, fits
-    from longrnn.data.stream import HEADER, Corpus
-    from longrnn.hf.names import published_digest
+    from longrnn.checksums import CHECKSUMS
+    from longrnn.files import sha256
     from longrnn.results import is_store, read_rows
 
     if path.name == CHECKSUMS:
         return FITS if _listed(path.parent) else DAMAGED
-    digest = _listed(path.parent).get(path.name) or published_digest(path)
+    digest = _listed(path.parent).get(path.name)
     if digest is not None:
-        return FITS if fits(path, digest) else DAMAGED
+        return FITS if sha256(path) == digest else DAMAGED
     try:
-        if path.name == HEADER:
-            Corpus(path.parent)
-        elif is_store(path):
+        if is_store(path):
             if damaged := read_rows(path)[1]:
                 raise UserError(f"{path}, lines {', '.join(map(str, damaged))} are damaged")
         elif not _is_intact_state(path):
@@ -88,13 +85,10 @@ def _verdict(path: Path) -> str:
 def _listed(folder: Path) -> dict[str, str]:
     """The checksums of the files in the folder of a checkpoint or corpus, by file name."""
     from longrnn.checksums import CHECKSUMS, read_checksums
-    from longrnn.data.stream import HEADER, Corpus
 
     try:
-        if (folder / CHECKSUMS).is_file():
-            return read_checksums(folder)
-        return Corpus(folder).header.sha256 if (folder / HEADER).is_file() else {}
-    except (ValueError, UserError):
+        return read_checksums(folder) if (folder / CHECKSUMS).is_file() else {}
+    except ValueError:
         return {}  # the file that lists them is reported as damaged
 
 

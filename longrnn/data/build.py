@@ -6,15 +6,18 @@ again.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from longrnn.checksums import write_checksums
 from longrnn.data.sources import Source, documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
@@ -27,7 +30,7 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import file_name, sha256, sync_folder, write_atomic
+from longrnn.files import file_name, sync_folder, write_atomic
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
@@ -86,8 +89,8 @@ def build(
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
     with Lock(folder, instead="choose another --out"):
-        if (folder / HEADER).is_file() and read_header(folder / HEADER).identity == identity:
-            return read_header(folder / HEADER)
+        if (folder / HEADER).is_file() and read_header(folder).identity == identity:
+            return read_header(folder)
         if folder.exists():
             raise UserError(f"{folder} exists and is not overwritten: choose another --out")
         beside = folder.with_name(f".{folder.name}.partial")
@@ -97,7 +100,8 @@ def build(
         beside.mkdir(parents=True)
         try:
             header = _write(found, tokenizer, beside, reading, name, identity, quiet)
-            write_atomic(beside / HEADER, header.text())
+            write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+            write_checksums(beside, ("*",))
             os.rename(beside, folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -131,34 +135,23 @@ def _write(
         sources=[source.name for source in found],
         scored_tokens=0 if reading.instruct else None,
     )
-    sizes = [sum(path.stat().st_size for path in source.files) or None for source in found]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
     names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
     count, most = 0, reading.max_tokens or sys.maxsize
     with (
         ExitStack() as stack,
-        Progress("corpus (bytes)", total, unit="tokens", quiet=quiet) as progress,
+        Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
     ):
         columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
-        for source, size in zip(found, sizes, strict=True):
-            left = size or sys.maxsize
-            for document in documents(source, tokenizer, reading):
+        for source in found:
+            for ids, scored in documents(source, tokenizer, reading):
                 if header.tokens >= most:
                     break
                 count += 1
-                ids, scored = document.ids, document.scored
-                read = min(left, document.size)  # a compressed table has more text than bytes
-                left -= read
-                progress.advance(read, len(ids), Path(source.name).name)
+                progress.advance(0, len(ids), Path(source.name).name)
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
                     header.dropped_tokens += len(ids)
                     continue
-                if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-                    raise UserError(
-                        f"the tokenizer gave the id {ids.max()} and has only "
-                        f"{tokenizer.vocab_size}: use another tokenizer"
-                    )
                 header.documents += 1
                 header.tokens += len(ids)
                 values = (ids.astype(header.dtype), np.array([header.tokens], "<u8"), scored)
@@ -166,8 +159,7 @@ def _write(
                     column.write(one.tobytes())
                 if header.scored_tokens is not None:
                     header.scored_tokens += int(scored.sum())
-            if size:
-                progress.advance(left, 0, Path(source.name).name)
+            progress.advance(1, 0)
         for column in columns:
             column.flush()
             os.fsync(column.fileno())
@@ -183,5 +175,4 @@ def _write(
             f"({header.dropped_documents:,} were dropped): give other files or a smaller "
             "--min-length"
         )
-    header.sha256 = {one: sha256(folder / one) for one in names}
     return header

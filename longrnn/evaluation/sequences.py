@@ -34,6 +34,7 @@ class Sequences(SequenceOptions, Evaluation):
 
     _task: SequenceTask = PrivateAttr()
     _kind: str = PrivateAttr()
+    _spec: dict[str, Any] = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         first = models[0]
@@ -61,7 +62,8 @@ class Sequences(SequenceOptions, Evaluation):
             raise UserError(
                 f"{first.name} was not trained on {self._kind}: give --vocab-size and --lengths"
             )
-        task: Any = TASKS.build({**given, "kind": self._kind}, None)
+        self._spec = TASKS.complete({**given, "kind": self._kind})
+        task: Any = TASKS.build(self._spec, None)
         self._task = task
         for model in models:
             if model.model.vocab_size < task.vocab_size:
@@ -77,7 +79,7 @@ class Sequences(SequenceOptions, Evaluation):
             )
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {"task": self._kind, **self._task.options()}
+        return {"task": self._spec}
 
     def items(self, model: OpenCheckpoint) -> list[Item]:
         n = self.n or min(self._task.n_held_out, MAX_SEQUENCES)

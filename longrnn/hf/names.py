@@ -36,7 +36,6 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
 
 # Checksums that the Hub publishes: SHA-256 of a large file, or git's SHA-1 of a small one.
-ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -142,28 +141,6 @@ def download(name: str, revision: str | None = None) -> Path:
             f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
             "the cache and point HF_HOME to it"
         ) from error
-
-
-def published_digest(path: Path) -> str | None:
-    """Return the checksum that the Hub published for a downloaded file; None if it is not recorded.
-
-    In the Hub's cache, a file of a snapshot is a link to a file that is named by its checksum. In a
-    folder that `hf download --local-dir` wrote, it is in `.cache/huggingface/download`.
-
-    Returns:
-        64 hexadecimal digits (SHA-256) or 40 (git's SHA-1), see `longrnn.checksums.fits`.
-    """
-    if path.is_symlink():
-        blob = Path(os.readlink(path))
-        if blob.parent.name == "blobs" and ETAG.fullmatch(blob.name):
-            return blob.name
-    for root in path.absolute().parents:
-        name = f"{path.absolute().relative_to(root)}.metadata"
-        metadata = root / ".cache/huggingface/download" / name
-        if metadata.is_file():
-            _, etag, *_ = [*metadata.read_text(errors="replace").splitlines(), "", ""]
-            return etag if ETAG.fullmatch(etag) else None
-    return None
 
 
 def has_adapter(folder: Path) -> bool:

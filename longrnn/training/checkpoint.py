@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longrnn import processes
-from longrnn.checksums import damage, read_checksums, write_checksums
+from longrnn.checksums import damage, write_checksums
 from longrnn.errors import UserError
 from longrnn.files import one_line, sync_folder, write_atomic
 from longrnn.hf import lora
@@ -93,7 +93,7 @@ def _beside(output_dir: Path, step: int) -> Path:
 def _publish(output_dir: Path, step: int) -> None:
     """Renames a written checkpoint into place."""
     beside = _beside(output_dir, step)
-    write_checksums(beside, ("*",), known=read_checksums(beside))
+    write_checksums(beside, ("*",))
     os.replace(beside, folder_of(output_dir, step))
     sync_folder(output_dir)
 

@@ -172,7 +172,7 @@ def _refuse_overlap(training: Task, validation: Task) -> None:
     if not isinstance(training, Text) or not isinstance(validation, Text):
         return
     one, other = training.documents, validation.documents
-    same = one.corpus.header.sha256 == other.corpus.header.sha256
+    same = one.corpus.sha256 == other.corpus.sha256
     both = {*one.corpus.header.sources} & {*other.corpus.header.sources}
     divided = same and {one.part, other.part} == {"training", "held_out"}
     if (same or both) and not divided:

@@ -152,7 +152,7 @@ def test_only_answers_are_scored(answers: Path) -> None:
     task = instruct_task(answers)
     wanted = Counter(c for _, completion in ANSWERS[:3] for c in completion)
     seen: Counter[str] = Counter()
-    rows = len(task.packed(12, 0).cuts) - 1
+    rows = len(task.packed(12, 0))
     for index in range(rows):
         batch = task.batch(index, range(1), of=1, length=12, seed=0, carried=False)
         assert batch.tokens.shape == (1, 12)
@@ -173,7 +173,7 @@ def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
     with open(answers, "a") as file:
         file.write("\n" + json.dumps({"prompt": "", "completion": "pq"}))
     task = instruct_task(answers)
-    rows = len(task.packed(31, 0).cuts) - 1
+    rows = len(task.packed(31, 0))
     batch = task.batch(0, range(rows), of=rows, length=31, seed=0, carried=False)
     assert rows > 1
     assert len(batch.weights[batch.weights > 0].unique()) == 1
