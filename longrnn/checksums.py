@@ -1,7 +1,7 @@
 """SHA-256 checksums of what longrnn writes, and how loading verifies them.
 
-- A folder with a model or a corpus holds `checksums.json`: file name → SHA-256. The files themselves
-  are as other programs write and read them.
+- A folder with a model or a corpus holds `checksums.json`: file name → SHA-256. The files
+  themselves are as other programs write and read them.
 - A safetensors file that stands alone, such as a state, carries its checksum in its metadata.
 
 Whatever has no checksum, from an earlier version or another program, is read without one.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.options import Tokens
+from longrnn.options import Seed, Tokens
 from longrnn.registry import Registry
 from longrnn.seeds import seeded
 
@@ -172,7 +172,7 @@ class Random(Table):
         d_model: int,
         *,
         max_length: Tokens = 128,
-        seed: int = 0,
+        seed: Seed = 0,
         combine: str = "concat",
     ) -> None:
         super().__init__(d_model, combine)

@@ -35,6 +35,9 @@ from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
 
+# Changes whenever the files of a corpus do.
+FORMAT = "longrnn-corpus-2"
+
 
 def corpus_of(
     data: str | Sequence[str], reading: Reading, tokenizer: Tokenizer, *, quiet: bool = True
@@ -114,7 +117,7 @@ def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     options = reading.model_dump(include=set(Reading.model_fields))
     used = [options, tokenizer.fingerprint(), tokenizer.eos_id, template]
-    return digest([[source.identity() for source in found], *used])
+    return digest([FORMAT, [source.identity() for source in found], *used])
 
 
 def _write(

@@ -13,7 +13,6 @@ Notable choices:
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,14 +37,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from longrnn import processes
 from longrnn.config import flat
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
 USE_FSDP, PRECISION = "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"
-# The project of runs in wandb and trackio, and the file with the identity of a run there.
-PROJECT, TRACKER_ID = "longrnn", "tracker-id"
 # Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
 # wake-up and waits forever. The command line exits without destructors.
 _KEPT: list[Any] = []
@@ -173,31 +169,16 @@ def together(work: Any) -> None:
             raise error
 
 
-def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> None:
-    """Opens the tracker `report_to`, in its own folder inside `output_dir`.
-
-    Args:
-        accelerator: of `build_accelerator`.
-        config: the run.
-        step: finished steps; tensorboard drops later ones, because they run again.
-    """
+def start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Opens the tracker `report_to`, in its own folder inside `output_dir`."""
     folder = Path(config.output_dir)
-    # Under which a tracker knows the run, also when it is resumed.
-    identity = folder / TRACKER_ID
     if config.report_to == "none" or not processes.is_main():
         return
-    if not identity.is_file():
-        write_atomic(identity, secrets.token_hex(4))
-    own = identity.read_text().strip()
-    name = f"{folder.resolve().name}-{own}"
-    options: dict[str, dict[str, Any]] = {
-        "tensorboard": {"purge_step": step + 1},
-        "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
-        "trackio": {"name": name, "resume": "allow"},
-    }
+    named = {"name": folder.resolve().name}
+    options = {"wandb": {"dir": str(folder), **named}, "trackio": named}
     values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
     with redirect_stdout(sys.stderr):  # standard output is that of the command
-        accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
+        accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
 
 
 @contextmanager

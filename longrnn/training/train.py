@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from longrnn import processes
-from longrnn.checksums import damage
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.locks import Lock
@@ -107,8 +106,7 @@ def _find(lock: Lock, resume: Path | None) -> Path | None:
         check_new(folder)
         return None
     if resume != folder:
-        if (wrong := damage(resume)) is not None:
-            raise UserError(f"{resume} is damaged ({wrong}): give another checkpoint")
+        checkpoint.check(resume)
         check_new(folder, allowed=[folder / resume.name])
         checkpoint.clean(folder)
         if not (folder / resume.name).exists():
@@ -117,7 +115,7 @@ def _find(lock: Lock, resume: Path | None) -> Path | None:
             beside.rename(folder / resume.name)
         return folder / resume.name
     checkpoint.clean(folder)
-    return checkpoint.newest_whole(folder)
+    return checkpoint.newest(folder)
 
 
 def dry_run(config: TrainConfig, *, quiet: bool = False) -> str:

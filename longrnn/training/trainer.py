@@ -158,7 +158,7 @@ class Trainer:
             DivergedError: a step is not finite.
         """
         config = self.config
-        start_trackers(self.accelerator, config, self.step)
+        start_trackers(self.accelerator, config)
         rows = config.per_device_train_batch_size * processes.size()
         reads = self.task.summary(rows, config.length.max, config.carries)
         if reads:

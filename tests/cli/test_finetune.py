@@ -11,7 +11,7 @@ import torch
 
 from longrnn import load, load_tokenizer
 from longrnn.evaluation import perplexity
-from longrnn.training.config import TrainConfig, read_config
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.finetune import finetuning
 from tests.cli.conftest import CLI, refused
 from tests.training.journeys import IDS, PADDED_IDS, documents, published_mamba2
@@ -121,7 +121,7 @@ def test_overrides_go_before_the_recipe(shelf: Path) -> None:
         given = {"length": 64, "overrides": list(overrides), **options}
         return finetuning(str(shelf / "base"), data, **given)
 
-    recipe = read_config("finetune", ["init_from=base", "task.data=docs"])
+    recipe = configured("finetune", ["init_from=base", "task.data=docs"])
     plain = made()
     names = {"output_dir", "init_from", "task", "validation", "length"}
     assert plain.model_dump(exclude=names) == recipe.model_dump(exclude=names)

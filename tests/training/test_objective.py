@@ -14,7 +14,7 @@ from longrnn import load
 from longrnn.data import TASKS, UNSCORED, Batch
 from longrnn.models import RecurrentLM
 from longrnn.state import take
-from longrnn.training.config import read_config
+from longrnn.training.config import configured
 from longrnn.training.objective import Objective
 from tests.texts import TEXTS
 from tests.training.runs import crash, metrics, tiny, train
@@ -113,7 +113,7 @@ def test_the_embedded_checkpoints_can_be_trained_again(
     name: str, losses: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 200 steps have the losses of the code that trained the checkpoints."""
-    config = read_config(name, [f"output_dir={tmp_path / 'run'}"])
+    config = configured(name, [f"output_dir={tmp_path / 'run'}"])
     crash(config, 200, monkeypatch)
     found = {row["step"]: row["loss"] for row in metrics(tmp_path / "run")}
     assert losses == pytest.approx({step: found[step] for step in losses}, abs=1e-3)

@@ -16,7 +16,7 @@ import yaml
 from longrnn import load, train
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
-from longrnn.training.config import read_config
+from longrnn.training.config import configured
 from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training import forks
@@ -94,8 +94,8 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
             train(None, *overrides, resume=place)
 
 
-def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest and the best are kept, each loads, and a damaged one is set aside and named."""
+def test_checkpoints(tmp_path: Path) -> None:
+    """The newest and the best are kept; without a damaged one, which is named, the run goes on."""
     folder = tmp_path / "run"
     how = {"save_steps": 2, "logging_steps": 1, "eval_steps": 2, "learning_rate": 3.0}
     how |= {"lr_scheduler_type": "constant", "warmup_steps": 3}
@@ -106,18 +106,14 @@ def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert best < 8
     assert kept == {best, 8, 10}
     assert load(folder).fingerprint() == load(checkpoint.folder_of(folder, best)).fingerprint()
-    shutil.copytree(folder, tmp_path / "copy")
+    whole = metrics(folder)
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    train(None, resume=folder)
-    assert "model.safetensors" in capsys.readouterr().err
-    assert (folder / "checkpoint-00000010.damaged").is_dir()
-    for row, other in zip(metrics(folder), metrics(tmp_path / "copy"), strict=True):
-        assert row == other
-    for path in checkpoint.checkpoints(folder):
-        (path / "training.pt").write_bytes(b"x")
-    with pytest.raises(UserError, match=naming("training.pt", "output_dir")):
+    with pytest.raises(UserError, match=naming("checkpoint-00000010", "model.safetensors")):
         train(None, resume=folder)
+    shutil.rmtree(weights.parent)
+    train(None, resume=folder)
+    assert metrics(folder) == whole
 
 
 def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
@@ -205,7 +201,7 @@ def test_metrics(tmp_path: Path) -> None:
     assert set(done.rows[0]) == keys | {"tokens_per_second"}
     assert done.settings["length.max"] == 180
     recorded = yaml.safe_load((tmp_path / "run/train.yaml").read_text())
-    again = read_config(tmp_path / "run/train.yaml")
+    again = configured(tmp_path / "run/train.yaml")
     assert json.loads(again.model_dump_json()) == recorded
 
 
