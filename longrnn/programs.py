@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
-
-import typer
 
 from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
@@ -49,19 +46,6 @@ def continuing(folder: Path) -> None:
 def run_to_continue() -> Path | None:
     """The run of `continuing`, if there is something to continue."""
     return _run[-1] if _run and (_run[-1] / "train.yaml").is_file() else None
-
-
-def run_script(script: Callable[..., object], about: str | None) -> NoReturn:
-    """Runs a script and leaves the process, as `run_to_end` does.
-
-    Args:
-        script: a function whose parameters are its options.
-        about: the script's own docstring, which `--help` shows; its indented examples stay as they
-            are.
-    """
-    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=re.sub(r"\n\n(?=    )", "\n\n\b\n", about or ""))(script)
-    run_to_end(app, again=lambda: shlex.join(["python", *sys.argv]))
 
 
 def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:

@@ -16,7 +16,7 @@ import typer
 import longrnn
 from longrnn.errors import Terminated, UserError
 from longrnn.evaluation import cost
-from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
+from longrnn.programs import describe, module_command, module_environment, run_to_end
 from tests.training.runs import ENVIRONMENT
 
 pytestmark = pytest.mark.core
@@ -127,11 +127,10 @@ def test_the_traceback_is_shown_when_it_is_asked_for(
     def fail() -> None:
         raise ZeroDivisionError("of mine")
 
-    monkeypatch.setattr(sys, "argv", ["script.py"])
     for value, shown in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("LONGRNN_DEBUG", value)
         with pytest.raises(SystemExit) as leaving:
-            run_script(fail, "A script.")
+            run_to_end(fail, again=lambda: AGAIN)
         assert leaving.value.code == 1
         err = capsys.readouterr().err
         assert ("Traceback (most recent call last)" in err) is shown
@@ -202,7 +201,8 @@ CTRL_C = (
 )
 def test_a_script_ends(script: str, environment: dict[str, str], code: int, out: str) -> None:
     """All output is there, with escapes for what the encoding lacks, and an error is one line."""
-    text = "import os, signal, time\nfrom longrnn.programs import run_script\n"
-    done = program("-c", f"{text}run_script(lambda: {script}, 'x')", environment=environment)
+    text = "import os, signal, time\nfrom longrnn.programs import run_to_end\n"
+    text += f"run_to_end(lambda: {script}, again=lambda: 'again')"
+    done = program("-c", text, environment=environment)
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * (code != 0)

@@ -20,7 +20,6 @@ class PredecessorQuery(SequenceTask):
     `length` counts the distinct tokens; the last input asks about one that has a predecessor.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:
@@ -55,7 +54,6 @@ class Recall(SequenceTask):
     `length` counts the tokens of the pairs and is even; the keys are asked in a random order.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:

@@ -60,7 +60,6 @@ class SequenceTask(Task):
         query: the id of the query token, V; a task without one has V ids.
     """
 
-    default_length = 64
     has_query = True
 
     def __init__(
@@ -221,7 +220,6 @@ class DelayedSum(SequenceTask):
     `length` counts both halves and is even.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:

@@ -63,14 +63,13 @@ def test_the_first_step(kind: str, mixer: str) -> None:
 @cells
 @policies
 def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
-    """`content` restores a policy completely, and holds only tensors."""
+    """`content` restores a policy completely."""
     one, other = policy(kind, mixer), policy(kind, mixer)
     for step in range(3):
         for micro in (0, 1):
             one.before(batch(), step, micro)
             one.after(final(10 * step + micro, mixer), micro)
     content = one.content()
-    assert all(isinstance(value, torch.Tensor) for value in content.values())
     other.restore(content)
     for micro in (0, 1):
         is_document_start = batch([False] * ROWS)
