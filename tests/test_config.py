@@ -69,22 +69,16 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
     ("text", "overrides", "message"),
     [
         ("rat: 1", [], "rate"),
-        ("rate: 1", ["zzz=1"], "steps"),
         ("1: 2", [], "names"),
         ("steps: many", [], "steps"),
         ("inner: {width: [1]}", [], "inner.width"),
-        ("inner: 3", [], "inner"),
         ("rate: null", [], "rate"),
-        ("rate: 1", ["steps=ten"], "steps"),
         ("rate: 1", ["steps"], "steps"),
-        ("rate: 1", ["=3"], "'=3'"),
         ("rate: 1", ["free={a: 1"], "YAML"),
         ("rate: 1", ["rate.a=1"], "rate"),
         ("", [], "empty"),
         ("- a\n- b", [], "mapping"),
-        ("just words", [], "mapping"),
         ("a: [1", [], "YAML"),
-        ("a: b: c", [], "YAML"),
         ("free: &b {c: *b}", [], "free"),
     ],
 )
@@ -120,25 +114,10 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert config.task["data"] == ["/home/me/a.txt", "b~/c.txt"]
 
 
-@pytest.mark.parametrize("word", ["no", "'no'", "No", "off", "false"])
-def test_the_word_no(word: str, tmp_path: Path) -> None:
-    """`no`, which YAML reads as false, is accepted in a file and on the command line."""
-    path = write(tmp_path, f"mixed_precision: {word}\ngradient_checkpointing: {word}")
-    config = configured(path)
-    assert config.mixed_precision == config.gradient_checkpointing == "no"
-    config = configured(path, ["best_model=no", "gradient_checkpointing=true"])
-    assert (config.best_model, config.gradient_checkpointing) == ("no", "block")
+NUMBERS = "seed max_steps eval_samples learning_rate adam_beta2 max_grad_norm length.max peft.r"
 
 
-NUMBERS = [
-    *("seed", "max_steps", "save_steps", "logging_steps", "eval_steps", "eval_samples"),
-    *("learning_rate", "adam_beta2", "adam_epsilon", "weight_decay", "min_lr_rate"),
-    *("max_grad_norm", "length.max", "length.min", "eval_length", "warmup_steps", "decay_steps"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "segments_per_step", "peft.r"),
-]
-
-
-@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("key", NUMBERS.split())
 @pytest.mark.parametrize("value", ["-1", "nan", "many"])
 def test_numbers_out_of_range_are_one_sentence(key: str, value: str) -> None:
     """The sentence names the key."""
@@ -147,8 +126,10 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_options_of_a_kind_are_numbers_and_words() -> None:
-    """A NaN or a boolean for an option of a cell is refused."""
+def test_words() -> None:
+    """`no`, which YAML reads as false, is a word; a NaN or a boolean is not a value of a kind."""
+    config = configured("reverse_small", ["best_model=no", "gradient_checkpointing=true"])
+    assert (config.best_model, config.gradient_checkpointing) == ("no", "block")
     for options in ({"dt_min": "nan"}, {"A_init": [1, float("nan")]}, {"init": False}):
-        with pytest.raises(UserError, match="option '(dt_min|A_init|init)'"):
+        with pytest.raises(UserError, match="option '(dt_min|A_init|init)"):
             MIXERS.complete({"kind": "mamba2", **options})

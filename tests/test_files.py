@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from longrnn.files import file_name, sha256, write_atomic
+from longrnn.files import file_name, write_atomic
 
 pytestmark = pytest.mark.core
 
@@ -53,15 +52,6 @@ def test_content_is_on_disk_before_the_rename(
     monkeypatch.setattr(os, "replace", lambda *paths: (order.append("rename"), replace(*paths)))
     write_atomic(tmp_path / "file", "x")
     assert order == ["sync", "rename", "sync"]
-
-
-def test_sha256(tmp_path: Path) -> None:
-    """The published value of "abc", and of a file of several blocks."""
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    path.write_bytes(b"0123456789" * 100_000)
-    assert sha256(path) == hashlib.sha256(b"0123456789" * 100_000).hexdigest()
 
 
 def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:

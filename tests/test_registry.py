@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longrnn.cells import MIXERS
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from tests.refusals import naming
@@ -101,9 +101,3 @@ def test_options_of_the_members(registry: Registry) -> None:
         defaults = member.__init__.__kwdefaults__ or {}
         assert defaults.keys() == keyword_options(member).keys(), kind
         assert registry.complete({"kind": kind, **defaults}) == {"kind": kind, **defaults}
-
-
-def test_nearest() -> None:
-    """The closest name is suggested, or all of them."""
-    assert "lstm" in nearest("lsmt", ["lstm", "gru"])
-    assert nearest("transformer", ["lstm", "gru"]) == "known: gru, lstm"

@@ -144,22 +144,6 @@ def test_training_rejects_the_held_out_sequences(kind: str) -> None:
     assert seen == drawn - held_out
 
 
-def test_distinct_tokens_are_distinct() -> None:
-    """No token repeats, and every order is equally likely."""
-    task = build("predecessor_query", vocab_size=4, held_out=1)
-    x = task.draw(6000, 3, torch.Generator().manual_seed(3))[:, :3]
-    assert (x.sort(dim=1).values.diff(dim=1) > 0).all()
-    _, counts = x.unique(dim=0, return_counts=True)
-    assert len(counts) == 24
-    assert counts.min() > 185  # 250 expected, deviation 16
-    recalled = build("recall", vocab_size=8, held_out=1)
-    tokens = recalled.sample(500, length=6, seed=3).tokens
-    keys, values, asked = tokens[:, :6:2], tokens[:, 1:6:2], tokens[:, 6:]
-    assert (keys.sort(dim=1).values.diff(dim=1) > 0).all()
-    assert torch.equal(keys.sort(dim=1).values, asked.sort(dim=1).values)
-    assert keys.max() < 4 <= values.min()
-
-
 def test_lengths_of_reverse_variable_are_uniform() -> None:
     """Every length up to the longest is equally likely, row by row."""
     task = build("reverse_variable", min_length=5)

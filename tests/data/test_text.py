@@ -13,7 +13,7 @@ import torch
 
 from longrnn.data import TASKS, UNSCORED, Batch, Text
 from longrnn.data.build import corpus_of
-from longrnn.errors import LengthError, UserError
+from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer, Reading
 from tests.data.drawings import drawing
 from tests.refusals import naming
@@ -123,14 +123,6 @@ def read_all(task: Text) -> set[tuple[int, int]]:
     count = task.documents.places
     how: dict[str, Any] = {"of": 1, "length": 1, "seed": 0, "carried": False}
     return set(read_pairs([task.batch(index, range(1), **how) for index in range(count)]))
-
-
-def test_too_few_tokens_are_refused(texts: list[bytes]) -> None:
-    """More carried rows, or longer rows, than there are tokens are refused."""
-    with pytest.raises(LengthError, match=naming(117, 300)):
-        text_task().batch(0, range(3), of=3, length=100, seed=0, carried=True)
-    with pytest.raises(LengthError, match=naming(118)):
-        text_task().sample(1, length=118)
 
 
 ANSWERS = [("ab", "c"), ("d", "efg"), ("hijk", "lm"), ("n", "o" * 30)]

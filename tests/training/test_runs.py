@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from longrnn import load, train
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
-from longrnn.training.config import configured
 from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training import forks
@@ -187,22 +184,6 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     done = forks.run("train", path, "--dry-run", "validation.data=nowhere.txt")
     assert (done.returncode, "nowhere.txt" in done.stderr) == (2, True)
-
-
-def test_metrics(tmp_path: Path) -> None:
-    """Rows hold the mean loss since the last one, scores, norm, rate and tokens."""
-    done = run(tiny("passkey", tmp_path / "run", logging_steps=1))
-    means = run(tiny("passkey", tmp_path / "means"))
-    losses = [row["loss"] for row in done.rows]
-    assert means.rows[1]["loss"] == pytest.approx(sum(losses[3:6]) / 3)
-    width = done.rows[0]["tokens"] // 2
-    assert [row["tokens"] for row in done.rows] == [2 * width * k for k in range(1, 11)]
-    keys = {"step", "tokens", "loss", "accuracy", "grad_norm", "learning_rate"}
-    assert set(done.rows[0]) == keys | {"tokens_per_second"}
-    assert done.settings["length.max"] == 180
-    recorded = yaml.safe_load((tmp_path / "run/train.yaml").read_text())
-    again = configured(tmp_path / "run/train.yaml")
-    assert json.loads(again.model_dump_json()) == recorded
 
 
 def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:
