@@ -45,12 +45,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, cannot be read, or holds something else.
     """
-    if not path.is_file():
-        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({one_line(error)}): copy it again") from error
+        raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a mapping of keys to values: copy it again")
     return content

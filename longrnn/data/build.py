@@ -96,13 +96,21 @@ def build(
             return read_header(folder)
         if folder.exists():
             raise UserError(f"{folder} exists and is not overwritten: choose another --out")
+        header = Header(
+            tokenizer=name,
+            fingerprint=tokenizer.fingerprint(),
+            vocab_size=tokenizer.vocab_size,
+            identity=identity,
+            sources=[source.name for source in found],
+            scored_tokens=0 if reading.instruct else None,
+        )
         beside = folder.with_name(f".{folder.name}.partial")
         if beside.exists():
             print(f"the build of {folder} was interrupted: it starts again", file=sys.stderr)
             shutil.rmtree(beside)
         beside.mkdir(parents=True)
         try:
-            header = _write(found, tokenizer, beside, reading, name, identity, quiet)
+            _write(header, found, tokenizer, beside, reading, quiet)
             write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
             write_checksums(beside, ("*",))
             os.rename(beside, folder)
@@ -121,23 +129,14 @@ def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -
 
 
 def _write(
+    header: Header,
     found: Sequence[Source],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
-    name: str,
-    identity: str,
     quiet: bool,
-) -> Header:
-    """Writes all files of a corpus but its header, which is returned."""
-    header = Header(
-        tokenizer=name,
-        fingerprint=tokenizer.fingerprint(),
-        vocab_size=tokenizer.vocab_size,
-        identity=identity,
-        sources=[source.name for source in found],
-        scored_tokens=0 if reading.instruct else None,
-    )
+) -> None:
+    """Writes the columns of a corpus, and counts in its header."""
     names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
     count, most = 0, reading.max_tokens or sys.maxsize
     with (
@@ -178,4 +177,3 @@ def _write(
             f"({header.dropped_documents:,} were dropped): give other files or a smaller "
             "--min-length"
         )
-    return header

@@ -180,26 +180,21 @@ def _answered(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Itera
         yield Piece(prompt, False)
         yield Piece(completion, True, is_answer=True)
         return
-    if messages is None:
+    if not isinstance(messages, list) or not all(
+        isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages
+    ):
         raise UserError(
-            f"{where} has neither the texts prompt and completion nor messages, but "
-            f"{', '.join(row) or 'nothing'}: rename its columns"
-        )
-    listed = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
-    if not listed or not all({"role", "content"} <= one.keys() for one in messages):
-        raise UserError(
-            f"{where} has messages that are not a list of mappings with role and content: write it "
-            "so"
+            f"{where} has neither the texts prompt and completion nor messages, a list of mappings "
+            f"with role and content, but {', '.join(row) or 'nothing'}: write it so"
         )
     try:
-        ids, scored = tokenizer.encode_chat(messages)
+        yield Piece("", True, *tokenizer.encode_chat(messages))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(
             f"{where} cannot be used ({error}): correct the template or leave the row out"
         ) from error
-    yield Piece("", True, ids, scored)
 
 
 def _rows(source: Source, reading: Reading) -> Iterator[Mapping[str, Any]]:

@@ -3,10 +3,8 @@
 Notable choices:
 - Sharding is torch's own `fully_shard`, on CPUs and GPUs alike, so that what runs on eight GPUs is
   what a test runs on two CPU processes; accelerate would silently not shard the model on CPUs.
-- Mixed precision is autocast in both, so that states and decays keep their dtype. Under bf16 the
-  matrices of the blocks are gathered in bfloat16, and stay until the backward pass has used them:
-  a long row passes each block once per segment. All other weights, A_log and dt_bias among them,
-  are gathered in float32. Gradients are added up over the processes in float32.
+- Mixed precision is autocast in both, so that states and decays keep their dtype. Weights are
+  gathered, and gradients added up over the processes, in float32.
 - Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
 """
 
@@ -27,11 +25,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
@@ -67,16 +61,20 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         )
     AcceleratorState._reset_state()  # an earlier run of this process may have another precision
     sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=config.mixed_precision,
-        # The trainer divides by the number of micro-batches itself.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        log_with=None if config.report_to == "none" else config.report_to,
-        project_dir=config.output_dir,
-    )
-    if sharded is not None:
-        os.environ[USE_FSDP] = sharded
+    try:
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=config.mixed_precision,
+            # The trainer divides by the number of micro-batches itself.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_dir=config.output_dir,
+        )
+    except ValueError as error:
+        raise UserError(f"the run cannot be launched ({error}): {processes.LAUNCH}") from error
+    finally:
+        if sharded is not None:
+            os.environ[USE_FSDP] = sharded
     processes.start()
     return accelerator
 
@@ -118,16 +116,9 @@ def prepare(
 
 def _shard(accelerator: Accelerator, objective: Objective) -> None:
     """Shards the weights of an objective in place, those of a block as one group."""
-    narrow = accelerator.mixed_precision == "bf16"
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for block in objective.model.blocks:
-        for layer in block.modules() if narrow else ():
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(block, mesh=mesh, reshard_after_forward=not narrow)
+        fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)
     register_fsdp_forward_method(objective, "token_losses")
 

@@ -230,11 +230,10 @@ class Trainer:
             self.say(f"warning: {where}, and the step is skipped")
             return
         saved = checkpoint.checkpoints(self.output_dir)
-        there = f"the last healthy checkpoint is {saved[-1]}" if saved else "no checkpoint is saved"
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            where += f", as in {MOST_SKIPPED} steps in a row"
+        times = f", as in {MOST_SKIPPED} steps in a row" if self.skipped_in_a_row > 1 else ""
         raise DivergedError(
-            f"{where}; {there}: go on with `longrnn train --resume {self.output_dir} "
+            f"{where}{times}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
+            f"on with `longrnn train --resume {self.output_dir} "
             f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
         )
 
