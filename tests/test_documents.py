@@ -19,7 +19,6 @@ import typer
 from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.cli.launch import COMMANDS
-from longrnn.programs import new_app
 from longrnn.training.config import configured
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +115,7 @@ def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     if "argparse" in path.read_text() or "studies" in path.read_text():
         parse_program(str(path), runpy.run_path, words, monkeypatch)
         return
-    new, script = new_app(), runpy.run_path(str(path))
+    new, script = typer.Typer(), runpy.run_path(str(path))
     new.command()(script[path.stem])
     parse(typer.main.get_command(new), words, True)
 
