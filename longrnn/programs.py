@@ -142,8 +142,8 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return (
-            f"{error.strerror}{where}: check the path, its permissions and the free space, then: "
-            f"{again}",
+            f"{error.strerror}{where}: check path, permissions and free space, or choose another "
+            f"folder, then: {again}",
             REFUSED,
         )
     if isinstance(error, MemoryError) or (

@@ -26,6 +26,7 @@ from longrnn.config import build_config, flat, load_config, overridden
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
+from longrnn.models import RecurrentConfig
 from longrnn.options import Options, Seed, Share, Tokens
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
@@ -155,6 +156,13 @@ class TrainConfig(Options, validate_default=True):
     """Steps between rows of metrics.jsonl."""
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """A tracker that gets the same rows."""
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if value:
+            build_config(RecurrentConfig, value, source="model")
+        return value
 
     @field_validator("initial_state")
     @classmethod

@@ -59,7 +59,6 @@ CASES = """
     eval reverse RUN --n 0 | --n
     eval reverse RUN --n 17 | 16 | 17
     eval reverse RUN --lengths 0 | '0' is not a valid length
-    eval reverse RUN --lengths 1 | hold out at most half
     eval reverse RUN --vocab-size 0 | --vocab-size
     eval reverse RUN --vocab-size 9 | 10 ids
     eval reverse TEXT --lengths 4 | was not trained on reverse | --vocab-size and --lengths
