@@ -95,6 +95,22 @@ def dump_config(config: BaseModel) -> str:
     return yaml_text(config.model_dump(mode="json"), allow_unicode=True)
 
 
+class _Kind(BaseModel, extra="allow", strict=True):
+    kind: str | None = None
+
+
+class _Length(BaseModel, extra="allow", strict=True):
+    max: int | None = None
+
+
+class _Recorded(BaseModel, extra="allow", strict=True):
+    """What commands read of a recorded configuration."""
+
+    task: _Kind = _Kind()
+    length: _Length = _Length()
+    max_grad_norm: float | None = None
+
+
 def read_recorded(folder: Path) -> dict[str, Any]:
     """The configuration that a run recorded in its folder; empty where it recorded none.
 
@@ -103,9 +119,7 @@ def read_recorded(folder: Path) -> dict[str, Any]:
     """
     path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
     found = read_mapping(path, remedy) if path.exists() else {}
-    for key in ("task", "length"):
-        if not isinstance(found.get(key, {}), dict):
-            raise UserError(f"{path}: {key} must be a mapping: {remedy}")
+    validated(_Recorded, found, str(path))
     return found
 
 
