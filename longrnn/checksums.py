@@ -1,7 +1,7 @@
 """SHA-256 checksums of what longrnn writes, and how loading verifies them.
 
-- A folder with a model holds `checksums.json`: file name → SHA-256. The files themselves are as
-  other programs write and read them.
+- A folder with a model or a corpus holds `checksums.json`: file name → SHA-256. The files
+  themselves are as other programs write and read them.
 - A safetensors file that stands alone, such as a state, carries its checksum in its metadata.
 
 Whatever has no checksum, from an earlier version or another program, is read without one.
@@ -32,22 +32,15 @@ READ = (*MODEL_FILES, *PICKLES)
 KEY, BLANK = "sha256", "0" * 64
 
 
-def write_checksums(
-    folder: Path,
-    patterns: Iterable[str] = READ,
-    *,
-    known: Mapping[str, str] | None = None,
-) -> None:
+def write_checksums(folder: Path, patterns: Iterable[str] = READ) -> None:
     """Writes `checksums.json` for the files of a folder.
 
     Args:
         folder: the folder, whose files are complete.
         patterns: of the names of the files that are listed.
-        known: checksums that need not be computed again.
     """
-    known = known or {}
     digests = {
-        path.name: known.get(path.name) or sha256(path)
+        path.name: sha256(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != CHECKSUMS and _matches(path.name, patterns)
     }

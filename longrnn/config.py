@@ -1,41 +1,22 @@
-"""Configurations: pydantic models or dataclasses, filled from YAML and dotted overrides.
-
-A model states type, range, default and meaning of each key in its `Field`; unknown keys are refused
-with the nearest known name.
-"""
+"""Configurations: pydantic models or dataclasses, filled from YAML and dotted overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from longrnn.bundled import bundled, find
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.files import expand_home
+from longrnn.options import validated
 from longrnn.text import parse_yaml, read_mapping, yaml_text
 
 TRAIN = "configs/train"
 C = TypeVar("C")
 RECORDED = "train.yaml"  # where a run records its configuration
-
-
-class Options(BaseModel):
-    """A model of options, which refuses unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class InvalidKeyError(UserError):
-    """A key of a configuration that is unknown, or has a value that is not valid."""
-
-    def __init__(self, where: str, key: str, reason: str) -> None:
-        super().__init__(f"{where}, key {key!r}: {reason}")
-        self.key, self.reason = key, reason
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
@@ -66,7 +47,7 @@ def build_config(
         raise UserError(
             f"{source} must be a mapping of keys to values: write one `key: value` per line"
         )
-    return cast(C, validated(kind, overridden(values, overrides), source))
+    return validated(kind, overridden(values, overrides), source)
 
 
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -103,64 +84,10 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 def _copied(value: Any) -> Any:
     """A copy, with `~/` at the beginning of texts expanded, which no shell sees in a file."""
     if isinstance(value, Mapping):
-        return {key: _copied(one) for key, one in value.items()}
+        return {str(key): _copied(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_copied(one) for one in value]
     return expand_home(value) if isinstance(value, str) else value
-
-
-@lru_cache(256)
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    # An option that takes texts, such as a list of lengths, may be written without quotes.
-    config = None if _keys(kind) else ConfigDict(coerce_numbers_to_str=True)
-    return TypeAdapter(kind, config=config)
-
-
-def validated(kind: Any, value: Any, where: str) -> Any:
-    """A value as a type, a pydantic model or a dataclass.
-
-    Args:
-        kind: the type, with its annotations.
-        value: anything.
-        where: what the value is, for errors.
-
-    Raises:
-        UserError: it does not fit.
-    """
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise _refusal(error, kind, where) from error
-
-
-def _refusal(error: ValidationError, kind: Any, where: str) -> UserError:
-    """The sentence for the first thing that does not fit."""
-    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    # The members of a union have their names there, too.
-    names = [str(part) for part in first["loc"] if "[" not in str(part)] if _keys(kind) else []
-    key, own, given = ".".join(names), first.get("ctx", {}).get("error"), first["input"]
-    wanted = first["msg"].removeprefix("Input ").replace("should be", "it must be")
-    shown = f", not {given!r}" if not isinstance(given, dict | list) else ""
-    reason = f"{wanted[:1].lower()}{wanted[1:]}{shown}; give such a value"
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        for name in names[:-1]:
-            kind = _keys(kind)[name]
-        reason = f"it is unknown; {nearest(names[-1], _keys(kind))}"
-    elif isinstance(own, InvalidKeyError):
-        key, reason = ".".join([*names, own.key]), own.reason
-    elif isinstance(own, UserError):
-        reason = str(own)
-        if _keys(kind) and not key:
-            return own
-    return InvalidKeyError(where, key, reason) if key else UserError(f"{where}: {reason}")
-
-
-def _keys(kind: Any) -> dict[str, Any]:
-    """The keys of a model or dataclass, or of the one in a union, and their types."""
-    for one in (kind, *get_args(kind)):
-        if isinstance(one, type) and (issubclass(one, BaseModel) or is_dataclass(one)):
-            return get_type_hints(one)
-    return {}
 
 
 def dump_config(config: BaseModel) -> str:
@@ -179,26 +106,21 @@ class _Length(BaseModel, extra="allow", strict=True):
 class _Recorded(BaseModel, extra="allow", strict=True):
     """What commands read of a recorded configuration."""
 
-    task: _Kind | None = None
-    length: _Length | None = None
+    task: _Kind = _Kind()
+    length: _Length = _Length()
     max_grad_norm: float | None = None
 
 
 def read_recorded(folder: Path) -> dict[str, Any]:
     """The configuration that a run recorded in its folder; empty where it recorded none.
 
-    Keys of other versions stay. Those that commands read have the right type, or are missing.
-
     Raises:
         UserError: the file is damaged.
     """
-    path = folder / RECORDED
-    if not path.exists():
-        return {}
-    found = read_mapping(path, "put it back from a copy, or remove it")
+    path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
+    found = read_mapping(path, remedy) if path.exists() else {}
     validated(_Recorded, found, str(path))
-    given = {"task", "length"}
-    return {key: value for key, value in found.items() if value is not None or key not in given}
+    return found
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -33,5 +33,7 @@ class Terminated(BaseException):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause naming the known name nearest to `name`, or all of them where none is near."""
     names = sorted(known)
+    if not names:
+        return "leave it out, as none is known here"
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longrnn.errors import UserError
 
@@ -26,46 +22,21 @@ def expand_home(word: str) -> str:
 
 
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
-    """Replaces `path` by `content`; a reader (or a crash) sees the old or the new."""
-    with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    """Replaces `path` by `content`; a reader (or a crash) sees the old or the new.
 
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write piece by piece that replaces `path` at the end, or not at all.
-
-    What earlier writers of `path` left when they were killed is removed. The `flock` that a writer
-    holds tells whether it still writes; where the file system has none, everything stays.
+    What is beside it after a kill is replaced by the next writer: there is one at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in leftovers(path):
-        with suppress(OSError), open(left, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    beside = path.with_name(f".{path.name}.partial")
     try:
-        with naming(path), open(beside, "wb") as file:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+        with open(beside, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(beside, path)
+        os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Within this context, an OSError names `path` where it names nothing, as on a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -74,12 +45,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, cannot be read, or holds something else.
     """
-    if not path.is_file():
-        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({one_line(error)}): copy it again") from error
+        raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a mapping of keys to values: copy it again")
     return content
@@ -89,14 +58,6 @@ def one_line(error: BaseException) -> str:
     """The first sentence of an error's message, on one line; its type where it has no message."""
     sentence = re.split(r"[.!?] +(?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0]
     return sentence.rstrip(".") or type(error).__name__
-
-
-def leftovers(path: Path) -> list[Path]:
-    """What calls of `write_atomic(path, …)` that were killed left beside `path`."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}")
-    if not path.parent.is_dir():
-        return []
-    return [beside for beside in path.parent.iterdir() if name.fullmatch(beside.name)]
 
 
 def sync_folder(folder: Path) -> None:
@@ -120,16 +81,10 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def plain_name(text: str) -> str:
-    """`text` with underscores for what a file name should not contain; not always unique."""
-    plain = re.sub(r"[^\w.,=()+-]+", "_", text)
-    return plain if plain.strip(".") else f"{plain}_"  # dots alone mean a folder
-
-
 def file_name(text: str) -> str:
     """A file name for `text` that any file system takes, a different one for every text."""
-    plain = plain_name(text)
-    if plain == text and len(plain.encode()) <= LONGEST_NAME:
+    plain = re.sub(r"[^\w.,=()+-]+", "_", text)
+    if plain == text and plain.strip(".") and len(plain.encode()) <= LONGEST_NAME:
         return plain
     digest = hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
     return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"

@@ -1,8 +1,8 @@
-"""Locks: one process at a time writes into a folder or a file. Reading needs no lock.
+"""Locks: one process at a time writes a folder or a file. Reading needs no lock.
 
-A lock is a file, `.longrnn.lock` inside a folder or `.NAME.lock` beside a file, which its owner
-holds by `flock` (the filelock library) and which names the owner. The kernel releases it however
-the process ends, so the lock of a process that was killed can be taken at once.
+A lock is the file `.NAME.lock` beside what it protects, which its owner holds by `flock` (the
+filelock library) and which names the owner. The kernel releases it however the process ends, so the
+lock of a process that was killed can be taken at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shlex
 import socket
 import sys
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +20,6 @@ from filelock import FileLock, Timeout
 
 from longrnn.errors import UserError
 
-FOLDER_LOCK = ".longrnn.lock"
 # Characters of a command line that an error message shows.
 LONGEST_COMMAND = 160
 # Those that this process holds.
@@ -33,59 +31,43 @@ class LockedError(UserError):
 
 
 class Lock:
-    """The lock of a folder or a file; a context manager, or `acquire` and `release`.
+    """The lock of a folder or file; a context manager, or `acquire` and `release`.
 
     It belongs to the process: the same process may take it several times.
 
     Args:
-        path: the lock file.
-        target: what it protects, for the error message.
+        target: what it protects.
         instead: what to do instead of waiting, for the error message.
     """
 
-    def __init__(self, path: Path, target: Path, *, instead: str) -> None:
-        self.path, self.target, self.instead = path, target, instead
+    def __init__(self, target: Path, *, instead: str = "choose another output") -> None:
+        self.target, self.instead = target, instead
+        self.path = target.resolve().with_name(f".{target.resolve().name}.lock")
         self._made: list[Path] = []
-
-    @classmethod
-    def of_folder(cls, folder: Path, *, instead: str = "choose another output folder") -> Self:
-        """The lock of everything in a folder, which is created if missing."""
-        return cls(folder / FOLDER_LOCK, folder, instead=instead)
-
-    @classmethod
-    def of_file(cls, path: Path, *, instead: str = "choose another output") -> Self:
-        """The lock, beside it, of one file or of a folder that is renamed into place."""
-        return cls(path.with_name(f".{path.name}.lock"), path, instead=instead)
 
     def acquire(self) -> None:
         """Takes the lock until `release`, or until the process ends.
 
-        Does nothing if this object holds it already.
-
         Raises:
             LockedError: another process holds it.
         """
-        if self in _held:
-            return
         folder = self.path.parent
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path.resolve(), thread_local=False, is_singleton=True)
-        owner = "which has just begun or ended"
+        self._lock = FileLock(self.path, thread_local=False, is_singleton=True)
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
+            owner = ""
             with suppress(FileNotFoundError):  # it has ended just now
-                owner = self.path.read_text(errors="replace").strip() or owner
+                owner = self.path.read_text(errors="replace").strip()
             raise LockedError(
                 f"{self.target} is being written by another process ({owner}): wait until it ends, "
                 f"or {self.instead}"
             ) from error
         _held.append(self)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
-        since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        host = socket.gethostname()
-        owner = f"process {os.getpid()} on {host} since {since}: {command}\n"
+        owner = f"process {os.getpid()} on {socket.gethostname()}: {command}"
         self.path.write_text(owner, encoding="utf-8", errors="backslashreplace")
 
     def release(self) -> None:

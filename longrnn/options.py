@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from longrnn.errors import UserError, nearest
 from longrnn.units import parse_length
 
 
+class InvalidOptionError(UserError):
+    """An option that is unknown or missing, or whose value is not valid."""
+
+    def __init__(self, key: str, reason: str, where: str = "") -> None:
+        super().__init__(f"{where}{', ' if where else ''}option {key!r}: {reason}")
+        self.key, self.reason = key, reason
+
+
 class Options(BaseModel):
-    """A set of options; unknown ones are refused.
+    """A set of options; unknown ones are refused. The text below an option is its description.
 
     Raises:
         UserError: an unknown or missing option, or a value that is not valid.
@@ -26,14 +42,12 @@ class Options(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            names = {name: name for name in type(self).model_fields}
-            raise UserError(explain(error, names)) from error
+            raise explain(error, {name: name for name in type(self).model_fields}) from error
 
 
 def _tokens(value: Any) -> Any:
     # YAML reads 1e6 as a float.
-    is_text = isinstance(value, str) or (isinstance(value, float) and value.is_integer())
-    return parse_length(str(value).removesuffix(".0")) if is_text else value
+    return parse_length(str(value).removesuffix(".0")) if isinstance(value, str | float) else value
 
 
 def listed(value: Any) -> Any:
@@ -49,29 +63,68 @@ def _lengths(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Share = Annotated[float, Field(ge=0, le=1)]
 # A number of tokens, as `4096` or `4k`.
-Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1)]
+Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1, lt=2**63)]
 # Several, as a list or as `256,4k`; ascending, without repeats.
 Lengths = Annotated[
     list[Annotated[int, Field(ge=1)]], BeforeValidator(_lengths), Field(min_length=1)
 ]
 
 
-def explain(error: ValidationError, names: Mapping[str, str]) -> str:
+def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -> UserError:
     """Return the first error in words.
 
     Args:
         error: what pydantic says.
         names: of the options, as the user writes them.
+        where: what the options belong to.
     """
-    first = error.errors()[0]
-    field, *inner = first["loc"] or ("an option",)
-    name = ".".join(map(str, [names.get(str(field), field), *inner]))
-    if first["type"] == "extra_forbidden":
-        return f"unknown option {name!r}: {nearest(name, names)}"
-    if first["type"] == "missing":
-        return f"option {name!r} is missing: give it"
-    if first["type"] == "value_error":  # raised by our own validators, with its remedy
-        return f"{name}: {first.get('ctx', {})['error']}"
-    wanted = first["msg"].replace("Input should be", "must be")
-    return f"{name} is {first['input']!r} and {wanted}: give such a value"
+    # An unknown option goes first: the missing one may be what was meant.
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    errors = error.errors(include_url=False)
+    first = max(errors, key=lambda one: (one["type"] in unknown, len(one["loc"])))
+    # The members of a union have their names there, too.
+    path = [str(part) for part in first["loc"] if "[" not in str(part)]
+    path[:1] = [names.get(name, name) for name in path[:1]]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, InvalidOptionError):
+        path, reason = [*path, own.key], own.reason
+    elif isinstance(own, UserError):
+        reason = str(own)
+    elif first["type"] in unknown:
+        reason = f"it is unknown; {nearest(path[-1], names.values())}"
+    elif first["type"] == "missing":
+        reason = "it is missing; give it"
+    else:
+        wanted = first["msg"].removeprefix("Input ").replace("should be", "it must be")
+        shown = f", not {first['input']!r}" if not isinstance(first["input"], dict | list) else ""
+        reason = f"{wanted[:1].lower()}{wanted[1:]}{shown}; give such a value"
+    if path:
+        return InvalidOptionError(".".join(path), reason, where)
+    return UserError(f"{where}: {reason}" if where else reason)
+
+
+@lru_cache(256)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    # An option that takes texts, such as a list of lengths, may be written without quotes.
+    config = None if hasattr(kind, "__annotations__") else ConfigDict(coerce_numbers_to_str=True)
+    return TypeAdapter(kind, config=config)
+
+
+def validated(kind: Any, value: Any, where: str) -> Any:
+    """Return a value as a type, a pydantic model or a dataclass.
+
+    Args:
+        kind: the type, with its annotations.
+        value: anything.
+        where: what the value is, for errors.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        names = {name: name for name in getattr(kind, "__annotations__", {})}
+        raise explain(error, names, where) from error

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
+from longrnn.options import Seed, Tokens
 from longrnn.registry import Registry
 from longrnn.seeds import seeded
-from longrnn.units import TokenCount
 
+Combine = Literal["concat", "add"]
 POSITIONS: Registry[PositionalEncoding] = Registry("position")
 
 
@@ -23,10 +25,8 @@ class PositionalEncoding(nn.Module, ABC):
     keyword-only.
     """
 
-    def __init__(self, d_model: int, combine: str) -> None:
+    def __init__(self, d_model: int, combine: Combine) -> None:
         super().__init__()
-        if combine not in ("concat", "add"):
-            raise UserError(f"unknown combine {combine!r}: use 'concat' or 'add'")
         self.d_model, self.combine = d_model, combine
 
     @property
@@ -61,23 +61,14 @@ class PositionalEncoding(nn.Module, ABC):
         Raises:
             UserError: a position past the end of the table.
         """
-        if self.n_positions is not None:
-            _check_end(positions, self.n_positions)
+        if self.n_positions is not None and (last := int(positions.max())) >= self.n_positions:
+            raise UserError(
+                f"position {last} is past the end of the table of {self.n_positions} positions: "
+                f"build the model with position.max_length of at least {last + 1}, or use "
+                "'sinusoidal'"
+            )
         encoding = self.encode(x, positions)
         return torch.cat([x, encoding], dim=-1) if self.combine == "concat" else x + encoding
-
-    def extra_repr(self) -> str:
-        return f"d_model={self.d_model}, combine={self.combine}"
-
-
-def _check_end(positions: Tensor, count: int) -> None:
-    """Raises a `UserError` for a position past the end of a table of `count` positions."""
-    last = int(positions.max())
-    if last >= count:
-        raise UserError(
-            f"position {last} is past the end of the table of {count} positions: build the "
-            f"model with position.max_length of at least {last + 1}, or use 'sinusoidal'"
-        )
 
 
 @POSITIONS.register("none")
@@ -110,7 +101,7 @@ class Sinusoidal(PositionalEncoding):
         combine: `concat` or `add`.
     """
 
-    def __init__(self, d_model: int, *, combine: str = "concat") -> None:
+    def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
         super().__init__(d_model, combine)
         if d_model % 2:
             raise UserError(
@@ -150,7 +141,7 @@ class Learned(Table):
     """
 
     def __init__(
-        self, d_model: int, *, max_length: TokenCount = 128, combine: str = "concat"
+        self, d_model: int, *, max_length: Tokens = 128, combine: Combine = "concat"
     ) -> None:
         super().__init__(d_model, combine)
         self.table = nn.Parameter(torch.randn(max_length, d_model))
@@ -173,9 +164,9 @@ class Random(Table):
         self,
         d_model: int,
         *,
-        max_length: TokenCount = 128,
-        seed: int = 0,
-        combine: str = "concat",
+        max_length: Tokens = 128,
+        seed: Seed = 0,
+        combine: Combine = "concat",
     ) -> None:
         super().__init__(d_model, combine)
         rows = torch.randn(max_length, d_model, generator=seeded(seed))
@@ -191,7 +182,7 @@ class Duplicate(PositionalEncoding):
         combine: `concat` or `add`.
     """
 
-    def __init__(self, d_model: int, *, combine: str = "concat") -> None:
+    def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
         super().__init__(d_model, combine)
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -36,36 +36,22 @@ class _Group(NamedTuple):
 _group = _Group(0, 1)
 
 
-def check_launch() -> int:
-    """How many processes the environment names; 1 without a launcher.
-
-    Raises:
-        UserError: they cannot find each other; every one of them would do all the work.
-    """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if launched > 1 and missing:
-        raise UserError(
-            f"{launched} processes were requested (WORLD_SIZE) and this one has no "
-            f"{', '.join(missing)}: {LAUNCH}"
-        )
-    return launched
-
-
 def start() -> None:
     """Joins the processes of the launch; does nothing without a launcher, or if it was called.
 
     Raises:
-        UserError: see `check_launch`.
+        UserError: they cannot find each other; every one of them would do all the work.
     """
     global _group
-    if check_launch() == 1 or _group.size > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _group.size > 1:
         return
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=PATIENCE)
+    except ValueError as error:
+        raise UserError(f"the processes cannot be joined ({error}): {LAUNCH}") from error
     _group = _Group(dist.get_rank(), dist.get_world_size())
 
 

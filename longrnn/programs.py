@@ -11,12 +11,9 @@ Notable choices:
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import re
-import shlex
-import site
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,8 +21,6 @@ from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
-
-import typer
 
 from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
@@ -36,9 +31,7 @@ REFUSED, INTERRUPTED, UNEXPECTED, CLOSED = 2, 130, 1, 141
 # Characters of another library's message; the traceback has all of it.
 LONGEST = 300
 
-_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
-# How torch words a failed allocation on a CPU, which is a plain RuntimeError there.
+# How torch words a failed allocation, which is a plain RuntimeError on a CPU.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 
 
@@ -54,24 +47,6 @@ def continuing(folder: Path) -> None:
 def run_to_continue() -> Path | None:
     """The run of `continuing`, if there is something to continue."""
     return _run[-1] if _run and (_run[-1] / "train.yaml").is_file() else None
-
-
-def new_app() -> typer.Typer:
-    """An app for the commands of a script."""
-    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-
-
-def run_script(script: Callable[..., object], about: str | None) -> NoReturn:
-    """Runs a script and leaves the process, as `run_to_end` does.
-
-    Args:
-        script: a function whose parameters are its options.
-        about: the script's own docstring, which `--help` shows; its indented examples stay as they
-            are.
-    """
-    app = new_app()
-    app.command(help=re.sub(r"\n\n(?=    )", "\n\n\b\n", about or ""))(script)
-    run_to_end(app, again=lambda: shlex.join(["python", *sys.argv]))
 
 
 def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:
@@ -166,40 +141,26 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         kept = str(error) or "what was finished is kept"
         return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
-    if _is_memory(error):
-        detail = f" ({_short(error)})" if str(error) else ""
+    detail = f" ({_short(error)})" if str(error) else ""
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return (
+            f"{error.strerror}{where}: check path, permissions and free space, or choose another "
+            f"folder, then: {again}",
+            REFUSED,
+        )
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    ):
         return (
             f"not enough memory{detail}: use a smaller batch size, length or model, or another "
             "device",
             REFUSED,
         )
-    if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}: {_remedy(error.errno, again)}", REFUSED
-    what = type(error).__name__
-    detail = f" ({_short(error)})" if str(error) else ""
     return (
-        f"unexpected {what}{detail}; run again with {DEBUG}=1 for the traceback",
+        f"unexpected {type(error).__name__}{detail}; run again with {DEBUG}=1 for the traceback",
         UNEXPECTED,
     )
-
-
-def _remedy(number: int, again: str) -> str:
-    if number in _SPACE:
-        return f"free space or choose another folder, then: {again}"
-    if number in _RIGHTS:
-        return f"change its permissions or choose another folder, then: {again}"
-    # The same command would fail in the same way.
-    return "check the path or choose another folder"
-
-
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")  # what was never imported has raised nothing
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def _short(error: BaseException) -> str:
@@ -219,18 +180,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def module_environment(module: str) -> dict[str, str]:
     """This process's environment, in which a child finds the same `module` as this process does.
 
-    PYTHONPATH stays as it is; the folder that `module` comes from is added at its end where
-    neither PYTHONPATH nor the installation has it, as in a checkout that is not installed.
+    PYTHONPATH stays as it is; the folder that `module` comes from is added at its end.
     """
     # A child of a process of a launch is not itself one of the launch.
     values = {name: v for name, v in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    values["PYTHONSAFEPATH"] = "1"
     spec = importlib.util.find_spec(module.partition(".")[0])
-    if spec is None or spec.origin is None:
-        return values
-    root = str(Path(spec.origin).resolve().parents[1])
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    installed = [*site.getsitepackages(), site.getusersitepackages()]
-    if root not in [os.path.realpath(path) for path in [*given, *installed]]:
-        values["PYTHONPATH"] = os.pathsep.join([*given, root])
-    return values
+    assert spec is not None
+    root = str(Path(str(spec.origin)).resolve().parents[1])
+    given = [path for path in values.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**values, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([*given, root])}

@@ -10,10 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from longrnn.config import validated
+from pydantic import create_model, field_validator
+
 from longrnn.errors import UserError, nearest
+from longrnn.options import Options, validated
 
 T = TypeVar("T")
 M = TypeVar("M", bound=type)
@@ -50,8 +53,10 @@ class Registry(dict[str, "type[T]"], Generic[T]):
             UserError: unknown kind, unknown option, a value of the wrong type, or no value where
                 there is no default.
         """
-        kind, options = self._checked(spec)
-        return self[kind](*context, **options)
+        member, options = self._checked(spec)
+        return member(
+            *context, **{name: getattr(options, name) for name in options.model_fields_set}
+        )
 
     def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """`spec` with the default of every option that it leaves out.
@@ -59,34 +64,40 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         Raises:
             UserError: as `build`.
         """
-        kind, options = self._checked(spec)
-        return {"kind": kind, **_defaults(self[kind]), **options}
+        _, options = self._checked(spec)
+        return {"kind": spec["kind"], **dict(options)}
 
-    def _checked(self, spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The kind, and the given options as the types that the member's constructor states."""
+    def _checked(self, spec: Mapping[str, Any]) -> tuple[type[T], MemberOptions]:
+        """The member, and its options as the types that its constructor states."""
         kind = spec.get("kind")
         if not isinstance(kind, str):
             raise UserError(
                 f"the {self.family} is described by a mapping with 'kind', "
                 f"one of: {', '.join(sorted(self))}"
             )
-        options = {name: value for name, value in spec.items() if name != "kind"}
-        known, which = keyword_options(self[kind], annotated=True), f"{self.family} {kind!r}"
-        for name in options.keys() - known.keys():
-            remedy = nearest(str(name), known) if known else "leave it out, as it takes none"
-            raise UserError(f"{which} has no option {name!r}: {remedy}")
-        for name in known.keys() - options.keys() - _defaults(self[kind]).keys():
-            raise UserError(f"{which} needs its option {name!r}: give it")
-        for name, value in options.items():
-            where = f"{which}, option {name!r}"
-            options[name] = made = validated(known[name], value, where)
-            if any(one != one for one in (made if isinstance(made, list) else [made])):
-                raise UserError(f"{where} is not a number: give one, or leave it out")
-        return kind, options
+        options = {str(name): value for name, value in spec.items() if name != "kind"}
+        return self[kind], validated(_options_of(self[kind]), options, f"{self.family} {kind!r}")
 
 
-def _defaults(member: type) -> dict[str, Any]:
-    return getattr(member.__init__, "__kwdefaults__", None) or {}
+class MemberOptions(Options, coerce_numbers_to_str=True):
+    """The options of a member, a subclass for each."""
+
+    @field_validator("*")
+    @classmethod
+    def _is_number(cls, value: Any) -> Any:
+        if any(one != one for one in (value if isinstance(value, list) else [value])):
+            raise UserError("it is not a number: give one, or leave it out")
+        return value
+
+
+@lru_cache(256)
+def _options_of(member: type) -> type[MemberOptions]:
+    defaults = getattr(member.__init__, "__kwdefaults__", None) or {}
+    fields: dict[str, Any] = {
+        name: (kind, defaults.get(name, ...))
+        for name, kind in keyword_options(member, annotated=True).items()
+    }
+    return create_model(member.__name__, __base__=MemberOptions, **fields)
 
 
 def keyword_options(member: type, *, annotated: bool = False) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = Lock.of_folder(folder, instead="choose another --output")
+        self._lock = Lock(folder, instead="choose another --output")
         rank = processes.rank()
         self._file = folder / (ROWS if rank == 0 else f"rows-{rank}.jsonl")
         self._rows: dict[str, Row] = processes.on_main(self._open)

@@ -10,24 +10,6 @@ from longrnn.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-# What torch takes.
-SMALLEST, LARGEST = -(2**63), 2**64 - 1
-
-
-def check_seed(seed: int) -> int:
-    """`seed`, where every generator of random numbers takes it.
-
-    Raises:
-        UserError: it is not a whole number of 64 bits.
-    """
-    whole = isinstance(seed, int) and not isinstance(seed, bool)
-    if not (whole and SMALLEST <= seed <= LARGEST):
-        shown = "a number of more than 30 digits" if whole and abs(seed) > 10**30 else repr(seed)
-        raise UserError(
-            f"{shown} is not a valid seed: give a whole number from -2**63 to 2**64 - 1"
-        )
-    return seed
-
 
 def seeded(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
     """A new generator with a seed.
@@ -37,7 +19,9 @@ def seeded(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
     """
     import torch
 
-    return torch.Generator(device).manual_seed(check_seed(seed))
+    if not -(2**63) <= seed < 2**64:
+        raise UserError("a seed must be from -2**63 to 2**64 - 1: give such a number")
+    return torch.Generator(device).manual_seed(seed)
 
 
 def mix(*parts: int | str) -> int:

@@ -9,7 +9,6 @@ so that rows that have read different numbers of tokens go together.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -179,8 +178,6 @@ def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> 
     metadata = {
         "format": FORMAT,
         "fingerprint": model.fingerprint() if model is not None else "",
-        "position": json.dumps(state.position.tolist()),
-        "dtype": json.dumps({name: str(leaf.dtype) for name, leaf in tensors.items()}),
     }
     write_atomic(Path(path), sealed(tensors, metadata))
 

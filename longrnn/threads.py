@@ -8,17 +8,20 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 VARIABLE = "OMP_NUM_THREADS"  # read by torch and by the C++ kernels when they are loaded
-CGROUPS = Path("/sys/fs/cgroup")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def usable_cores(cgroups: Path = CGROUPS) -> int:
+def usable_cores(quota: Path = QUOTA) -> int:
     """The cores that this process may use: those it is bound to, and no more than its CPU quota.
 
     A container may have a quota of two cores on a machine with 64.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = _quota(cgroups)
-    return max(1, bound or 1) if quota is None else max(1, min(bound or 1, math.ceil(quota)))
+    try:
+        time, period = quota.read_text().split()
+        return max(1, min(bound or 1, math.ceil(int(time) / int(period))))
+    except (OSError, ValueError):  # no quota, or a system that describes it in another way
+        return bound or 1
 
 
 def limit_threads(environment: MutableMapping[str, str], cores: int) -> None:
@@ -29,16 +32,3 @@ def limit_threads(environment: MutableMapping[str, str], cores: int) -> None:
     """
     if VARIABLE not in environment and cores < (os.cpu_count() or 1):
         environment[VARIABLE] = str(cores)
-
-
-def _quota(cgroups: Path) -> float | None:
-    """The quota of this container in cores; None for no limit or where it is unknown."""
-    try:
-        # Version 2, then version 1, of the control groups of Linux.
-        for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-            if all((cgroups / name).is_file() for name in names):
-                quota, period = " ".join((cgroups / name).read_text() for name in names).split()
-                return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None  # as on a system that describes its limits in another way
-    return None

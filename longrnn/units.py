@@ -1,16 +1,9 @@
-"""Lengths as people write them: 256, 4k, 1M (powers of 1024).
-
-A number of tokens that a user gives has the type `TokenCount`: an option of a registered class and
-a key of a configuration with this type take `4k` too.
-"""
+"""Lengths as people write them: 256, 4k, 1M (powers of 1024); see `longrnn.options.Tokens`."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field
 
 from longrnn.errors import UserError
 
@@ -30,26 +23,6 @@ def parse_length(text: str) -> int:
     if not 1 <= length < 2**63 or length != int(length):
         raise UserError(f"{text!r} is not a valid length: write tokens such as 256, 4k or 1M")
     return int(length)
-
-
-def _count(value: Any) -> Any:
-    """A text or a float as a number of tokens, because YAML reads `1e6` as a float."""
-    return parse_length(str(value).removesuffix(".0")) if isinstance(value, str | float) else value
-
-
-TokenCount = Annotated[int, BeforeValidator(_count), Field(ge=1, lt=2**63)]
-
-
-def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = 2**31 - 1) -> None:
-    """Refuses a number of things that is out of range.
-
-    Raises:
-        UserError: such a number.
-    """
-    if not at_least <= value <= at_most:
-        raise UserError(
-            f"{name} must be from {at_least:,} to {at_most:,}, not {value}: give such a number"
-        )
 
 
 def parse_lengths(text: str) -> list[int]:

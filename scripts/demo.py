@@ -11,6 +11,8 @@ per head. Writes the results and pictures. A demo that was stopped continues wit
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +35,7 @@ from longrnn.files import write_atomic
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import embedded
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
-from longrnn.programs import run_script
+from longrnn.programs import run_to_end
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training
@@ -199,4 +201,5 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_script(demo, __doc__)
+    demo.__doc__ = __doc__
+    run_to_end(lambda: typer.run(demo), again=lambda: shlex.join(["python", *sys.argv]))

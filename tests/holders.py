@@ -12,18 +12,16 @@ HOLD = """
 import sys
 from pathlib import Path
 from longrnn.locks import Lock
-kind, path = sys.argv[1:]
-lock = getattr(Lock, f"of_{kind}")(Path(path))
-lock.acquire()
+Lock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
-def holder(path: Path, kind: str = "folder") -> subprocess.Popen[str]:
+def holder(path: Path) -> subprocess.Popen[str]:
     """A process that holds the lock of a folder or file until its standard input ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, kind, str(path)],
+        [sys.executable, "-c", HOLD, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -34,9 +32,9 @@ def holder(path: Path, kind: str = "folder") -> subprocess.Popen[str]:
 
 
 @contextmanager
-def held(path: Path, kind: str = "folder") -> Iterator[int]:
+def held(path: Path) -> Iterator[int]:
     """Within this context another process, whose id is the value, holds the lock of `path`."""
-    process = holder(path, kind)
+    process = holder(path)
     try:
         yield process.pid
     finally:

@@ -10,7 +10,7 @@ import pytest
 from longrnn.evaluation.run import evaluate
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
-from longrnn.training.config import read_config
+from longrnn.training.config import configured
 from tests.texts import BOOK
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +36,8 @@ def test_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
     """The recorded configuration is the one in configs/train/."""
-    recorded = read_config(embedded()[name] / "train.yaml")
-    offered = read_config(ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
+    recorded = configured(embedded()[name] / "train.yaml")
+    offered = configured(ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
     recorded.output_dir = offered.output_dir
     if offered.init_from is not None:
         # Those of the checkpoint it starts from.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from longrnn import state as states
@@ -23,7 +22,6 @@ from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import cli
@@ -93,17 +91,6 @@ def test_loading_notices_every_flipped_bit(
     load(folder)
 
 
-def test_tokenizers_are_verified_without_their_model(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """A tokenizer is verified also if the weights beside it are not loaded."""
-    shutil.copytree(folders["hf"], tmp_path / "hf")
-    path = tmp_path / "hf/tokenizer_config.json"
-    path.write_text(path.read_text().replace("\n", " \n", 1))
-    with pytest.raises(UserError, match="tokenizer_config.json"):
-        load_tokenizer(tmp_path / "hf")
-
-
 @pytest.mark.parametrize("kind", ["checkpoint", "run"])
 def test_every_file_of_a_run_is_covered(
     kind: str, folders: dict[str, Path], tmp_path: Path
@@ -159,17 +146,6 @@ def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
     again = states.load(path, network)
     for one, other in zip(states.leaves(whole), states.leaves(again), strict=True):
         assert torch.equal(one[1], other[1])
-
-
-def test_a_state_without_its_checksum_is_refused(tmp_path: Path) -> None:
-    network, path = model().eval(), tmp_path / "state"
-    states.save(network.init_state(2), path, model=network)
-    with safe_open(path, framework="pt") as file:
-        metadata = dict(file.metadata())
-    assert len(metadata.pop("sha256")) == 64
-    save_file(load_file(path), path, metadata=metadata)
-    with pytest.raises(UserError):
-        states.load(path, network)
 
 
 SAVE = """

@@ -18,7 +18,7 @@ import typer
 from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.cli.launch import COMMANDS
-from longrnn.training.config import read_config
+from longrnn.training.config import configured
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -104,7 +104,7 @@ def parse_longrnn(words: list[str], complete: bool) -> None:
         overrides = [word for word in words[2:] if not word.startswith("--")]
         if "--grid" in words:
             overrides = [word.split(",")[0] for word in overrides]
-        read_config(words[1], overrides)
+        configured(words[1], overrides)
 
 
 def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from longrnn.files import (
-    file_name,
-    leftovers,
-    naming,
-    replacing,
-    sha256,
-    write_atomic,
-)
+from longrnn.files import file_name, write_atomic
 
 pytestmark = pytest.mark.core
 
@@ -51,48 +42,6 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert names(tmp_path) == ["file"]
 
 
-def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial file of a kill is found by the name of its target, and no other file is.
-
-    The next writer removes it, and not that of a writer at the same time.
-    """
-    path = tmp_path / "new" / "file.txt"
-    assert leftovers(path) == []
-
-    def die(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", die)
-        patch.setattr(Path, "unlink", lambda *_, **__: None)
-        with pytest.raises(KeyboardInterrupt):
-            write_atomic(path, "half")
-    (left,) = path.parent.iterdir()
-    with replacing(path) as other:  # which still writes
-        write_atomic(path, "first")
-        assert not left.exists()
-        other.write(b"second")
-    assert names(path.parent) == ["file.txt"]
-    assert path.read_text() == "second"
-    left.touch()
-    path.unlink()
-    for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
-        (path.parent / name).write_text("kept")
-    assert leftovers(path) == [left]
-
-
-def test_an_error_names_the_file(tmp_path: Path) -> None:
-    """An OSError without a file name gets the name of the file."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    named = pytest.raises(OSError, match="No space left on device.*/mine")
-    with named as error, naming(tmp_path / "mine"):
-        raise full
-    assert error.value.filename == str(tmp_path / "mine")
-    with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "mine"):
-        (tmp_path / "other").read_bytes()
-    assert str(missing.value.filename) == str(tmp_path / "other")
-
-
 def test_content_is_on_disk_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,15 +52,6 @@ def test_content_is_on_disk_before_the_rename(
     monkeypatch.setattr(os, "replace", lambda *paths: (order.append("rename"), replace(*paths)))
     write_atomic(tmp_path / "file", "x")
     assert order == ["sync", "rename", "sync"]
-
-
-def test_sha256(tmp_path: Path) -> None:
-    """The published value of "abc", and of a file of several blocks."""
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    path.write_bytes(b"0123456789" * 100_000)
-    assert sha256(path) == hashlib.sha256(b"0123456789" * 100_000).hexdigest()
 
 
 def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from longrnn.locks import Lock
 folder, place = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(200):
     try:
-        with Lock.of_folder(folder):
+        with Lock(folder):
             place.mkdir()  # fails where another process is in here
             place.rmdir()
     except UserError:
@@ -40,7 +40,7 @@ def start(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
 def test_an_owner_is_named_and_a_killed_one_has_no_lock(tmp_path: Path) -> None:
     """A second process is refused with the first one's id, command and the remedy."""
     owner = holder(tmp_path / "run")
-    lock = Lock.of_folder(tmp_path / "run", instead="choose another output_dir")
+    lock = Lock(tmp_path / "run", instead="choose another output_dir")
     try:
         names = [tmp_path / "run", owner.pid, "choose another output_dir"]
         with pytest.raises(UserError, match=naming(*names)) as refusal:
@@ -54,7 +54,7 @@ def test_an_owner_is_named_and_a_killed_one_has_no_lock(tmp_path: Path) -> None:
         owner.kill()
         owner.communicate()
     with lock:
-        assert (tmp_path / "run").is_dir()
+        pass
 
 
 def test_processes_never_hold_a_lock_together(tmp_path: Path) -> None:
@@ -66,30 +66,24 @@ def test_processes_never_hold_a_lock_together(tmp_path: Path) -> None:
 
 
 def test_what_a_lock_leaves(tmp_path: Path) -> None:
-    """Folders that were made for a lock go with it, unless something is in them."""
-    lock = Lock.of_folder(tmp_path / "a/b")
+    """The lock file goes, and folders that were made for it, unless something is in them."""
+    lock = Lock(tmp_path / "a/b")
     with lock:
-        assert (tmp_path / "a/b").is_dir()
+        assert os.listdir(tmp_path / "a") == [".b.lock"]
     assert os.listdir(tmp_path) == []
-    with lock:
-        (tmp_path / "a/b/file").write_text("x")
-    assert os.listdir(tmp_path / "a/b") == ["file"]
-    beside = Lock.of_file(tmp_path / "results.jsonl")
-    beside.acquire()
-    beside.acquire()
+    lock.acquire()
+    Lock(tmp_path / "a/b").acquire()
+    (tmp_path / "a/b").write_text("x")
     release_all()
-    assert sorted(os.listdir(tmp_path)) == ["a"]
+    assert os.listdir(tmp_path / "a") == ["b"]
 
 
 def test_a_process_may_take_its_lock_twice(tmp_path: Path) -> None:
     """A command that holds a folder may call another that locks it."""
-    one, two = Lock.of_folder(tmp_path / "run"), Lock.of_folder(tmp_path / "run")
-    with one, two:
-        pass
-    with one:
-        with two:
+    with Lock(tmp_path / "run"):
+        with Lock(tmp_path / "run"):
             pass
-        other = start(HOLD, "folder", tmp_path / "run")
+        other = start(HOLD, tmp_path / "run")
         _, err = other.communicate()
         assert other.returncode == 1
         assert "being written by another process" in err

@@ -9,8 +9,6 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.packing import document_starts, document_starts_of_positions
-from longrnn.ops.rows import Rows
-from tests.contracts.builders import assert_near, build_model, random_tokens
 
 
 def test_starts_from_bounds() -> None:
@@ -30,14 +28,6 @@ def test_starts_from_positions() -> None:
         [False, False, True, False, True],
         [True, True, False, False, False],
     ]
-
-
-def test_a_model_reads_a_row_of_bounds() -> None:
-    """Two documents in one row give what they give alone."""
-    model, tokens = build_model("mamba2", "learned"), random_tokens(1, 9)
-    found = model(tokens, rows=Rows(None, document_starts([0, 4, 9], 9))).logits
-    assert_near(found[:, :4], model(tokens[:, :4]).logits, 1e-12)
-    assert_near(found[:, 4:], model(tokens[:, 4:]).logits, 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longrnn.errors import UserError
 from longrnn.units import format_length, parse_length, parse_lengths
@@ -47,9 +45,3 @@ def test_lists_keep_their_order_without_repeats() -> None:
 def test_the_shortest_exact_form(length: int, text: str) -> None:
     """A length is formatted exactly: 1000 is not 1k."""
     assert format_length(length) == text
-
-
-@given(st.integers(1, 2**40))
-def test_what_is_formatted_parses_back(length: int) -> None:
-    """Parsing the formatted length gives the length."""
-    assert parse_length(format_length(length)) == length

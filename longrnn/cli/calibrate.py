@@ -54,7 +54,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
             ".yaml"
         )
-    Lock.of_file(path, instead="choose another --output").acquire()
+    Lock(path, instead="choose another --output").acquire()
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(calibration.texts, tokenizer, model)

@@ -110,7 +110,7 @@ def _built(kind: type[Options], values: dict[str, Any]) -> Options:
         if not isinstance(error.__cause__, ValidationError):
             raise
         flags = {name: flag(name, field) for name, field in kind.model_fields.items()}
-        raise UserError(explain(error.__cause__, flags)) from error
+        raise explain(error.__cause__, flags) from error
 
 
 def flag(name: str, field: FieldInfo) -> str:

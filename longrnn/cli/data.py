@@ -16,8 +16,8 @@ class Corpora(Reading, Quiet):
     """Documents, and how they become a corpus."""
 
     data: Annotated[list[str], Argument("DATA")]
-    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, folders of
-    save_to_disk, or names of datasets on the Hugging Face Hub."""
+    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, or names
+    of datasets on the Hugging Face Hub."""
     out: Path
     """Folder to write."""
     tokenizer: str = "bytes"

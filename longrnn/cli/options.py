@@ -116,5 +116,5 @@ def lock_output(folder: Path) -> Path:
     from longrnn.locks import Lock
     from longrnn.processes import on_main
 
-    on_main(Lock.of_folder(folder, instead="choose another --output").acquire)
+    on_main(Lock(folder, instead="choose another --output").acquire)
     return folder

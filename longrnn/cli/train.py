@@ -49,7 +49,7 @@ def train(training: Training) -> None:
 
     Example: longrnn train passkey_tiny_short max_steps=500 output_dir=runs/try
     """
-    from longrnn.training.config import help_config, read_config
+    from longrnn.training.config import configured, help_config
     from longrnn.training.train import resumed
 
     if training.help_config:
@@ -63,7 +63,7 @@ def train(training: Training) -> None:
         for line in run_grid(config, overrides, quiet=training.quiet):
             typer.echo(line)
     elif training.resume is None:
-        run(read_config(config, overrides), training)
+        run(configured(config, overrides), training)
     else:
         run(resumed(training.resume, overrides, quiet=training.quiet), training)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from longrnn.errors import UserError
 from longrnn.registry import Registry
@@ -80,20 +79,6 @@ class Batch(NamedTuple):
         return Batch(*fields)
 
 
-def joined(parts: list[Batch]) -> Batch:
-    """The rows of several batches of one task and length; narrower ones are padded."""
-    if len(parts) == 1:
-        return parts[0]
-    width = max(part.tokens.shape[1] for part in parts)
-    columns: list[Any] = []
-    for name, column in zip(Batch._fields, zip(*parts, strict=True), strict=True):
-        if isinstance(column[0], Tensor) and column[0].ndim == 2:
-            blank = UNSCORED if name == "targets" else 0
-            column = [F.pad(x, (0, width - x.shape[1]), value=blank) for x in column]
-        columns.append(torch.cat(column) if isinstance(column[0], Tensor) else column[0])
-    return Batch(*columns)
-
-
 def row_starts(tokens: Tensor, begins: Tensor | bool = True) -> Tensor:
     """`Batch.is_document_start` of rows with one document each.
 
@@ -119,7 +104,7 @@ class Task(ABC):
     """
 
     vocab_size: int
-    default_length: int = 256
+    default_length = 256
     carries = False
 
     @abstractmethod

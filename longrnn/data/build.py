@@ -6,15 +6,18 @@ again.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from longrnn.checksums import write_checksums
 from longrnn.data.sources import Source, documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
@@ -27,10 +30,13 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import plain_name, sha256, sync_folder, write_atomic
+from longrnn.files import file_name, sync_folder, write_atomic
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
+
+# Changes whenever the files of a corpus do.
+FORMAT = "longrnn-corpus-2"
 
 
 def corpus_of(
@@ -49,8 +55,7 @@ def corpus_of(
         return Corpus(Path(listed[0]).expanduser())
     cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
     identity = _identity(sources(listed), reading, tokenizer)
-    title = plain_name(Path(listed[0]).name)[:40]
-    folder = cache / "corpora" / f"{title}-{identity[:16]}"
+    folder = cache / "corpora" / file_name(f"{Path(listed[0]).name}-{identity[:16]}")
     if not (folder / HEADER).is_file():
         build(listed, tokenizer, folder, reading=reading, quiet=quiet)
     return Corpus(folder)
@@ -86,19 +91,28 @@ def build(
         )
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
-    with Lock.of_file(folder, instead="choose another --out"):
-        if (folder / HEADER).is_file() and read_header(folder / HEADER).identity == identity:
-            return read_header(folder / HEADER)
+    with Lock(folder, instead="choose another --out"):
+        if (folder / HEADER).is_file() and read_header(folder).identity == identity:
+            return read_header(folder)
         if folder.exists():
             raise UserError(f"{folder} exists and is not overwritten: choose another --out")
+        header = Header(
+            tokenizer=name,
+            fingerprint=tokenizer.fingerprint(),
+            vocab_size=tokenizer.vocab_size,
+            identity=identity,
+            sources=[source.name for source in found],
+            scored_tokens=0 if reading.instruct else None,
+        )
         beside = folder.with_name(f".{folder.name}.partial")
         if beside.exists():
             print(f"the build of {folder} was interrupted: it starts again", file=sys.stderr)
             shutil.rmtree(beside)
         beside.mkdir(parents=True)
         try:
-            header = _write(found, tokenizer, beside, reading, name, identity, quiet)
-            write_atomic(beside / HEADER, header.text())
+            _write(header, found, tokenizer, beside, reading, quiet)
+            write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+            write_checksums(beside, ("*",))
             os.rename(beside, folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -111,55 +125,35 @@ def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     options = reading.model_dump(include=set(Reading.model_fields))
     used = [options, tokenizer.fingerprint(), tokenizer.eos_id, template]
-    return digest([[source.identity() for source in found], *used])
+    return digest([FORMAT, [source.identity() for source in found], *used])
 
 
 def _write(
+    header: Header,
     found: Sequence[Source],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
-    name: str,
-    identity: str,
     quiet: bool,
-) -> Header:
-    """Writes all files of a corpus but its header, which is returned."""
-    header = Header(
-        tokenizer=name,
-        fingerprint=tokenizer.fingerprint(),
-        vocab_size=tokenizer.vocab_size,
-        identity=identity,
-        sources=[source.name for source in found],
-        scored_tokens=0 if reading.instruct else None,
-    )
-    sizes = [sum(path.stat().st_size for path in source.files) or None for source in found]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
+) -> None:
+    """Writes the columns of a corpus, and counts in its header."""
     names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
     count, most = 0, reading.max_tokens or sys.maxsize
     with (
         ExitStack() as stack,
-        Progress("corpus (bytes)", total, unit="tokens", quiet=quiet) as progress,
+        Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
     ):
         columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
-        for source, size in zip(found, sizes, strict=True):
-            left = size or sys.maxsize
-            for document in documents(source, tokenizer, reading):
+        for source in found:
+            for ids, scored in documents(source, tokenizer, reading):
                 if header.tokens >= most:
                     break
                 count += 1
-                ids, scored = document.ids, document.scored
-                read = min(left, document.size)  # a compressed table has more text than bytes
-                left -= read
-                progress.advance(read, len(ids), Path(source.name).name)
+                progress.advance(0, len(ids), Path(source.name).name)
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
                     header.dropped_tokens += len(ids)
                     continue
-                if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-                    raise UserError(
-                        f"the tokenizer gave the id {ids.max()} and has only "
-                        f"{tokenizer.vocab_size}: use another tokenizer"
-                    )
                 header.documents += 1
                 header.tokens += len(ids)
                 values = (ids.astype(header.dtype), np.array([header.tokens], "<u8"), scored)
@@ -167,8 +161,7 @@ def _write(
                     column.write(one.tobytes())
                 if header.scored_tokens is not None:
                     header.scored_tokens += int(scored.sum())
-            if size:
-                progress.advance(left, 0, Path(source.name).name)
+            progress.advance(1, 0)
         for column in columns:
             column.flush()
             os.fsync(column.fileno())
@@ -184,5 +177,3 @@ def _write(
             f"({header.dropped_documents:,} were dropped): give other files or a smaller "
             "--min-length"
         )
-    header.sha256 = {one: sha256(folder / one) for one in names}
-    return header

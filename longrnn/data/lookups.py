@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ class PredecessorQuery(SequenceTask):
     `length` counts the distinct tokens; the last input asks about one that has a predecessor.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:
@@ -31,9 +28,6 @@ class PredecessorQuery(SequenceTask):
                 f"predecessor_query has from 2 to vocab_size={self.n_tokens} distinct tokens, not "
                 f"{length}: take such a length, or set vocab_size={length}"
             )
-
-    def count(self, length: int) -> int:
-        return math.perm(self.n_tokens, length) * (length - 1)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """The distinct tokens and, as the last of `(n, length + 1)`, the one asked about."""
@@ -60,7 +54,6 @@ class Recall(SequenceTask):
     `length` counts the tokens of the pairs and is even; the keys are asked in a random order.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:
@@ -74,10 +67,6 @@ class Recall(SequenceTask):
                 f"recall has {length // 2} distinct keys and half of vocab_size={self.n_tokens} to "
                 f"take them from: set vocab_size={length} or more, or take a smaller length"
             )
-
-    def count(self, length: int) -> int:
-        keys, values, pairs = self.n_tokens // 2, self.n_tokens - self.n_tokens // 2, length // 2
-        return math.perm(keys, pairs) * values**pairs * math.factorial(pairs)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """Pairs, then the keys in the order in which they are asked, `(n, 3 · length / 2)`."""

@@ -115,7 +115,6 @@ class PasskeyPrompts:
 
     def __init__(self, tokenizer: Tokenizer, filler: str, most_keys: int) -> None:
         self.tokenizer, self.most_keys = tokenizer, most_keys
-        self._known: dict[str, Tensor] = {}
         self._header, self._filler = self.ids(HEADER), self.ids(filler)
         self.n_header, self.n_filler = len(self._header), len(self._filler)
         if self.n_filler == 0:
@@ -152,9 +151,7 @@ class PasskeyPrompts:
     def question(self, needle: Needle) -> Tensor:
         """The ids of the question, `(q,)`."""
         text = NUMBERED_QUESTION.format(number=needle.number) if needle.number else QUESTION
-        if text not in self._known:
-            self._known[text] = self.ids(text)
-        return self._known[text]
+        return self.ids(text)
 
     def answer(self, needle: Needle) -> Tensor:
         """The ids of the right answer, `(k,)`."""

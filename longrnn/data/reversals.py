@@ -9,10 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch
-from longrnn.data.sequences import Condition, Count, Reverse, SequenceTask, Vocabulary
+from longrnn.data.sequences import Condition, Reverse, SequenceTask, Vocabulary
 from longrnn.errors import LengthError
+from longrnn.options import Count, Seed, Tokens
 from longrnn.text import Tokenizer
-from longrnn.units import TokenCount
 
 # Beyond the end of a sequence in what `ReverseVariable.draw` gives.
 NOTHING = -1
@@ -45,8 +45,8 @@ class ReverseVariable(SequenceTask):
         *,
         vocab_size: Vocabulary = 32,
         held_out: Count = 1024,
-        seed: int = 0,
-        min_length: TokenCount = 32,
+        seed: Seed = 0,
+        min_length: Tokens = 32,
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         self.min_length = min_length
@@ -57,12 +57,6 @@ class ReverseVariable(SequenceTask):
                 f"the longest sequence has {length} tokens and the shortest "
                 f"min_length={self.min_length}: set a smaller min_length or take a larger length"
             )
-
-    def count(self, length: int) -> int:
-        return self.n_tokens**self.min_length
-
-    def options(self) -> dict[str, int | float]:
-        return super().options() | {"min_length": self.min_length}
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """Sequences `(n, length)`, with −1 after the end of those that are shorter."""
@@ -110,17 +104,11 @@ class ReverseDualFrequency(Reverse):
         *,
         vocab_size: Annotated[int, Field(ge=2, multiple_of=2)] = 32,
         held_out: Count = 1024,
-        seed: int = 0,
+        seed: Seed = 0,
         rare_share: Annotated[float, Field(gt=0, lt=1)] = 0.125,
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         self.half, self.rare_share = vocab_size // 2, rare_share
-
-    def count(self, length: int) -> int:
-        return self.half**length  # of the narrowest condition
-
-    def options(self) -> dict[str, int | float]:
-        return super().options() | {"rare_share": self.rare_share}
 
     def frequency_classes(self) -> dict[str, range]:
         return {"frequent": range(self.half), "rare": range(self.half, self.n_tokens)}

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.errors import LengthError
-from longrnn.seeds import check_seed, mix, seeded
+from longrnn.options import Count, Seed
+from longrnn.seeds import mix, seeded
 from longrnn.text import Tokenizer
 
 Vocabulary = Annotated[int, Field(ge=2)]
-Count = Annotated[int, Field(ge=1)]
+# Draws in a row that may be held out.
+TRIES = 1000
 
 
 class Condition(NamedTuple):
@@ -45,7 +47,7 @@ class Condition(NamedTuple):
 class SequenceTask(Task):
     """Random sequences over V tokens, of which some are held out of training.
 
-    Members write `rule`; where their sequences are not uniform, also `draw`, `count` and `check`.
+    Members write `rule`; where their sequences are not uniform, also `draw` and `check`.
 
     Args:
         tokenizer: ignored.
@@ -58,7 +60,6 @@ class SequenceTask(Task):
         query: the id of the query token, V; a task without one has V ids.
     """
 
-    default_length = 64
     has_query = True
 
     def __init__(
@@ -67,11 +68,11 @@ class SequenceTask(Task):
         *,
         vocab_size: Vocabulary = 32,
         held_out: Count = 1024,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         self.n_tokens = self.query = vocab_size
         self.vocab_size = vocab_size + self.has_query
-        self.n_held_out, self.seed = held_out, check_seed(seed)
+        self.n_held_out, self.seed = held_out, seed
         self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
 
     @abstractmethod
@@ -82,20 +83,12 @@ class SequenceTask(Task):
         """`n` sequences as they are drawn in training, a row of int64 each."""
         return torch.randint(self.n_tokens, (n, length), generator=generator)
 
-    def count(self, length: int) -> int:
-        """How many sequences of a length there are for evaluation to choose from."""
-        return self.n_tokens**length
-
     def check(self, length: int) -> None:
         """Raises LengthError for a length that the task does not have."""
         if length < 1:
             raise LengthError(
                 f"a sequence has at least 1 token, not {length}: use a greater length"
             )
-
-    def options(self) -> dict[str, int | float]:
-        """What the held-out sequences depend on, beside their length."""
-        return {"vocab_size": self.n_tokens, "seed": self.seed, "held_out": self.n_held_out}
 
     def conditions(self) -> list[Condition]:
         """The conditions of the test; held-out sequences take them in turn."""
@@ -117,8 +110,15 @@ class SequenceTask(Task):
         generator = torch.Generator().manual_seed(mix(seed, index, 0))
         x = self.draw(of, length, generator)
         for values in x.numpy():  # views: what is written here is written to x
-            while values.tobytes() in forbidden:
+            for _ in range(TRIES):
+                if values.tobytes() not in forbidden:
+                    break
                 values[:] = self.draw(1, length, generator)[0].numpy()
+            else:
+                raise LengthError(
+                    f"almost all sequences of length {length} over {self.n_tokens} tokens are held "
+                    f"out: set held_out below {self.n_held_out}, or a larger vocab_size"
+                )
         return self._batch(x[rows.start : rows.stop])
 
     def held_out(self, count: int, *, length: int) -> Batch:
@@ -157,12 +157,6 @@ class SequenceTask(Task):
         """The held-out sequences of one length, also as a set of their bytes."""
         if length not in self._held_out:
             self.check(length)
-            if self.count(length) < 2 * self.n_held_out:
-                raise LengthError(
-                    f"with vocab_size={self.n_tokens} there are only {self.count(length)} "
-                    f"sequences of length {length}: hold out at most half of them, not "
-                    f"held_out={self.n_held_out}"
-                )
             rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
         return self._held_out[length]
@@ -226,7 +220,6 @@ class DelayedSum(SequenceTask):
     `length` counts both halves and is even.
     """
 
-    default_length = 16
     has_query = False
 
     def check(self, length: int) -> None:

@@ -4,8 +4,8 @@ A source is
 
 - a text file, which is one document, or several with a separator;
 - a `.jsonl`, `.json`, `.csv` or `.parquet` file, with one document per row;
-- a folder with tables, as `datasets.load_dataset` reads it; a folder of `save_to_disk`; any other
-  folder stands for the text files in it and below;
+- a folder with tables, as `datasets.load_dataset` reads it; any other folder stands for the text
+  files in it and below;
 - the name of a dataset on the Hugging Face Hub, which is streamed.
 
 A document is a text; or a `prompt` with its `completion`, or `messages`, a list of
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +37,6 @@ PIECE_CHARACTERS, PIECES = 2**20, 64
 # The formats of tables, as `datasets` names them, by suffix. In folders .json is left out, where it
 # is as often a configuration.
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-# Files by which a folder of `save_to_disk` of the datasets library is known.
-SAVED = ("state.json", "dataset_dict.json")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -48,7 +45,7 @@ class Source(NamedTuple):
 
     Attributes:
         name: as the user gave it.
-        kind: `text`, `saved`, or what `datasets.load_dataset` takes as its first argument.
+        kind: `text`, or what `datasets.load_dataset` takes as its first argument.
         files: the files that are read; empty where they are not known.
     """
 
@@ -77,15 +74,12 @@ def sources(data: Sequence[str]) -> list[Source]:
         elif not path.is_dir():
             if path.exists() or not HUB_NAME.fullmatch(given) or path.suffix:
                 raise UserError(
-                    f"no file {given}: give files or folders of UTF-8 text or tables, a folder of "
-                    "save_to_disk, or the name of a dataset on the Hub such as organisation/name"
+                    f"no file {given}: give files or folders of UTF-8 text or tables, or the name "
+                    "of a dataset on the Hub such as organisation/name"
                 )
             found.append(Source(given, given, []))
         elif (path / HEADER).is_file():
             raise UserError(f"{path} is tokenized already: give it alone, as the data to train on")
-        elif any((path / name).is_file() for name in SAVED):
-            files = sorted(one for one in path.rglob("*") if one.is_file())
-            found.append(Source(given, "saved", files))
         elif tables := files_below(path, set(TABLES) - {".json"}):
             found.append(Source(given, str(path), tables))
         elif texts := files_below(path):
@@ -99,20 +93,6 @@ def sources(data: Sequence[str]) -> list[Source]:
     return found
 
 
-class Document(NamedTuple):
-    """A tokenized document.
-
-    Attributes:
-        ids: `(n,)` int64.
-        scored: `(n,)` bool, which tokens belong to answers.
-        size: bytes of its text.
-    """
-
-    ids: NDArray[np.int64]
-    scored: NDArray[np.bool_]
-    size: int
-
-
 class Piece(NamedTuple):
     """A part of a document: a text to tokenize, or tokens; `ends`: whether it is the last part."""
 
@@ -123,15 +103,20 @@ class Piece(NamedTuple):
     is_answer: bool = False
 
 
-def documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Document]:
+def documents(
+    source: Source, tokenizer: Tokenizer, reading: Reading
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yields the documents of a source, in their order.
+
+    Yields:
+        Their ids `(n,)`, and which of them belong to answers `(n,)`.
 
     Raises:
         UserError: it cannot be read, or lacks the columns.
     """
     ids: list[NDArray[np.int64]] = []
     scored: list[NDArray[np.bool_]] = []
-    size, pieces = 0, _pieces(source, tokenizer, reading)
+    pieces = _pieces(source, tokenizer, reading)
     end = [tokenizer.eos_id] if reading.appends_eos(tokenizer) else []
     while group := list(islice(pieces, PIECES)):
         made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
@@ -139,12 +124,11 @@ def documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterato
             own = next(made) if piece.ids is None else piece.ids
             if piece.ends and piece.ids is None and own:
                 own = [*own, *end]
-            ids.append(np.asarray(own, dtype=np.int64))
-            scored.append(np.asarray(piece.scored or [piece.is_answer] * len(own), dtype=bool))
-            size += len(piece.text.encode(errors="surrogatepass"))
+            ids.append(np.array(own, dtype=np.int64))
+            scored.append(np.array(piece.scored or [piece.is_answer] * len(own), dtype=bool))
             if piece.ends:
-                yield Document(np.concatenate(ids), np.concatenate(scored), size)
-                ids, scored, size = [], [], 0
+                yield np.concatenate(ids), np.concatenate(scored)
+                ids, scored = [], []
 
 
 def _pieces(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Piece]:
@@ -196,26 +180,21 @@ def _answered(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Itera
         yield Piece(prompt, False)
         yield Piece(completion, True, is_answer=True)
         return
-    if messages is None:
+    if not isinstance(messages, list) or not all(
+        isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages
+    ):
         raise UserError(
-            f"{where} has neither the texts prompt and completion nor messages, but "
-            f"{', '.join(row) or 'nothing'}: rename its columns"
-        )
-    listed = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
-    if not listed or not all({"role", "content"} <= one.keys() for one in messages):
-        raise UserError(
-            f"{where} has messages that are not a list of mappings with role and content: write it "
-            "so"
+            f"{where} has neither the texts prompt and completion nor messages, a list of mappings "
+            f"with role and content, but {', '.join(row) or 'nothing'}: write it so"
         )
     try:
-        ids, scored = tokenizer.encode_chat(messages)
+        yield Piece("", True, *tokenizer.encode_chat(messages))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(
             f"{where} cannot be used ({error}): correct the template or leave the row out"
         ) from error
-    yield Piece("".join(str(one["content"]) for one in messages), True, ids, scored)
 
 
 def _rows(source: Source, reading: Reading) -> Iterator[Mapping[str, Any]]:
@@ -228,40 +207,19 @@ def _rows(source: Source, reading: Reading) -> Iterator[Mapping[str, Any]]:
             "datasets"
         ) from error
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with _errors_of(source):
-        if source.kind == "saved":
-            saved: Any = datasets.load_from_disk(str(Path(source.name).expanduser()))
-            if hasattr(saved, "keys") and reading.split not in saved:
-                raise UserError(
-                    f"{source.name} has no split {reading.split!r}: set split to one of "
-                    f"{', '.join(saved)}"
-                )
-            yield from saved[reading.split] if hasattr(saved, "keys") else saved
-        elif source.kind in TABLES.values():
-            files = str(source.files[0])
-            yield from datasets.load_dataset(
-                source.kind, data_files=files, split="train", streaming=True
-            )
-        else:
-            options: dict[str, Any] = {"split": reading.split, "name": reading.subset}
-            options |= {} if reading.revision is None else {"revision": reading.revision}
-            yield from datasets.load_dataset(source.kind, streaming=True, **options)
-
-
-@contextmanager
-def _errors_of(source: Source) -> Iterator[None]:
-    """Within this context, an error of datasets or pyarrow becomes a `UserError`."""
-    remedy = "write it again"
-    if source.kind not in ("saved", *TABLES.values()):
-        remedy = "check split, subset and revision"
-        if not source.files:
-            remedy += ", the name and the network; or download it and give its folder"
+    options: dict[str, Any] = {"path": source.kind, "streaming": True, "split": "train"}
+    if source.kind in TABLES.values():
+        options["data_files"] = str(source.files[0])
+    else:
+        given = {"split": reading.split, "name": reading.subset, "revision": reading.revision}
+        options |= {name: value for name, value in given.items() if value is not None}
     try:
-        yield
-    except (UserError, GeneratorExit):
-        raise
-    except Exception as error:  # of many kinds
-        # datasets raises ConnectionError and FileNotFoundError for names on the Hub.
+        yield from datasets.load_dataset(**options)
+    except Exception as error:  # of datasets or pyarrow, of many kinds
+        # datasets raises OSErrors without a number for names on the Hub.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UserError(f"{source.name} cannot be read ({one_line(error)}): {remedy}") from error
+        raise UserError(
+            f"{source.name} cannot be read ({one_line(error)}): write the file again, or check the "
+            "name, split, subset and revision of the dataset, and the network"
+        ) from error

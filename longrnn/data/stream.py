@@ -2,8 +2,8 @@
 
 A corpus is a folder: `tokens.bin` (the ids of all documents, one after the other, little-endian
 uint16 or uint32), `documents.bin` (where each document ends, uint64), for prompts with answers
-`scored.bin` (uint8, 1 for a token of an answer), and `corpus.json` (tokenizer, counts, the SHA-256
-of these files, and its own).
+`scored.bin` (uint8, 1 for a token of an answer), `corpus.json` (tokenizer and counts), and
+`checksums.json`.
 
 Notable choices:
 - Rows, carried rows and packed documents are windows of documents that are laid end to end in an
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longrnn.checksums import damage, read_checksums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError, nearest
-from longrnn.files import sha256
 from longrnn.text import Tokenizer
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
@@ -56,7 +56,6 @@ class Header:
         tokens: number of tokens.
         dropped_documents: number of documents that were too short, or had nothing to learn.
         dropped_tokens: number of their tokens.
-        sha256: hexadecimal checksums of the other files, by name.
     """
 
     tokenizer: str
@@ -69,17 +68,11 @@ class Header:
     tokens: int = 0
     dropped_documents: int = 0
     dropped_tokens: int = 0
-    sha256: dict[str, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
         """The dtype of `tokens.bin`."""
         return "<u2" if self.vocab_size <= 2**16 else "<u4"
-
-    def text(self) -> str:
-        """The content of the file, with its own checksum."""
-        content = asdict(self)
-        return json.dumps({**content, "own": digest(content)}, indent=2) + "\n"
 
 
 class Corpus:
@@ -90,6 +83,7 @@ class Corpus:
 
     Attributes:
         header: see `Header`.
+        sha256: of the files with the tokens, by name.
         spans: `(documents, 2)` int64, the first token of each document and the one after its last.
 
     Raises:
@@ -97,13 +91,14 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.header = folder, read_header(folder / HEADER)
-        for name, expected in self.header.sha256.items():
-            if not (folder / name).is_file() or sha256(folder / name) != expected:
-                raise UserError(
-                    f"{folder / name} is damaged, it has changed since it was built: copy the "
-                    f"folder again or {BUILD}"
-                )
+        if not (folder / HEADER).is_file():
+            raise UserError(
+                f"no corpus at {folder} (it has no {HEADER}): make one with `longrnn data build`"
+            )
+        if (wrong := damage(folder)) is not None:
+            raise UserError(f"{folder} is damaged ({wrong}): copy it again or {BUILD}")
+        self.folder, self.header = folder, read_header(folder)
+        self.sha256 = {n: s for n, s in read_checksums(folder).items() if n != HEADER}
         ends = np.fromfile(folder / DOCUMENTS, "<u8").astype(np.int64)
         self.spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
         self.tokens = np.memmap(folder / TOKENS, self.header.dtype, mode="r")
@@ -125,23 +120,9 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_header(path: Path) -> Header:
-    """Reads a `corpus.json`.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    if not path.is_file():
-        raise UserError(
-            f"no corpus at {path.parent} (it has no {HEADER}): make one with `longrnn data build`"
-        )
-    try:
-        content = json.loads(path.read_text())
-        if content.pop("own") != digest(content):
-            raise ValueError("its checksum does not fit")
-        return Header(**content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): {BUILD}") from error
+def read_header(folder: Path) -> Header:
+    """Reads the `corpus.json` of a whole corpus."""
+    return Header(**json.loads((folder / HEADER).read_text()))
 
 
 class Order(NamedTuple):
@@ -181,25 +162,23 @@ class Documents:
         self._spans = corpus.spans if part == "all" else _divided(corpus.spans, part, may_cut)
         self.lengths: Whole = self._spans[:, 1] - self._spans[:, 0]
         self.places = int((self.lengths - 1).sum())
-        self.sha256 = digest([corpus.header.sha256, part])
+        self.sha256 = digest([corpus.sha256, part])
         self.order = lru_cache(2)(self._order)
-
-    def read(self, document: int, start: int, stop: int) -> Tensor:
-        """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
-        return self._slice(self.corpus.tokens, document, start, stop)
-
-    def read_scored(self, document: int, start: int, stop: int) -> Tensor:
-        """Which of the tokens `start` up to `stop` of a document belong to answers, bool."""
-        assert self._scored is not None
-        return self._slice(self._scored, document, start, stop) == 1
 
     def first(self, document: int) -> int:
         """The index of a document's first token in the corpus."""
         return int(self._spans[document, 0])
 
-    def _slice(self, column: np.memmap[Any, Any], document: int, start: int, stop: int) -> Tensor:
-        first = self.first(document)
-        return torch.from_numpy(column[first + start : first + stop].astype(np.int64))
+    def read(self, document: int, start: int, stop: int) -> Tensor:
+        """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
+        own = slice(self.first(document) + start, self.first(document) + stop)
+        return torch.from_numpy(self.corpus.tokens[own].astype(np.int64))
+
+    def read_scored(self, document: int, start: int, stop: int) -> Tensor:
+        """Which of the tokens `start` up to `stop` of a document belong to answers, bool."""
+        assert self._scored is not None
+        own = slice(self.first(document) + start, self.first(document) + stop)
+        return torch.from_numpy(self._scored[own] == 1)
 
     def answer_tokens(self) -> Whole:
         """How many targets of each document belong to answers; all where there are no answers."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task
 from longrnn.data.build import corpus_of
-from longrnn.data.stream import Documents, Whole, shuffled
+from longrnn.data.stream import Documents, Order, Whole, shuffled
 from longrnn.errors import LengthError, UserError
+from longrnn.options import Tokens
 from longrnn.text import ByteTokenizer, Reading, Tokenizer
-from longrnn.units import TokenCount
 
 
 @TASKS.register("text")
@@ -64,7 +65,7 @@ class Text(Task):
         revision: str | None = None,
         split_on: str | None = None,
         append_eos: bool | None = None,
-        max_tokens: TokenCount | None = None,
+        max_tokens: Tokens | None = None,
     ) -> None:
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size
@@ -124,15 +125,19 @@ class Text(Task):
         places = np.array(chosen)[:, None] * length + np.arange(length)
         return self._window(places, self.documents.order(seed, 0))
 
-    def _window(self, places: Whole, order: Any) -> Batch:
+    def _window(self, places: Whole, order: Order) -> Batch:
         """The rows at some places, each from the zero state; places beyond the end are padding."""
         real = places < self.documents.places
         where, starts = self.documents.locate(order, np.where(real, places, 0))
-        starts &= real
         starts[:, 0] = True
+        return self._rows(where, starts & real, real)
+
+    def _rows(self, where: Whole, starts: NDArray[np.bool_], real: NDArray[np.bool_]) -> Batch:
+        """Rows of tokens at indices of the corpus; what is not `real` is padding."""
         tokens, targets = self.documents.targets(where)
         is_token = torch.from_numpy(real)
-        batch = Batch(tokens, targets.where(is_token, UNSCORED), torch.from_numpy(starts))
+        tokens, targets = tokens.where(is_token, 0), targets.where(is_token, UNSCORED)
+        batch = Batch(tokens, targets, torch.from_numpy(starts))
         return batch if real.all() else batch._replace(is_token=is_token)
 
     def held_out(self, count: int, *, length: int) -> Batch:
@@ -170,20 +175,6 @@ class Text(Task):
         return self.documents.sha256
 
 
-class Packed(NamedTuple):
-    """Rows of whole documents.
-
-    Attributes:
-        order: `(documents,)`, the documents as they follow each other.
-        sizes: `(documents,)`, the places that each has in its row.
-        cuts: row r holds the documents `order[cuts[r] : cuts[r + 1]]`.
-    """
-
-    order: Whole
-    sizes: Whole
-    cuts: list[int]
-
-
 @TASKS.register("instruct")
 class Instruct(Text):
     """Predict the tokens of answers; the tokens of prompts have no target.
@@ -208,8 +199,8 @@ class Instruct(Text):
     answers = True
 
     @cached_property
-    def packed(self) -> Callable[[int, Any], Packed]:
-        """The rows of a length and a seed."""
+    def packed(self) -> Callable[[int, Any], list[Whole]]:
+        """The documents of each row, for a length and a seed."""
         return lru_cache(4)(self._packed)
 
     @cached_property
@@ -228,52 +219,50 @@ class Instruct(Text):
     def held_out(self, count: int, *, length: int) -> Batch:
         """One document per row, all different while there are enough of them."""
         order = shuffled(len(self.documents.lengths), "held out rows")
-        sizes = np.minimum(self.documents.lengths - 1, length)
         rows = [order[[k % len(order)]] for k in range(count)]
-        return self._filled(rows, sizes, int(sizes[np.concatenate(rows)].max()))
+        return self._filled(rows, int(self._sizes(length)[np.concatenate(rows)].max()))
 
     def summary(self, of: int, length: int, carried: bool) -> str:
         if carried:
             return super().summary(of, length, carried)
+        sizes, rows = self._sizes(length), self._row_count(length, 0)
         cut = int((self.documents.lengths - 1 > length).sum())
-        packed = self.packed(length, 0)
-        rows = len(packed.cuts) - 1
-        padding = 1 - int(packed.sizes.sum()) / (rows * length)
         return (
-            f"{len(packed.order):,} documents in {rows:,} rows per epoch, {padding:.1%} of which "
-            "is padding" + (f"; {cut:,} documents are longer and lose their ends" if cut else "")
+            f"{len(sizes):,} documents in {rows:,} rows per epoch, "
+            f"{1 - int(sizes.sum()) / (rows * length):.1%} of which is padding"
+            + (f"; {cut:,} documents are longer and lose their ends" if cut else "")
         )
 
-    def _row_count(self, length: int, seed: int) -> int:
-        return len(self.packed(length, seed).cuts) - 1
+    def _sizes(self, length: int) -> Whole:
+        """The places of each document in a row."""
+        return np.minimum(self.documents.lengths - 1, length)
 
-    def _packed(self, length: int, seed: Any) -> Packed:
+    def _row_count(self, length: int, seed: int) -> int:
+        return len(self.packed(length, seed))
+
+    def _packed(self, length: int, seed: Any) -> list[Whole]:
         order = shuffled(len(self.documents.lengths), f"{seed}/packed")
-        sizes = np.minimum(self.documents.lengths - 1, length)
-        ends, cuts = np.cumsum(sizes[order]).tolist(), [0]
+        ends, cuts = np.cumsum(self._sizes(length)[order]).tolist(), [0]
         while cuts[-1] < len(ends):
             before = ends[cuts[-1] - 1] if cuts[-1] else 0
             cuts.append(bisect_right(ends, before + length, cuts[-1]))
-        return Packed(order, sizes, cuts)
+        return np.split(order, cuts[1:-1])
 
     def _independent(self, chosen: Sequence[int], length: int, seed: Any) -> Batch:
         packed = self.packed(length, seed)
-        rows = [packed.order[packed.cuts[row] : packed.cuts[row + 1]] for row in chosen]
-        return self._filled(rows, packed.sizes, length)
+        return self._filled([packed[row] for row in chosen], length)
 
-    def _filled(self, rows: Sequence[Whole], sizes: Whole, length: int) -> Batch:
+    def _filled(self, rows: Sequence[Whole], length: int) -> Batch:
         """Rows of whole documents, one after the other, and padding."""
         where = np.zeros((len(rows), length), dtype=np.int64)
         starts, real = (np.zeros(where.shape, dtype=bool) for _ in range(2))
+        sizes = self._sizes(length)
         for row, documents in enumerate(rows):
             place = 0
             for document in documents.tolist():
-                size, first = int(sizes[document]), int(self.documents.first(document))
+                size, first = int(sizes[document]), self.documents.first(document)
                 where[row, place : place + size] = np.arange(first, first + size)
                 starts[row, place] = True
                 place += size
             real[row, :place] = True
-        tokens, targets = self.documents.targets(where)
-        is_token = torch.from_numpy(real)
-        tokens, targets = tokens.where(is_token, 0), targets.where(is_token, UNSCORED)
-        return Batch(tokens, targets, torch.from_numpy(starts), is_token=is_token)
+        return self._rows(where, starts, real)

@@ -34,6 +34,7 @@ class Sequences(SequenceOptions, Evaluation):
 
     _task: SequenceTask = PrivateAttr()
     _kind: str = PrivateAttr()
+    _spec: dict[str, Any] = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         first = models[0]
@@ -56,7 +57,8 @@ class Sequences(SequenceOptions, Evaluation):
             raise UserError(
                 f"{first.name} was not trained on {kind}: give --vocab-size and --lengths"
             )
-        task: Any = TASKS.build({"seed": self.seed, **given, "kind": kind}, None)
+        self._spec = TASKS.complete({"seed": self.seed, **given, "kind": kind})
+        task: Any = TASKS.build(self._spec, None)
         self._task = task
         for model in models:
             if model.model.vocab_size < task.vocab_size:
@@ -80,7 +82,7 @@ class Sequences(SequenceOptions, Evaluation):
             ]
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {"task": self._kind, **self._task.options()}
+        return {"task": self._spec}
 
     @torch.no_grad()
     def measure(

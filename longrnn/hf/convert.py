@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import naming, sync_folder, write_atomic
+from longrnn.files import sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
@@ -49,7 +49,7 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    with naming(destination), TemporaryDirectory(dir=destination.parent, prefix=".") as drafts:
+    with TemporaryDirectory(dir=destination.parent, prefix=".") as drafts:
         draft = Path(drafts) / destination.name
         draft.mkdir()
         has_tokenizer = _copy_tokenizer(folder, draft)

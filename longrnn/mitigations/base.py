@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
-from longrnn.config import validated
 from longrnn.errors import UserError
 from longrnn.mitigations.values import frozen, listed
+from longrnn.options import validated
 from longrnn.registry import Registry, keyword_options
 
 COLLAPSING = "collapsing"

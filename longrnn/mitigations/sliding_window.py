@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longrnn.cells import Cell, Edit
 from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.units import TokenCount
+from longrnn.options import Tokens
 
 
 @MITIGATIONS.register("sliding_window")
@@ -34,7 +34,7 @@ class SlidingWindow(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    window: TokenCount
+    window: Tokens
 
     name = "sliding_window"
 

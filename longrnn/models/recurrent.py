@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import MIXERS, Cell
-from longrnn.config import validated
 from longrnn.errors import UserError, nearest
 from longrnn.mitigations import Chain, Mitigation
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
@@ -30,6 +29,7 @@ from longrnn.ops.linear import Linear
 from longrnn.ops.loss import token_cross_entropy
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
+from longrnn.options import validated
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, check
 

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,14 @@ import torch
 from torch import Tensor
 
 from longrnn import processes
-from longrnn.checksums import damage, read_checksums, write_checksums
+from longrnn.checksums import damage, write_checksums
 from longrnn.errors import UserError
 from longrnn.files import one_line, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import RecurrentLM
 from longrnn.text import Tokenizer
 from longrnn.training import models
-from longrnn.training.distributed import (
-    gathered,
-    sharded_like,
-    together,
-)
+from longrnn.training.distributed import gathered, sharded_like, together
 
 NAME = re.compile(r"checkpoint-(\d{8})")
 
@@ -53,36 +48,21 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:08d}"
 
 
-def newest_whole(output_dir: Path) -> Path | None:
-    """The newest undamaged checkpoint; damaged newer ones are renamed, with a warning.
+def newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint of a run, compared with its checksums; None if there is none."""
+    found = checkpoints(output_dir)
+    if found:
+        check(found[-1])
+    return found[-1] if found else None
 
-    Raises:
-        UserError: there are checkpoints, and all are damaged.
-    """
-    damaged: dict[Path, str] = {}
-    whole = None
-    for folder in reversed(checkpoints(output_dir)):
-        wrong = damage(folder)
-        if wrong is None:
-            whole = folder
-            break
-        damaged[folder] = wrong
-    if damaged and whole is None:
-        listed = "; ".join(f"{folder.name}: {wrong}" for folder, wrong in damaged.items())
+
+def check(folder: Path) -> None:
+    """Raises UserError for a damaged checkpoint."""
+    if (wrong := damage(folder)) is not None:
         raise UserError(
-            f"no checkpoint in {output_dir} is whole ({listed}): put one back from a copy, or "
-            "begin again in another output_dir"
+            f"{folder} is damaged ({wrong}): put it back from a copy, or remove it to continue "
+            "from an earlier checkpoint"
         )
-    for folder, wrong in damaged.items():
-        aside = folder.with_name(f"{folder.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        print(
-            f"warning: {folder} is damaged ({wrong}) and now named {aside.name}: continuing from "
-            f"{whole}",
-            file=sys.stderr,
-        )
-    return whole
 
 
 def _beside(output_dir: Path, step: int) -> Path:
@@ -92,9 +72,8 @@ def _beside(output_dir: Path, step: int) -> Path:
 
 def _publish(output_dir: Path, step: int) -> None:
     """Renames a written checkpoint into place."""
-    beside = _beside(output_dir, step)
-    write_checksums(beside, ("*",), known=read_checksums(beside))
-    os.replace(beside, folder_of(output_dir, step))
+    write_checksums(_beside(output_dir, step), ("*",))
+    os.replace(_beside(output_dir, step), folder_of(output_dir, step))
     sync_folder(output_dir)
 
 

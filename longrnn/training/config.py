@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     FiniteFloat,
     NonNegativeInt,
@@ -23,21 +22,20 @@ from pydantic import (
 )
 
 from longrnn.cells import MIXERS
-from longrnn.config import Options, build_config, flat, load_config, overridden
+from longrnn.config import build_config, flat, load_config, overridden
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
+from longrnn.options import Options, Seed, Share, Tokens
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.training.initial_states import INITIAL_STATES
-from longrnn.units import TokenCount
 
 HELD_OUT = "held_out"
 # YAML 1.1 reads the word `no` as a boolean.
 No = BeforeValidator(lambda value: "no" if value is False else value)
 Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
-Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 # Mappings with a `kind`, and the registry with the options of each.
 FAMILIES: dict[str, Registry[Any]] = {
@@ -49,22 +47,16 @@ FAMILIES: dict[str, Registry[Any]] = {
 }
 
 
-class Documented(Options):
-    """Options whose descriptions are the texts below them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class Lengths(Documented):
+class Lengths(Options):
     """Lengths of training rows, in tokens."""
 
-    max: TokenCount = 256
+    max: Tokens = 256
     """The longest row; of a carried state, a segment."""
-    min: TokenCount | None = None
+    min: Tokens | None = None
     """Lengths of batches are log-uniform from here to `max`; off by default."""
 
 
-class Adapters(Documented):
+class Adapters(Options):
     """Adapters (LoRA) that are trained instead of the weights of `init_from`; alpha is 2 r."""
 
     r: PositiveInt = 8
@@ -76,7 +68,7 @@ class Adapters(Documented):
     and `conv1d`; saved in the adapter."""
 
 
-class TrainConfig(Documented):
+class TrainConfig(Options, validate_default=True):
     """The configuration of one training run."""
 
     output_dir: str = "runs/train"
@@ -99,7 +91,7 @@ class TrainConfig(Documented):
     segments_per_step: PositiveInt = 1
     """With a carried state (truncated BPTT): consecutive segments through which the gradient of one
     step flows."""
-    seed: int = Field(0, ge=-(2**63), lt=2**64)
+    seed: Seed = 0
     """Of the run."""
     max_steps: PositiveInt = Field(1000, lt=10**8)
     """Optimizer steps."""
@@ -144,7 +136,7 @@ class TrainConfig(Documented):
     trains on the others. Its rows start from the zero state."""
     eval_steps: PositiveInt = 500
     """Steps between validations."""
-    eval_length: TokenCount | None = None
+    eval_length: Tokens | None = None
     """Tokens of a validation row; by default 16 · `length.max`, halved until the model has so many
     positions and the data such rows."""
     eval_samples: PositiveInt = 16
@@ -194,13 +186,6 @@ class TrainConfig(Documented):
             self.validation = TASKS.complete(self.validation)
         if self.warmup_steps is None:
             self.warmup_steps = min(100, self.max_steps // 10)
-        warmup, decay = self.warmup_steps, self.decay_steps or 0
-        if warmup + decay > self.max_steps:
-            raise UserError(
-                f"warmup_steps={warmup} and decay_steps={decay} are together longer than "
-                f"max_steps={self.max_steps}: lower them, such as warmup_steps="
-                f"{min(warmup, self.max_steps // 10)}"
-            )
         if self.length.min is not None and self.length.min > self.length.max:
             raise UserError(
                 f"length.min={self.length.min} is above length.max={self.length.max}: lower it"
@@ -214,11 +199,6 @@ class TrainConfig(Documented):
             raise UserError(
                 "with a carried state every row has segments of length.max tokens: leave out "
                 "length.min"
-            )
-        if self.carries and not TASKS[self.task["kind"]].carries:
-            raise UserError(
-                f"the task {self.task['kind']!r} has no documents longer than one row: train it "
-                "with initial_state={kind: zero}"
             )
         if self.init_from is not None and self.model:
             raise UserError(
@@ -241,11 +221,6 @@ class TrainConfig(Documented):
         return INITIAL_STATES[self.initial_state["kind"]].streams
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a file, given by its path or as the name of a bundled one, see `configured`."""
-    return configured(load_config(path), overrides, source=str(path))
-
-
 def configured(
     config: TrainConfig | Mapping[str, Any] | str | Path,
     overrides: Sequence[str] = (),
@@ -255,7 +230,8 @@ def configured(
     """A configuration with overrides; a changed kind drops the options that it does not have.
 
     Args:
-        config: a configuration, its values, or a file as `read_config` takes it.
+        config: a configuration, its values, or a file, given by its path or as the name of
+            a bundled one.
         overrides: `key=value` with dotted keys.
         source: what errors call it.
 
@@ -263,7 +239,7 @@ def configured(
         UserError: no such file, or as `longrnn.config.build_config`.
     """
     if isinstance(config, str | Path):
-        return read_config(config, overrides)
+        config, source = load_config(config), str(config)
     values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else config
     given = {override.partition("=")[0] for override in overrides}
     result = overridden(values, overrides)
@@ -292,15 +268,10 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
 def help_config() -> str:
     """All keys with their defaults and meanings, as Markdown."""
     lines = ["| key | default | meaning |", "| --- | --- | --- |"]
-
-    def add(model: type[Options], prefix: str) -> None:
+    models = {"": TrainConfig, "length.": Lengths, "peft.": Adapters}
+    for prefix, model in models.items():
         for name, field in model.model_fields.items():
-            inner = {"length": Lengths, "peft": Adapters}.get(prefix + name)
             default = "" if name == "length" else f"`{field.get_default()}`"
             text = " ".join((field.description or "").split()).replace("|", "\\|")
             lines.append(f"| `{prefix}{name}` | {default} | {text} |")
-            if inner is not None:
-                add(inner, f"{prefix}{name}.")
-
-    add(TrainConfig, "")
     return "\n".join(lines) + "\n"

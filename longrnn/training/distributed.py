@@ -3,17 +3,14 @@
 Notable choices:
 - Sharding is torch's own `fully_shard`, on CPUs and GPUs alike, so that what runs on eight GPUs is
   what a test runs on two CPU processes; accelerate would silently not shard the model on CPUs.
-- Mixed precision is autocast in both, so that states and decays keep their dtype. Under bf16 the
-  matrices of the blocks are gathered in bfloat16, and stay until the backward pass has used them:
-  a long row passes each block once per segment. All other weights, A_log and dt_bias among them,
-  are gathered in float32. Gradients are added up over the processes in float32.
+- Mixed precision is autocast in both, so that states and decays keep their dtype. Weights are
+  gathered, and gradients added up over the processes, in float32.
 - Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,24 +25,17 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
 from longrnn.config import flat
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
 USE_FSDP, PRECISION = "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"
-# The project of runs in wandb and trackio, and the file with the identity of a run there.
-PROJECT, TRACKER_ID = "longrnn", "tracker-id"
 # Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
 # wake-up and waits forever. The command line exits without destructors.
 _KEPT: list[Any] = []
@@ -58,7 +48,6 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         UserError: the launch and the run have different mixed precision, the processes cannot be
             joined, or the tracker's package is missing.
     """
-    processes.check_launch()
     if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
         raise UserError(
             f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
@@ -72,16 +61,20 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         )
     AcceleratorState._reset_state()  # an earlier run of this process may have another precision
     sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=config.mixed_precision,
-        # The trainer divides by the number of micro-batches itself.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        log_with=None if config.report_to == "none" else config.report_to,
-        project_dir=config.output_dir,
-    )
-    if sharded is not None:
-        os.environ[USE_FSDP] = sharded
+    try:
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=config.mixed_precision,
+            # The trainer divides by the number of micro-batches itself.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_dir=config.output_dir,
+        )
+    except ValueError as error:
+        raise UserError(f"the run cannot be launched ({error}): {processes.LAUNCH}") from error
+    finally:
+        if sharded is not None:
+            os.environ[USE_FSDP] = sharded
     processes.start()
     return accelerator
 
@@ -123,16 +116,9 @@ def prepare(
 
 def _shard(accelerator: Accelerator, objective: Objective) -> None:
     """Shards the weights of an objective in place, those of a block as one group."""
-    narrow = accelerator.mixed_precision == "bf16"
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for block in objective.model.blocks:
-        for layer in block.modules() if narrow else ():
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(block, mesh=mesh, reshard_after_forward=not narrow)
+        fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)
     register_fsdp_forward_method(objective, "token_losses")
 
@@ -174,31 +160,16 @@ def together(work: Any) -> None:
             raise error
 
 
-def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> None:
-    """Opens the tracker `report_to`, in its own folder inside `output_dir`.
-
-    Args:
-        accelerator: of `build_accelerator`.
-        config: the run.
-        step: finished steps; tensorboard drops later ones, because they run again.
-    """
+def start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Opens the tracker `report_to`, in its own folder inside `output_dir`."""
     folder = Path(config.output_dir)
-    # Under which a tracker knows the run, also when it is resumed.
-    identity = folder / TRACKER_ID
     if config.report_to == "none" or not processes.is_main():
         return
-    if not identity.is_file():
-        write_atomic(identity, secrets.token_hex(4))
-    own = identity.read_text().strip()
-    name = f"{folder.resolve().name}-{own}"
-    options: dict[str, dict[str, Any]] = {
-        "tensorboard": {"purge_step": step + 1},
-        "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
-        "trackio": {"name": name, "resume": "allow"},
-    }
+    named = {"name": folder.resolve().name}
+    options = {"wandb": {"dir": str(folder), **named}, "trackio": named}
     values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
     with redirect_stdout(sys.stderr):  # standard output is that of the command
-        accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
+        accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
-from longrnn.training.config import TrainConfig, read_config
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.run import Run
 from longrnn.training.train import train
 
@@ -52,7 +52,7 @@ def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
     runs = []
     for values in itertools.product(*choices):
         given = dict(zip(names, values, strict=True))
-        settings = read_config(config, [f"{name}={value}" for name, value in given.items()])
+        settings = configured(config, [f"{name}={value}" for name, value in given.items()])
         title = ",".join(f"{name}={given[name]}" for name in varied)
         settings.output_dir = str(Path(settings.output_dir) / file_name(title))
         runs.append(settings)

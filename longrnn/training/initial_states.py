@@ -16,18 +16,18 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from longrnn.data import Batch
+from longrnn.options import Share
 from longrnn.registry import Registry
 from longrnn.seeds import mix, seeded
 from longrnn.state import LMState, PyTree, detach, leaves, reset, take, tree_map, unflatten
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -84,11 +84,11 @@ class InitialState(ABC):
     def forget(self) -> None:  # noqa: B027
         """Makes carried rows start from zero: a batch between them and their state was left out."""
 
-    def content(self) -> dict[str, Tensor]:
-        """The remembered tensors, on the CPU; `restore` reads them back."""
+    def content(self) -> dict[str, Any]:
+        """What is remembered, as tensors on the CPU; `restore` reads it back."""
         return {}
 
-    def restore(self, content: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def restore(self, content: Mapping[str, Any]) -> None:  # noqa: B027
         """Restores what `content` returned."""
 
     @abstractmethod
@@ -130,18 +130,17 @@ class Remembering(InitialState):
     def forget(self) -> None:
         self.states.clear()
 
-    def content(self) -> dict[str, Tensor]:
+    def content(self) -> dict[str, Any]:
         return {
-            f"{micro}/{name}": leaf.cpu()
+            str(micro): [leaf.cpu() for _, leaf in leaves(state)]
             for micro, state in self.states.items()
-            for name, leaf in leaves(state)
         }
 
-    def restore(self, content: Mapping[str, Tensor]) -> None:
-        for micro in sorted({int(name.split("/")[0]) for name in content}):
-            like = self.context.init_state(len(content[f"{micro}/position"]))
-            kept = [content[f"{micro}/{n}"].to(leaf.device) for n, leaf in leaves(like)]
-            self.states[micro] = unflatten(like, kept)
+    def restore(self, content: Mapping[str, Any]) -> None:
+        for micro, (position, *others) in content.items():
+            like = self.context.init_state(len(position))
+            kept = [leaf.to(like.position.device) for leaf in (position, *others)]
+            self.states[int(micro)] = unflatten(like, kept)
 
 
 @INITIAL_STATES.register("carry")
@@ -221,11 +220,11 @@ class FittedNoise(InitialState):
             self.moments[name] = before.lerp(part.view_as(pair), 1 - self.momentum)
         self.weight += (1 - self.weight) * (1 - self.momentum)
 
-    def content(self) -> dict[str, Tensor]:
+    def content(self) -> dict[str, Any]:
         weight = torch.tensor(self.weight, dtype=torch.float64)
         return {"weight": weight} | {name: pair.cpu() for name, pair in self.moments.items()}
 
-    def restore(self, content: Mapping[str, Tensor]) -> None:
+    def restore(self, content: Mapping[str, Any]) -> None:
         device = self.context.init_state(1).position.device
         self.moments = {n: pair.to(device) for n, pair in content.items() if n != "weight"}
         self.weight = float(content["weight"])

@@ -65,9 +65,9 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
             return first.exitcode
         print(f"error: process {rank} was ended by {first.signal_name()}", file=sys.stderr)
         return UNEXPECTED
+    except UserError:
+        raise
     except (AssertionError, ConnectionError, FileNotFoundError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"the launch is not possible ({error}): take a configuration such as cpu2, or see "
             "`accelerate launch --help`"
@@ -91,23 +91,21 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
     if arguments.num_processes is not None and arguments.num_processes < 1:
         raise UserError(
-            f"--num_processes must be at least 1, not {arguments.num_processes}: leave it out for "
-            "what the configuration says"
+            f"--num_processes must be at least 1, not {arguments.num_processes}: raise it"
         )
     planned, *_ = _validate_launch_command(arguments)
-    for name in ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile"):
-        if getattr(planned, name):
-            raise UserError(
-                f"the launch configuration has {name}, and longrnn trains with copies of a model "
-                "or its shards (FSDP2): take a configuration such as gpu8 or gpu8_fsdp2"
-            )
+    others = ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile")
+    if any(getattr(planned, name) for name in others):
+        raise UserError(
+            "longrnn trains with copies of a model or its shards (FSDP2): take a launch "
+            "configuration such as gpu8 or gpu8_fsdp2"
+        )
     here = planned.num_processes // (planned.num_machines or 1)
     if planned.cpu or planned.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif here > torch.cuda.device_count():
         raise UserError(
-            f"the launch starts {here} process{'es' * (here > 1)} with a GPU each on this machine, "
-            f"where torch can use {torch.cuda.device_count()}: give --num_processes, or --cpu for "
-            "processes without GPUs"
+            f"the launch needs {here} GPUs on this machine, where torch can use "
+            f"{torch.cuda.device_count()}: give --num_processes, or --cpu for none"
         )
     return planned

@@ -46,7 +46,7 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
     else:
         own = found is None or config.peft is not None
         plain = _load(config.init_from if own else str(found))
-    _check_vocabulary(plain.vocab_size, config, task)
+    _check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
         r, targets, full = config.peft.r, config.peft.targets, config.peft.full
@@ -92,19 +92,14 @@ def _load(source: str) -> RecurrentLM:
     return model
 
 
-def _check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
+def _check_vocabulary(vocab_size: int, task: Task) -> None:
     """Refuses a model without the ids of the task, or with many more than the tokenizer."""
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
-    if vocab_size >= ids and (not reads_text or fits(ids, vocab_size)):
-        return
-    if config.init_from is not None and reads_text:
+    if vocab_size < ids or (reads_text and not fits(ids, vocab_size)):
         raise UserError(
-            f"the tokenizer has {ids:,} ids and the model of init_from={config.init_from} "
-            f"{vocab_size:,}: leave out tokenizer for the one beside the checkpoint, or give the "
-            "one that this model was trained with"
+            f"the task uses {ids:,} token ids and model.vocab_size is {vocab_size:,}: leave out "
+            "tokenizer and model.vocab_size for those that fit, or start from another model"
         )
-    remedy = f"start from a model with at least {ids}" if config.init_from else "leave it out"
-    raise UserError(f"the task uses {ids} token ids and model.vocab_size is {vocab_size}: {remedy}")
 
 
 def _check_state(model: RecurrentLM, config: TrainConfig) -> None:

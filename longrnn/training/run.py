@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from longrnn.config import RECORDED, dump_config, flat, read_recorded
 from longrnn.errors import UserError
-from longrnn.files import leftovers, naming, write_atomic
-from longrnn.locks import FOLDER_LOCK
+from longrnn.files import write_atomic
 
 if TYPE_CHECKING:
     from longrnn.models import LanguageModel
@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 # Keys that identify a row; its other keys are metrics.
 COUNTS = ("step", "tokens")
 Row = dict[str, Any]
+_METRICS = TypeAdapter(dict[str, int | float])
 
 
 class Run(NamedTuple):
@@ -77,59 +78,45 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a folder holds no run, or the run has logged nothing yet.
     """
-    distinct: dict[Path, Path] = {}
-    for folder in folders:
-        distinct.setdefault(folder.resolve(), folder)
+    distinct = {folder.resolve(): folder for folder in folders}
     short = [resolved.name for resolved in distinct]
-    runs = []
-    for resolved, folder in distinct.items():
-        name = resolved.name
-        label = name if short.count(name) == 1 else str(folder)
-        runs.append(Run(label, folder, read_metrics(folder), flat(read_recorded(folder))))
-    return runs
+    return [
+        Run(
+            resolved.name if short.count(resolved.name) == 1 else str(folder),
+            folder,
+            read_metrics(folder),
+            flat(read_recorded(folder)),
+        )
+        for resolved, folder in distinct.items()
+    ]
 
 
 def read_metrics(folder: Path) -> list[Row]:
     """The rows of a run's metrics.jsonl; a last line without its end is left out.
 
     Raises:
-        UserError: the file is missing, has no complete row, or a line is not a row of metrics.
+        UserError: there is no complete row, or a line is damaged.
     """
-    path = folder / METRICS
-    if not path.is_file():
-        begun = (folder / RECORDED).is_file()
-        there = "a run that has logged nothing yet: wait for its first logging_steps"
-        missing = "no training run: give the output_dir of one"
-        raise UserError(f"{folder} holds {there if begun else missing}")
-    rows, damaged = _parsed(path)
-    if damaged:
-        raise UserError(f"{path}, line {damaged[0]} is not a row of metrics: remove that line")
+    rows = _parsed(folder / METRICS) if (folder / METRICS).is_file() else []
     if not rows:
-        raise UserError(f"{path} has no complete row yet: wait for the run's first logging_steps")
+        raise UserError(
+            f"{folder} holds no training run that has logged metrics: give the output_dir of one "
+            "that has reached its first logging_steps"
+        )
     return rows
 
 
-def _parsed(path: Path) -> tuple[list[Row], list[int]]:
-    """The rows of a file, and the numbers of the lines that are not rows of metrics.
-
-    What follows the last line end is a torn row and is left out.
-    """
-    rows, damaged = [], []
+def _parsed(path: Path) -> list[Row]:
+    rows = []
     # Not `str.splitlines`, which also splits at characters that JSON may hold.
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and set(COUNTS) <= row.keys() and _are_numbers(row.values()):
-            rows.append(row)
-        else:
-            damaged.append(number)
-    return rows, damaged
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+            rows.append(_METRICS.validate_json(line))
+        except ValidationError as error:
+            raise UserError(
+                f"{path}, line {number} is not a row of metrics: remove that line"
+            ) from error
+    return rows
 
 
 def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
@@ -149,34 +136,26 @@ def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
         )
     # What a kill during the first writes leaves does not count.
     others = set(folder.iterdir()) if folder.is_dir() else set()
-    others -= {*leftovers(folder / RECORDED), *folder.glob(".checkpoint-*"), folder / FOLDER_LOCK}
-    if others - {*allowed}:
+    if others - {*folder.glob(".*.partial"), *allowed}:
         raise UserError(f"{folder} is not empty and holds no run: choose another output_dir")
 
 
 def record(config: TrainConfig, step: int) -> None:
-    """Writes the configuration of a run that goes on after `step`, and drops later metrics."""
+    """Writes the configuration of a run that goes on after `step`, and drops later metrics.
+
+    They will be logged again, as is a torn last row.
+    """
     folder = Path(config.output_dir)
     write_atomic(folder / RECORDED, dump_config(config))
-    _drop_metrics(folder, step)
+    if (folder / METRICS).is_file():
+        kept = [json.dumps(row) for row in _parsed(folder / METRICS) if row["step"] <= step]
+        write_atomic(folder / METRICS, "".join(f"{line}\n" for line in kept))
 
 
 def append_metrics(folder: Path, row: Row) -> None:
     """Adds a row to the metrics and makes it durable: no checkpoint is newer than its rows."""
     path = folder / METRICS
-    with naming(path), open(path, "a") as file:
+    with open(path, "a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _drop_metrics(folder: Path, step: int) -> None:
-    """Drops the rows of steps after `step`, which will be run again, and a torn last row."""
-    path = folder / METRICS
-    if not path.is_file():
-        return
-    rows, damaged = _parsed(path)
-    for number in damaged:
-        print(f"warning: {path}, line {number}, is damaged and left out", file=sys.stderr)
-    kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-    write_atomic(path, "".join(kept))

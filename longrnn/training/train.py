@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from longrnn import processes
-from longrnn.checksums import damage
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.locks import Lock
@@ -54,7 +53,7 @@ def train(
         raise UserError("train needs a configuration, or resume=FOLDER of a run: give one of them")
     accelerator = build_accelerator(settings)
     folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
-    lock = Lock.of_folder(folder, instead="choose another output_dir")
+    lock = Lock(folder, instead="choose another output_dir")
     try:
         found = processes.on_main(lambda: _find(lock, origin))
         trainer = Trainer(settings, accelerator, found, quiet=quiet)
@@ -107,8 +106,7 @@ def _find(lock: Lock, resume: Path | None) -> Path | None:
         check_new(folder)
         return None
     if resume != folder:
-        if (wrong := damage(resume)) is not None:
-            raise UserError(f"{resume} is damaged ({wrong}): give another checkpoint")
+        checkpoint.check(resume)
         check_new(folder, allowed=[folder / resume.name])
         checkpoint.clean(folder)
         if not (folder / resume.name).exists():
@@ -117,7 +115,7 @@ def _find(lock: Lock, resume: Path | None) -> Path | None:
             beside.rename(folder / resume.name)
         return folder / resume.name
     checkpoint.clean(folder)
-    return checkpoint.newest_whole(folder)
+    return checkpoint.newest(folder)
 
 
 def dry_run(config: TrainConfig, *, quiet: bool = False) -> str:

@@ -36,10 +36,10 @@ from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import fill, learning_rate, scale_rates, set_learning_rate
 from longrnn.training.run import append_metrics
-from longrnn.training.validation import Best, Validation
+from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
-COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
+COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "best")
 # With `nonfinite: skip`, a run stops after this many skipped steps in a row.
 MOST_SKIPPED = 10
 
@@ -90,6 +90,7 @@ class Trainer:
         self.objective, self.optimizer = prepare(self.accelerator, objective, config, scales)
         self.step = self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
+        self.best: tuple[int, float] | None = None  # step and loss of the best validation
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
             self._restore(origin)
@@ -158,7 +159,7 @@ class Trainer:
             DivergedError: a step is not finite.
         """
         config = self.config
-        start_trackers(self.accelerator, config, self.step)
+        start_trackers(self.accelerator, config)
         rows = config.per_device_train_batch_size * processes.size()
         reads = self.task.summary(rows, config.length.max, config.carries)
         if reads:
@@ -181,9 +182,9 @@ class Trainer:
                 improved = False
                 if self.validation is not None and (last or self.step % config.eval_steps == 0):
                     whole = self.accelerator.unwrap_model(self.objective)
-                    found = self.validation.evaluate(whole, self.step, self.total)
+                    found = self.validation.evaluate(whole)
                     self._record(found)
-                    improved = config.best_model != "no" and self._best_step() == self.step
+                    improved = config.best_model != "no" and self._improves(found["eval_loss"])
                 if last or self.step % config.logging_steps == 0:
                     self._log(rate)
                 if last or stop or improved or self.step % config.save_steps == 0:
@@ -192,9 +193,10 @@ class Trainer:
                     # SIGTERM, or another process received the signal.
                     kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
                     raise kind(f"{self.output_dir}: step {self.step} is done and saved")
-            if config.best_model != "no" and (best := self._best_step()) is not None:
-                checkpoint.load_weights(checkpoint.folder_of(self.output_dir, best), self.model)
-                self.say(f"the final model is that of step {best}, the best")
+            if config.best_model != "no" and self.best is not None:
+                best = checkpoint.folder_of(self.output_dir, self.best[0])
+                checkpoint.load_weights(best, self.model)
+                self.say(f"the final model is that of step {self.best[0]}, the best")
             checkpoint.save_final(self.output_dir, self.model, self.tokenizer, config.init_from)
         self.accelerator.end_training()
 
@@ -203,10 +205,12 @@ class Trainer:
         """The model in training."""
         return self.accelerator.unwrap_model(self.objective).model
 
-    def _best_step(self) -> int | None:
-        """After how many steps the best validation was."""
-        found = self.validation
-        return None if found is None or found.best is None else found.best.step
+    def _improves(self, loss: float) -> bool:
+        """Whether a validation loss is the best so far, which is then remembered."""
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best[1]):
+            return False
+        self.best = (self.step, loss)
+        return True
 
     def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
         """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
@@ -226,11 +230,10 @@ class Trainer:
             self.say(f"warning: {where}, and the step is skipped")
             return
         saved = checkpoint.checkpoints(self.output_dir)
-        there = f"the last healthy checkpoint is {saved[-1]}" if saved else "no checkpoint is saved"
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            where += f", as in {MOST_SKIPPED} steps in a row"
+        times = f", as in {MOST_SKIPPED} steps in a row" if self.skipped_in_a_row > 1 else ""
         raise DivergedError(
-            f"{where}; {there}: go on with `longrnn train --resume {self.output_dir} "
+            f"{where}{times}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
+            f"on with `longrnn train --resume {self.output_dir} "
             f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
         )
 
@@ -262,14 +265,12 @@ class Trainer:
                 f"train --resume {self.output_dir}` and a lower learning_rate"
             )
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        counters |= {"data": self.task.data_sha256(), "best": None}
-        if self.validation is not None and self.validation.best is not None:
-            counters["best"] = tuple(self.validation.best)
+        counters["data"] = self.task.data_sha256()
         base, carried = self.config.init_from, self.starts.content()
         arguments = (counters, self.model, self.optimizer, carried, self.tokenizer, base)
         checkpoint.save(self.output_dir, *arguments)
         if processes.is_main():
-            pinned = None if self.config.best_model == "no" else self._best_step()
+            pinned = None if self.best is None else self.best[0]
             checkpoint.prune(self.output_dir, self.config.save_total_limit, pinned)
 
     def _restore(self, folder: Path) -> None:
@@ -282,6 +283,5 @@ class Trainer:
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)
-        best = counters["best"]
-        if best and self.validation and checkpoint.folder_of(self.output_dir, best[0]).is_dir():
-            self.validation.best = Best(*best)
+        if self.best and not checkpoint.folder_of(self.output_dir, self.best[0]).is_dir():
+            self.best = None  # it stayed in the folder of another run

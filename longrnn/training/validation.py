@@ -4,17 +4,13 @@ Notable choices:
 - Rows are drawn once, from a seed that is not that of the run: runs with different seeds are
   compared on the same rows. Every row starts from the zero state.
 - A position is that of a token in its document: rows may hold several documents.
-- Losses are summed by position and over processes, so every process sees the same numbers and
-  makes the same decisions; one process and two agree to rounding.
+- Every process reads every row, so that one process and two compute the same; all of them use the
+  numbers of the first one, and make the same decisions.
 - Rows are read in pieces, and only some logits (`longrnn.ops.loss`) exist at a time: memory does
   not grow with the length of a row.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +28,8 @@ PIECE = 4096
 BEYOND = 16
 
 
-class Best(NamedTuple):
-    """The best evaluation: the number of steps, and the loss over all positions."""
-
-    step: int
-    loss: float
-
-
 class Validation:
-    """Measures the loss on held-out rows and remembers the best evaluation.
+    """Measures the loss on held-out rows.
 
     Args:
         config: has a `validation`.
@@ -50,7 +39,6 @@ class Validation:
 
     Attributes:
         edges: positions between which losses are averaged: 0, the training length, twice that, …
-        best: the best evaluation; None before the first.
 
     Raises:
         UserError: rows cannot be made, or overlap with the training data.
@@ -69,82 +57,58 @@ class Validation:
         trained = min(config.length.max, length)
         doubled = (trained * 2**k for k in range(whole.bit_length()))
         self.edges = [0, *(edge for edge in doubled if edge < whole), whole]
-        self.best: Best | None = None
         # Between which edges each token lies, `(rows, t)`.
         ends = torch.tensor(self.edges[1:])
         self._parts = torch.bucketize(_positions(self.rows).contiguous(), ends, right=True)
 
     def _draw(self, positions: int | None) -> tuple[int, Batch]:
         """The length of rows, and the rows; by default as long as model and data have them."""
-        length, trained = self.config.eval_length, self.config.length.max
-        if length is None:
-            length = min(BEYOND * trained, positions or math.inf)
-        elif positions is not None and length > positions:
+        given, trained = self.config.eval_length, self.config.length.max
+        length = given or min(BEYOND * trained, positions or BEYOND * trained)
+        if positions is not None and length > positions:
             raise UserError(
                 f"the model has {positions} positions and validation rows have eval_length="
                 f"{length} tokens: set eval_length={positions} or less"
             )
         while True:
             try:
-                return int(length), self.task.held_out(self.config.eval_samples, length=int(length))
+                return length, self.task.held_out(self.config.eval_samples, length=length)
             except LengthError as error:
-                if self.config.eval_length is not None or length // 2 < trained:
+                if given is not None or length // 2 < trained:
                     raise LengthError(
                         f"validation rows of {length} tokens cannot be made: {error}"
                     ) from error
                 length //= 2
 
     @torch.no_grad()
-    def evaluate(
-        self, objective: Objective, step: int, total: Callable[[Tensor], Tensor]
-    ) -> dict[str, float]:
-        """Evaluates the model and compares it with the best one.
+    def evaluate(self, objective: Objective) -> dict[str, float]:
+        """Evaluates the model.
 
         Args:
             objective: without a wrapper for several devices.
-            step: steps done.
-            total: sums a tensor over processes.
 
         Returns:
             Metrics: `eval_loss` in nats per scored token; `eval_loss_to_N`, that between the
             previous edge and position N; and `eval_…`, the scores of the task.
         """
         device = next(objective.parameters()).device
-        n_parts, count = len(self.edges) - 1, self.config.per_device_train_batch_size
-        names = sorted(self.task.score(self.rows.row(0).targets, self.rows.row(0)))
-        sums = torch.zeros(2, n_parts, dtype=torch.float64)
-        scores = torch.zeros(2, len(names), dtype=torch.float64)
-        mine = list(range(processes.rank(), len(self.rows.tokens), processes.size()))
-        # Sharded models need the same calls in all processes: a missing row is one without weight.
-        each = math.ceil(len(self.rows.tokens) / processes.size())
-        for start in range(0, each, count):
-            chosen = mine[start : start + count]
-            padded = chosen + [0] * (min(count, each - start) - len(chosen))
-            nats, predictions = self._read(objective, self.rows.row(*padded).to(device))
-            if not chosen:
-                continue
-            rows, nats = self.rows.row(*chosen), nats[: len(chosen)]
-            places = (rows.targets != UNSCORED).double()
-            values = torch.stack([nats * places, places]).flatten(1)
-            sums.index_add_(1, self._parts[chosen].flatten(), values)
-            found = self.task.score(predictions[: len(chosen)], rows)
-            scores += torch.tensor(
-                [[float(found[n].double().sum()) for n in names], [len(found[n]) for n in names]],
-                dtype=torch.float64,
-            )
-        whole = total(torch.cat([sums.flatten(), scores.flatten()]).to(device)).cpu()
-        nats, counts = whole[: 2 * n_parts].view(2, -1)
-        values = {"eval_loss": float(nats.sum() / counts.sum())}
+        size, n = self.config.per_device_train_batch_size, len(self.rows.tokens)
+        nats, scores = [], {}
+        for start in range(0, n, size):
+            rows = self.rows.row(*range(start, min(start + size, n)))
+            losses, predictions = self._read(objective, rows.to(device))
+            nats.append(losses)
+            for name, values in self.task.score(predictions, rows).items():
+                scores.setdefault(name, []).append(values)
+        scored = self.rows.targets != UNSCORED
+        losses = torch.cat(nats)
+        values = {"eval_loss": float(losses[scored].mean())}
         for part, stop in enumerate(self.edges[1:]):
-            if counts[part] > 0:
-                values[f"eval_loss_to_{stop}"] = float(nats[part] / counts[part])
-        for name, right, of in zip(names, *whole[2 * n_parts :].view(2, -1).tolist(), strict=True):
-            if of:
-                values[f"eval_{name}"] = right / of
-        loss = values["eval_loss"]
-        if math.isfinite(loss) and (self.best is None or loss < self.best.loss):
-            self.best = Best(step, loss)
-        return values
+            if (own := scored & (self._parts == part)).any():
+                values[f"eval_loss_to_{stop}"] = float(losses[own].mean())
+        found = {name: torch.cat(each) for name, each in scores.items()}
+        values |= {f"eval_{name}": float(x.mean()) for name, x in found.items() if len(x)}
+        return processes.gather(values)[0]
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
@@ -172,7 +136,7 @@ def _refuse_overlap(training: Task, validation: Task) -> None:
     if not isinstance(training, Text) or not isinstance(validation, Text):
         return
     one, other = training.documents, validation.documents
-    same = one.corpus.header.sha256 == other.corpus.header.sha256
+    same = one.corpus.sha256 == other.corpus.sha256
     both = {*one.corpus.header.sources} & {*other.corpus.header.sources}
     divided = same and {one.part, other.part} == {"training", "held_out"}
     if (same or both) and not divided:

@@ -23,7 +23,7 @@ TEXT = ["--text", "a.txt"]
 OUTPUT = ["--output", "out"]
 TRAINED = ["--train-length", "64"]
 # Arguments of every command that writes a folder `out`, or a file of that name.
-FOLDERS = {
+PLACES = {
     "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
     "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
     "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
@@ -35,9 +35,9 @@ FOLDERS = {
     "train": ["{config}", "output_dir=out", *QUIET],
 }
 SHORT = ["--length", "16", "--no-evaluate", "max_steps=1", "per_device_train_batch_size=1"]
-FOLDERS["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT, *QUIET]
+PLACES["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT, *QUIET]
 METHOD = ["--method", "state_norm", "--output", "out.yaml"]
-FILES = {
+PLACES |= {
     "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED, *QUIET],
     "data build": ["--out", "out", "a.txt", *QUIET],
     "convert": ["{model}", "out", "--to", "hf"],
@@ -54,7 +54,7 @@ def test_no_command_that_writes_is_left_out() -> None:
         for name, command in commands(typer.main.get_command(app))
         if WRITES & {parameter.name for parameter in command.params}
     }
-    assert found | {"train"} | OTHERS == {*FOLDERS, *FILES, *OTHERS}
+    assert found | {"train"} | OTHERS == {*PLACES, *OTHERS}
 
 
 @pytest.fixture
@@ -74,15 +74,14 @@ def places(models: Path, tmp_path: Path) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
+@pytest.mark.parametrize("name", list(PLACES))
 def test_a_command_is_refused_while_another_process_writes_there(
     name: str, cli: CLI, places: dict[str, Path], tmp_path: Path
 ) -> None:
     """The message names the owner and the remedy, the code is 2, and nothing is written."""
-    kind, arguments = ("file", FILES[name]) if name in FILES else ("folder", FOLDERS[name])
     target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
-    command = [*name.split(), *(argument.format(**places) for argument in arguments)]
-    with held(target, kind) as pid:
+    command = [*name.split(), *(argument.format(**places) for argument in PLACES[name])]
+    with held(target) as pid:
         before = contents(tmp_path)
         refused = cli(*command)
         assert refused.code == 2, refused.err

@@ -44,7 +44,6 @@ CASES = """
     eval passkey LLAMA --lengths 300 --n 1 | 256
     eval passkey LLAMA+state_norm(threshold=3) |
     eval reverse RUN --n 17 | 16 | 17
-    eval reverse RUN --lengths 1 | hold out at most half
     eval reverse RUN --vocab-size 9 | 10 ids
     eval reverse TEXT --lengths 4 | was not trained on reverse | --vocab-size and --lengths
     eval task TEXT | task | --task
@@ -103,7 +102,7 @@ CASES = """
     finetune TEXT | --data
     train none.yaml | 'none.yaml' is neither a file | reverse_small
     train open.yaml | is not YAML
-    train dollar.yaml | key 'seed' | integer
+    train dollar.yaml | 'seed' | integer
     train | longrnn train CONFIG
     train --resume RUN c.yaml | c.yaml | key=value
     TRAIN init_from=LLAMA | llama
@@ -112,10 +111,10 @@ CASES = """
     TRAIN 'model.mixer={kind: lstn}' | lstn | lstm
     TRAIN 'model.mixer={kind: mamba2, d_stat: 4}' | mamba2 | d_state
     TRAIN 'model.mixer={kind: mamba2, A_init: {a: 1}}' | A_init
-    TRAIN model.mixer=lstm | key 'model.mixer' | 'lstm'
+    TRAIN model.mixer=lstm | 'model.mixer' | 'lstm'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
-    TRAIN task=passkey | key 'task' | 'passkey'
+    TRAIN task=passkey | 'task' | 'passkey'
     TRAIN max_steps | 'max_steps' is not of the form key=value
     TRAIN model.mixr.kind=lstm | mixr | did you mean 'mixer'
     TRAIN length.max=100 | at least 156 tokens
@@ -130,7 +129,7 @@ CASES = """
     HARNESS --include_path no | --trust-task-code
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | n is 0
+    HARNESS --metadata n=0 | 'n' | not 0
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token

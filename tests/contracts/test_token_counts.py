@@ -10,9 +10,9 @@ from longrnn.cells import MIXERS
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
+from longrnn.options import Tokens
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
-from longrnn.units import TokenCount
 from tests.refusals import naming
 
 pytestmark = pytest.mark.core
@@ -22,7 +22,7 @@ COUNTS = [
     for family in (MITIGATIONS, MIXERS, POSITIONS, TASKS)
     for kind in family
     for name, hint in keyword_options(family[kind], annotated=True).items()
-    if TokenCount in (hint, *get_args(hint))
+    if Tokens in (hint, *get_args(hint))
 ]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from longrnn.data import TASKS, UNSCORED, Task
-from longrnn.data.batch import joined
 from longrnn.errors import UserError
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -61,19 +60,6 @@ def test_two_processes_read_what_one_reads(kind: str) -> None:
                 assert torch.equal(part.begins, expected.begins)
         again = task.batch(0, range(6), **{**how, "seed": 4})
         assert not torch.equal(again.tokens, whole[0].tokens)
-
-
-def test_rows_of_several_widths_are_joined() -> None:
-    """What is added at the end of a row has no target."""
-    task = build("passkey", n_keys=[1, 4], n_queries=3)
-    how: dict[str, Any] = {"of": 6, "length": 300, "seed": 3, "carried": False}
-    parts = [task.batch(0, range(row, row + 1), **how) for row in range(6)]
-    whole = joined(parts)
-    assert len({part.tokens.shape[1] for part in parts}) > 1
-    for row, part in enumerate(parts):
-        width = part.tokens.shape[1]
-        assert torch.equal(whole.targets[row, :width], part.targets[0])
-        assert (whole.targets[row, width:] == UNSCORED).all()
 
 
 @tasks

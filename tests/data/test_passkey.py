@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from longrnn.data import UNSCORED, Passkey
+from longrnn.data import Passkey
 from longrnn.data.passkey import with_numbers
 from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, Needle, keys, read
 from longrnn.errors import UserError
@@ -108,29 +109,8 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("insert_at", [0, 1, 97, 338])
-def test_a_key_after_a_number_of_tokens(insert_at: int) -> None:
-    """So many bytes of filler are between the header and the line of the key."""
-    task, line = Passkey(), KEY_LINE.format(key="01234")
-    needle = task.needle_at("01234", insert_at, length=494)
-    text = task.tokenizer.decode(task.prompt_of([needle], 0, length=494).tolist())
-    assert text.index(line) == len(HEADER) + insert_at
-    assert task.free("01234", 494) == 494 - len(HEADER) - len(line) - len(QUESTION)
-
-
-def test_no_key_of_evaluation_is_one_of_training() -> None:
-    """Training and evaluation share no key, and both use every digit at every place."""
-    held_out, train = set(keys(True)), set(keys(False))
-    assert not held_out & train
-    assert len(held_out | train) == 100_000
-    assert 0.1 < len(held_out) / 100_000 < 0.15
-    for place in range(5):
-        assert {key[place] for key in held_out} == set("0123456789")
-        assert {key[place] for key in train} == set("0123456789")
-
-
 def test_training_never_shows_a_held_out_key() -> None:
-    """Neither `sample` nor `segment` draws a held-out key."""
+    """No row has a held-out key, and both sides of the split use every digit at every place."""
     task = Passkey(max_segments=2)
     batch = task.sample(800, length=200, seed=0)
     streams = task.batch(0, range(400), of=400, length=200, seed=0, carried=True)
@@ -141,6 +121,9 @@ def test_training_never_shows_a_held_out_key() -> None:
     found = {match[1] for match in shown if match}
     assert len(found) > 900
     assert not found & set(keys(True))
+    assert 0.1 < len(keys(True)) / (len(keys(True)) + len(keys(False))) < 0.15
+    for side, place in product((keys(True), keys(False)), range(5)):
+        assert {key[place] for key in side} == set("0123456789")
 
 
 def queries_of(text: str) -> list[tuple[str, str]]:
@@ -179,19 +162,6 @@ def test_accuracy_is_the_share_of_whole_keys() -> None:
     assert task.score(predictions, batch)["accuracy"].tolist() == [0.75, 1.0]
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0, 3.5])
-def test_weights_sum_to_text_plus_answer(weight: float) -> None:
-    """The weights of a row sum to text_weight + answer_weight, whatever its length."""
-    task = Passkey(trained_bpe(), answer_weight=weight)
-    length = task.least_length() + 20
-    batch = task.sample(6, length=length, seed=2)
-    assert batch.weights is not None
-    torch.testing.assert_close(batch.weights.sum(1), torch.full((6,), 1 + weight))
-    on_text = (batch.weights * ~batch.answers()).sum(1)
-    n_scored, n_answer = (batch.targets != UNSCORED).sum(1), batch.answers().sum(1)
-    torch.testing.assert_close(on_text, (n_scored - n_answer) / n_scored)
-
-
 def test_numbered_keys() -> None:
     """Several keys are numbered, the question names one, and the length is exact."""
     task = Passkey(n_keys=3)
@@ -199,45 +169,24 @@ def test_numbered_keys() -> None:
     prompt = task.prompt_of(needles, 1, length=600)
     assert len(prompt) == 600
     text = task.tokenizer.decode(prompt.tolist())
-    lines = ["Passkey 2:00001.", "Passkey 3:77777.", "Passkey 1:40913."]
-    places = [text.index(line) for line in lines]
+    places = [text.index(f"Passkey {line}.") for line in ("2:00001", "3:77777", "1:40913")]
     assert places == sorted(places)
     assert text.endswith("What is passkey 2? Passkey 2:")
-    assert task.tokenizer.decode(task.answer(needles[1]).tolist()) == "00001"
     assert read(task.context(needles, 1, length=600)).tolist() == prompt.tolist()[:-30]
-    with pytest.raises(UserError):
-        task.prompt_of(needles, 0, length=task.least_length() - 30)
 
 
-def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
-    """The filler of a file starts at a random place."""
-    files = []
-    for name in ("a", "b"):
-        files.append(str(tmp_path / name))
-        Path(files[-1]).write_text(name * 5000)
-    task = Passkey(filler=files)
-    assert task.n_filler == 10_000
-    batch = task.sample(40, length=256, seed=0)
-    rows = [task.tokenizer.decode(row.tolist()).split("hidden")[1] for row in batch.tokens]
-    assert any("aaaaa" in row for row in rows)
-    assert any("bbbbb" in row for row in rows)
-
-
-def test_numbers_between_the_words(tmp_path: Path) -> None:
-    """All words stay, the numbers have the requested rate, and are the same every time."""
+def test_fillers_of_files_with_numbers(tmp_path: Path) -> None:
+    """The filler of files begins anywhere; numbers among its words have the requested rate."""
     words = [f"w{'abcdefghij'[i % 10]}" for i in range(20_000)]
     text = " ".join(words)
-    found = with_numbers(text, 100)
-    assert found == with_numbers(text, 100) != with_numbers(text, 99)
-    parts = found.split(" ")
+    parts = with_numbers(text, 100).split(" ")
     numbers = [part for part in parts if part.isdigit()]
     assert [part for part in parts if not part.isdigit()] == words
     assert len(numbers) == pytest.approx(len(text) / 100, rel=0.15)
     assert {len(number) for number in numbers} == {1, 2, 3, 4, 5, 6}
-    prompt = Passkey(numbers_every=20).prompt("01234", length=600, depth=0.0).tolist()
-    behind = ByteTokenizer().decode(prompt).split("is the passkey.")[1]
-    assert len(re.findall(r"\d+", behind)) > 5
-    (tmp_path / "a.txt").write_text(text)
-    plain, sprinkled = (Passkey(filler=str(tmp_path / "a.txt"), numbers_every=n) for n in (None, 9))
-    assert plain.n_filler == len(text) < sprinkled.n_filler
-    assert plain.data_sha256() != sprinkled.data_sha256()
+    (tmp_path / "a").write_text(text + "x" * 30_000)
+    plain, other = (Passkey(filler=str(tmp_path / "a"), numbers_every=n) for n in (None, 9))
+    assert plain.n_filler < other.n_filler
+    assert plain.data_sha256() != other.data_sha256()
+    rows = [ByteTokenizer().decode(row) for row in plain.sample(40, length=256).tokens.tolist()]
+    assert 0 < sum("xxxxx" in row for row in rows) < 40

@@ -111,23 +111,6 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
     assert distances >= {0, 1, 2, 4}
 
 
-def test_weights_of_asked_and_other_rows(segments: list[Batch]) -> None:
-    """The answer has its weight in rows with a question, and none elsewhere."""
-    kinds = set()
-    for batch in segments:
-        assert batch.weights is not None
-        asked = batch.answers().any(dim=1)
-        kinds |= set(asked.tolist())
-        torch.testing.assert_close(batch.weights.sum(1), 1.0 + asked.float())
-        # The text's share is a mean over the targets there are: none at the fork.
-        scored = batch.targets != UNSCORED
-        assert not batch.weights[~scored].any()
-        on_text = (batch.weights * ~batch.answers()).sum(1)
-        share = (scored & ~batch.answers()).sum(1) / scored.sum(1)
-        torch.testing.assert_close(on_text, share)
-    assert kinds == {True, False}
-
-
 def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> None:
     """Rows without a question have no score."""
     batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)

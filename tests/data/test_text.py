@@ -13,7 +13,7 @@ import torch
 
 from longrnn.data import TASKS, UNSCORED, Batch, Text
 from longrnn.data.build import corpus_of
-from longrnn.errors import LengthError, UserError
+from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer, Reading
 from tests.data.drawings import drawing
 from tests.refusals import naming
@@ -125,14 +125,6 @@ def read_all(task: Text) -> set[tuple[int, int]]:
     return set(read_pairs([task.batch(index, range(1), **how) for index in range(count)]))
 
 
-def test_too_few_tokens_are_refused(texts: list[bytes]) -> None:
-    """More carried rows, or longer rows, than there are tokens are refused."""
-    with pytest.raises(LengthError, match=naming(117, 300)):
-        text_task().batch(0, range(3), of=3, length=100, seed=0, carried=True)
-    with pytest.raises(LengthError, match=naming(118)):
-        text_task().sample(1, length=118)
-
-
 ANSWERS = [("ab", "c"), ("d", "efg"), ("hijk", "lm"), ("n", "o" * 30)]
 
 
@@ -152,7 +144,7 @@ def test_only_answers_are_scored(answers: Path) -> None:
     task = instruct_task(answers)
     wanted = Counter(c for _, completion in ANSWERS[:3] for c in completion)
     seen: Counter[str] = Counter()
-    rows = len(task.packed(12, 0).cuts) - 1
+    rows = len(task.packed(12, 0))
     for index in range(rows):
         batch = task.batch(index, range(1), of=1, length=12, seed=0, carried=False)
         assert batch.tokens.shape == (1, 12)
@@ -173,7 +165,7 @@ def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
     with open(answers, "a") as file:
         file.write("\n" + json.dumps({"prompt": "", "completion": "pq"}))
     task = instruct_task(answers)
-    rows = len(task.packed(31, 0).cuts) - 1
+    rows = len(task.packed(31, 0))
     batch = task.batch(0, range(rows), of=rows, length=31, seed=0, carried=False)
     assert rows > 1
     assert len(batch.weights[batch.weights > 0].unique()) == 1

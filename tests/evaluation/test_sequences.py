@@ -91,7 +91,6 @@ def test_conditions(tmp_path: Path) -> None:
         ({"task": "reverse"}, ("--vocab-size",)),
         ({"task": "reverse", "vocab_size": 400}, (401, 256)),
         ({"n": 21}, (20, 21)),
-        ({"lengths": [1]}, ("held_out",)),
     ],
 )
 def test_what_cannot_be_measured(

@@ -47,30 +47,14 @@ def is_zero(state: LMState) -> list[bool]:
 
 @cells
 @policies
-def test_the_first_step(kind: str, mixer: str) -> None:
-    """In the first step every policy works, and what it would remember is zero."""
-    found = policy(kind, mixer)
-    state = found.before(batch(), 0, 0)
-    like = final(mixer=mixer)
-    for (name, leaf), (_, other) in zip(leaves(state), leaves(like), strict=True):
-        assert leaf.shape == other.shape, name
-        assert leaf.dtype == other.dtype, name
-    assert state.position.tolist() == [0] * ROWS
-    if kind != "random_noise":
-        assert is_zero(state) == [True] * ROWS
-
-
-@cells
-@policies
 def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
-    """`content` restores a policy completely, and holds only tensors."""
+    """`content` restores a policy completely."""
     one, other = policy(kind, mixer), policy(kind, mixer)
     for step in range(3):
         for micro in (0, 1):
             one.before(batch(), step, micro)
             one.after(final(10 * step + micro, mixer), micro)
     content = one.content()
-    assert all(isinstance(value, torch.Tensor) for value in content.values())
     other.restore(content)
     for micro in (0, 1):
         is_document_start = batch([False] * ROWS)
@@ -164,19 +148,6 @@ def _units(leaf: torch.Tensor) -> torch.Tensor:
     axis = 1 if leaf.ndim == 4 else leaf.ndim - 1
     shape = [-1 if dim == axis else 1 for dim in range(leaf.ndim)]
     return (torch.arange(leaf.shape[axis]) % 5).view(shape).expand(leaf.shape).to(leaf.dtype)
-
-
-@cells
-def test_random_noise_has_one_deviation(mixer: str) -> None:
-    """The noise has mean 0 and the given deviation, and differs by row and step."""
-    found = policy("random_noise", mixer, zero_share=0.0, std=0.25)
-    state = found.before(batch(rows=400), 0, 0)
-    for name, leaf in leaves(state.layers):
-        assert leaf.std().item() == pytest.approx(0.25, rel=0.1), name
-        assert abs(leaf.mean().item()) < 0.02, name
-    rows = {tuple(_flat(state, row).tolist()) for row in range(400)}
-    rows |= {tuple(_flat(found.before(batch(), *place), 0).tolist()) for place in ((1, 0), (0, 1))}
-    assert len(rows) == 402
 
 
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])

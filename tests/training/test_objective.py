@@ -14,7 +14,7 @@ from longrnn import load
 from longrnn.data import TASKS, UNSCORED, Batch
 from longrnn.models import RecurrentLM
 from longrnn.state import take
-from longrnn.training.config import read_config
+from longrnn.training.config import configured
 from longrnn.training.objective import Objective
 from tests.texts import TEXTS
 from tests.training.runs import crash, metrics, tiny, train
@@ -77,17 +77,6 @@ def test_the_loss_is_that_of_a_loop(
     torch.testing.assert_close(one, by_token(model, batch.row(1)), rtol=1e-7, atol=0)
 
 
-def test_a_step_descends_the_loss(tmp_path: Path) -> None:
-    """The first loss in the metrics is that of the untrained model on the first batch."""
-    config = tiny("passkey", tmp_path / "run", learning_rate=1e-12, **FIRST)
-    model: Any = train(config).model()
-    batch = TASKS.build(config.task, None).batch(
-        0, range(2), of=2, length=180, seed=0, carried=False
-    )
-    expected = by_token(model, batch).item()
-    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["passkey", "streams"])
 def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
     """Two micro-batches of carried rows give the losses of one batch with all of them."""
@@ -113,7 +102,7 @@ def test_the_embedded_checkpoints_can_be_trained_again(
     name: str, losses: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 200 steps have the losses of the code that trained the checkpoints."""
-    config = read_config(name, [f"output_dir={tmp_path / 'run'}"])
+    config = configured(name, [f"output_dir={tmp_path / 'run'}"])
     crash(config, 200, monkeypatch)
     found = {row["step"]: row["loss"] for row in metrics(tmp_path / "run")}
     assert losses == pytest.approx({step: found[step] for step in losses}, abs=1e-3)

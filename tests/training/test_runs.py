@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from longrnn import load, train
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
-from longrnn.training.config import read_config
 from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training import forks
@@ -94,8 +91,8 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
             train(None, *overrides, resume=place)
 
 
-def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest and the best are kept, each loads, and a damaged one is set aside and named."""
+def test_checkpoints(tmp_path: Path) -> None:
+    """The newest and the best are kept; without a damaged one, which is named, the run goes on."""
     folder = tmp_path / "run"
     how = {"save_steps": 2, "logging_steps": 1, "eval_steps": 2, "learning_rate": 3.0}
     how |= {"lr_scheduler_type": "constant", "warmup_steps": 3}
@@ -106,18 +103,14 @@ def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert best < 8
     assert kept == {best, 8, 10}
     assert load(folder).fingerprint() == load(checkpoint.folder_of(folder, best)).fingerprint()
-    shutil.copytree(folder, tmp_path / "copy")
+    whole = metrics(folder)
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    train(None, resume=folder)
-    assert "model.safetensors" in capsys.readouterr().err
-    assert (folder / "checkpoint-00000010.damaged").is_dir()
-    for row, other in zip(metrics(folder), metrics(tmp_path / "copy"), strict=True):
-        assert row == other
-    for path in checkpoint.checkpoints(folder):
-        (path / "training.pt").write_bytes(b"x")
-    with pytest.raises(UserError, match=naming("training.pt", "output_dir")):
+    with pytest.raises(UserError, match=naming("checkpoint-00000010", "model.safetensors")):
         train(None, resume=folder)
+    shutil.rmtree(weights.parent)
+    train(None, resume=folder)
+    assert metrics(folder) == whole
 
 
 def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
@@ -191,22 +184,6 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     done = forks.run("train", path, "--dry-run", "validation.data=nowhere.txt")
     assert (done.returncode, "nowhere.txt" in done.stderr) == (2, True)
-
-
-def test_metrics(tmp_path: Path) -> None:
-    """Rows hold the mean loss since the last one, scores, norm, rate and tokens."""
-    done = run(tiny("passkey", tmp_path / "run", logging_steps=1))
-    means = run(tiny("passkey", tmp_path / "means"))
-    losses = [row["loss"] for row in done.rows]
-    assert means.rows[1]["loss"] == pytest.approx(sum(losses[3:6]) / 3)
-    width = done.rows[0]["tokens"] // 2
-    assert [row["tokens"] for row in done.rows] == [2 * width * k for k in range(1, 11)]
-    keys = {"step", "tokens", "loss", "accuracy", "grad_norm", "learning_rate"}
-    assert set(done.rows[0]) == keys | {"tokens_per_second"}
-    assert done.settings["length.max"] == 180
-    recorded = yaml.safe_load((tmp_path / "run/train.yaml").read_text())
-    again = read_config(tmp_path / "run/train.yaml")
-    assert json.loads(again.model_dump_json()) == recorded
 
 
 def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:

@@ -47,25 +47,6 @@ def test_the_loss_by_position_is_that_of_a_loop(tmp_path: Path) -> None:
     assert {"eval_accuracy", "step", "tokens"} <= row.keys()
 
 
-def test_rows_do_not_depend_on_the_run(tmp_path: Path) -> None:
-    """Runs with other seeds and batch sizes are compared on the same rows."""
-    start = tmp_path / "start"
-    train(tiny("streams", start, max_steps=1))
-    how = {"learning_rate": 1e-12, "max_steps": 1, "init_from": str(start), "logging_steps": 1}
-    losses = []
-    for seed, rows in ((0, 2), (1, 3)):
-        config = tiny(
-            "streams",
-            tmp_path / f"run{seed}",
-            seed=seed,
-            per_device_train_batch_size=rows,
-            **EVERY,
-            **how,
-        )
-        losses.append(next(r for r in train(config).rows if "eval_loss" in r)["eval_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["passkey", "reverse"])
 def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
     """Tasks without texts validate on rows of their own."""
