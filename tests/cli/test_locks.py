@@ -40,10 +40,10 @@ METHOD = ["--method", "state_norm", "--output", "out.yaml"]
 PLACES |= {
     "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED, *QUIET],
     "data build": ["--out", "out", "a.txt", *QUIET],
-    "convert": ["{model}", "out", "--to", "hf"],
 }
-# lm-eval writes its own results, into new files whose names hold the time.
-OTHERS = {"eval harness"}
+# lm-eval writes new files, whose names hold the time; a conversion appears whole
+# under its name, which must be new.
+OTHERS = {"eval harness", "convert"}
 WRITES = {"output", "out", "destination"}
 
 

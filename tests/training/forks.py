@@ -79,7 +79,12 @@ def _main(arguments: list[str], out: Path, err: Path, environment: dict[str, str
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.argv = ["longrnn", *arguments]
+    import torch
+
     from longrnn.cli.app import run as run_command
+
+    # The server imported torch before; as many threads as a test, for the same bits.
+    torch.set_num_threads(1)
 
     run_command()
 
