@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.ops import cpu, delta
 from longrnn.ops.scan import ScanInputs
-from tests.contracts.builders import assert_near, build_model, generator
+from tests.contracts.builders import assert_near, generator
 from tests.contracts.subjects import gradients
 
 pytestmark = pytest.mark.core
@@ -95,17 +94,3 @@ def test_negative_eigenvalues_erase_what_a_key_holds_twice() -> None:
     _, after = delta.delta(given, state)
     key = inputs.B[:, 0].repeat_interleave(2, 1)[..., None]
     torch.testing.assert_close(after @ key, -(state @ key))
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"n_heads": 3, "n_key_heads": 2}, "n_key_heads"),
-        ({"value_dim": 5}, "value_dim"),
-        ({"key_dim": 0}, "key_dim"),
-        ({"backend": "mamba_ssm"}, "mamba_ssm"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        build_model({"kind": "gated_deltanet", "value_dim": 4, **options})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn.state import leaves
 from tests.contracts.builders import (
@@ -18,15 +18,6 @@ from tests.contracts.builders import (
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-def test_eval_mode_keeps_the_cell_differentiable_by_cudnn(spec: dict[str, Any]) -> None:
-    """No module of torch.nn that runs on cuDNN is in eval mode, where cuDNN has no backward."""
-    mixer = build_mixer(spec).eval()
-    assert not mixer.training
-    assert all(cell.training for cell in mixer.modules() if isinstance(cell, nn.RNNBase))
-    assert mixer.train().training
 
 
 @pytest.mark.parametrize("device", DEVICES)
