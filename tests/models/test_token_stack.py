@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM
-from longrnn.ops import cpu
 from longrnn.state import LMState, clone
 from tests.contracts.builders import (
     assert_near,
@@ -25,9 +24,9 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
 )
+from tests.contracts.subjects import needs_kernels
 
 NATIVE = {"kind": "mamba2", "backend": "cpu", "d_state": 6, "head_dim": 4, "n_groups": 2}
-needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
 def native_model(**config: Any) -> RecurrentLM:
