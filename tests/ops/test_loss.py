@@ -58,7 +58,9 @@ def test_loss_predictions_and_gradients_equal_the_formula(max_logits: int) -> No
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
         frozen = [tensor.detach() for tensor in given[:2]]
         frozen[number].requires_grad_()
-        loss = weighted_cross_entropy(*frozen, *given[2:], max_logits=max_logits).loss
+        loss = weighted_cross_entropy(
+            frozen[0], frozen[1], targets, weights, max_logits=max_logits
+        ).loss
         torch.testing.assert_close(torch.autograd.grad(-3.7 * loss, frozen[number])[0], one)
 
 
