@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -122,13 +121,6 @@ def test_fla_computes_the_recurrence(
     assert set(fla) == {"recurrent" if time <= 64 else "chunk"}
 
 
-def test_fla_starts_from_zeros_without_a_state(fla: list[str]) -> None:
-    inputs, state = random_inputs(70)
-    y, final = FLA.scan(inputs)
-    assert_near([y, final], FLA.scan(inputs, torch.zeros_like(state)), 1e-7)
-    assert torch.equal(FLA.scan(inputs, final=False)[0], y)
-
-
 def test_fla_takes_more_rows_than_a_grid_of_blocks(
     fla: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,35 +176,12 @@ def test_fla_computes_the_gated_delta_rule(
     assert fla_delta == ["chunk"] + 2 * ["fused_recurrent" if time <= 64 else "chunk"]
 
 
-@pytest.mark.parametrize("cuts", [(1, 2, 100), (64, 65, 129)])
-def test_fla_gives_the_same_for_any_split(fla: list[str], cuts: tuple[int, ...]) -> None:
-    inputs, state = random_inputs(150, starts=(66, 120))
-    whole, outputs, ends = FLA.scan(inputs, state), [], [0, *cuts, 150]
-    for start, stop in pairwise(ends):
-        y, state = FLA.scan(inputs.slice(start, stop), state)
-        outputs.append(y)
-    assert_near([torch.cat(outputs, 1), state], wide(whole), 1e-5)
-
-
 def window_of_20(ops: Any) -> Callable[..., Any]:
     def compute(*given: Tensor) -> list[Tensor]:
         inputs = ScanInputs(*given[:5])
         return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, ops.scan)[0]]
 
     return compute
-
-
-def limit_of_2(ops: Any) -> Callable[..., Any]:
-    limit = torch.full((4,), 2.0, dtype=torch.float64)
-    return lambda *given: ops.limit(ScanInputs(*given[:5]), given[5], limit)
-
-
-@pytest.mark.parametrize("edited", [window_of_20, limit_of_2])
-def test_fla_computes_edited_recurrences(fla: list[str], edited: Callable[..., Any]) -> None:
-    inputs, state = random_inputs(90)
-    given = [*inputs, state] if edited is limit_of_2 else [*inputs]
-    assert_near(outcome(edited(FLA), given), outcome(edited(TORCH), wide(given)), 1e-5)
-    assert fla
 
 
 def test_mamba_ssm_computes_layers_without_edits(mamba_ssm: list[int]) -> None:

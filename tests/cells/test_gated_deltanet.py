@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.ops import cpu, delta
 from longrnn.ops.scan import ScanInputs
-from tests.contracts.builders import assert_near, build_model, generator
-from tests.contracts.subjects import gradients
+from tests.backends.test_operations import assert_near, inputs_of, results
 
 pytestmark = pytest.mark.core
 
@@ -26,7 +24,9 @@ def definition(inputs: ScanInputs, h: Tensor, limit: Tensor | None = None) -> tu
     for t in range(x.shape[1]):
         k, q = (one[:, t].repeat_interleave(share, 1) for one in (B, C))
         v, beta, alpha = x[:, t], gain[:, t, :, None, None], log_decay[:, t, :, None, None].exp()
-        transition = alpha * (torch.eye(k.shape[-1]) - beta * k[..., None] * k[..., None, :])
+        transition = alpha * (
+            torch.eye(k.shape[-1], dtype=k.dtype) - beta * k[..., None] * k[..., None, :]
+        )
         h = h @ transition + beta * v[..., None] * k[..., None, :]
         if limit is not None:
             norm = h.square().sum((2, 3), keepdim=True).sqrt()
@@ -36,30 +36,18 @@ def definition(inputs: ScanInputs, h: Tensor, limit: Tensor | None = None) -> tu
 
 
 def random_inputs(time: int, starts: Sequence[int] = ()) -> tuple[ScanInputs, Tensor]:
-    """Two rows of four heads in two groups, with β in (0, 2) and unit keys."""
-    draw = generator(time)
-    x = torch.randn(2, time, 4, 5, generator=draw)
-    B, C = torch.randn(2, 2, time, 2, 6, generator=draw)
-    gain = 2 * torch.rand(2, time, 4, generator=draw)
-    log_decay = -torch.rand(2, time, 4, generator=draw) * torch.tensor([1e-4, 0.1, 1, 30])
-    log_decay[-1, list(starts)] = -torch.inf
-    return ScanInputs(x, gain, log_decay, F.normalize(B, dim=-1), C), torch.randn(2, 4, 5, 6)
+    """Two rows of four heads in two groups, with β in (0, 2] and unit keys."""
+    inputs, state = inputs_of((2, time, 4, 5, 2, 6), torch.float64)
+    inputs.log_decay[-1, list(starts)] = -torch.inf
+    B = F.normalize(inputs.B, dim=-1)
+    return inputs._replace(gain=inputs.gain.clamp(max=2), B=B), state
 
 
-def results(rule: Any, inputs: ScanInputs, state: Tensor, *more: Tensor) -> dict[str, Tensor]:
+def outcome(rule: Any, inputs: ScanInputs, state: Tensor, *more: Tensor) -> list[Tensor]:
     """Outputs, final state, and the gradients of all inputs and of the initial state."""
-    given = {**inputs._asdict(), "state": state}
-    given = {name: one.detach().clone().requires_grad_() for name, one in given.items()}
-    y, after = rule(ScanInputs(*list(given.values())[:5]), given["state"], *more)
-    return {"y": y, "after": after, **gradients([y, after], given)}
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(default)
+    return results(
+        lambda *given: rule(ScanInputs(*given[:5]), given[5], *more), *inputs, state, gradients=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,23 +56,20 @@ def float64() -> Iterator[None]:
 )
 def test_chunks_equal_the_loop(time: int, starts: Sequence[int]) -> None:
     inputs, state = random_inputs(time, starts)
-    expected = results(definition, inputs, state)
+    expected = outcome(definition, inputs, state)
     for rule in (delta.delta, delta.loop):
-        for name, found in results(rule, inputs, state).items():
-            assert_near(found, expected[name], 1e-10, name)
+        assert_near(outcome(rule, inputs, state), expected, 1e-10)
     if cpu.missing() is None:
-        for name, found in zip(("y", "after"), cpu.delta(inputs, state), strict=True):
-            assert_near(found, expected[name], 1e-10, name)
+        assert_near(cpu.delta(inputs, state), expected[:2], 1e-10)
 
 
 @pytest.mark.parametrize("limit", [1e-3, 6.0, 1e6])
 def test_a_limit_is_exact_per_token(limit: float) -> None:
     """Where all states, some and none exceed it; the first head has no limit."""
     inputs, state = random_inputs(300, (5, 130))
-    limits = torch.tensor([torch.inf, limit, limit, limit])
-    expected = results(definition, inputs, state, limits.clamp(max=1e30))
-    for name, found in results(delta.limited, inputs, state, limits).items():
-        assert_near(found, expected[name], 1e-10, name)
+    limits = torch.tensor([torch.inf, limit, limit, limit], dtype=torch.float64)
+    expected = outcome(definition, inputs, state, limits.clamp(max=1e30))
+    assert_near(outcome(delta.limited, inputs, state, limits), expected, 1e-10)
 
 
 def test_negative_eigenvalues_erase_what_a_key_holds_twice() -> None:
@@ -95,17 +80,3 @@ def test_negative_eigenvalues_erase_what_a_key_holds_twice() -> None:
     _, after = delta.delta(given, state)
     key = inputs.B[:, 0].repeat_interleave(2, 1)[..., None]
     torch.testing.assert_close(after @ key, -(state @ key))
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"n_heads": 3, "n_key_heads": 2}, "n_key_heads"),
-        ({"value_dim": 5}, "value_dim"),
-        ({"key_dim": 0}, "key_dim"),
-        ({"backend": "mamba_ssm"}, "mamba_ssm"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        build_model({"kind": "gated_deltanet", "value_dim": 4, **options})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.mamba3 import Mamba3, Trapezoid, TrapezoidInputs
-from longrnn.errors import UserError
 from longrnn.ops.backend import TORCH
-from tests.contracts.builders import assert_near, build_model, generator, random_tree
+from tests.contracts.builders import assert_near, generator, random_tree
 
 pytestmark = pytest.mark.core
 
@@ -62,18 +60,3 @@ def test_rotations_make_outputs_depend_on_turns_between_tokens_alone() -> None:
         angle=state.angle + turn,
     )
     assert_near(cell(x, other)[0], cell(x, state)[0], 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"head_dim": 5}, "head_dim"),
-        ({"n_groups": 3}, "n_groups"),
-        ({"rope_fraction": 1.5}, "rope_fraction"),
-        ({"d_state": 2}, "d_state"),
-        ({"backend": "mamba_ssm"}, "mamba_ssm"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        build_model({"kind": "mamba3", "head_dim": 4, **options})

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells import Edit, TorchCell
-from longrnn.errors import UserError
 from longrnn.state import PyTree
 from tests.contracts.builders import (
     D_MODEL,
@@ -59,10 +58,3 @@ def test_equals_torch(
     state = random_tree(cell.init_state(BATCH), 2)
     expected = peer_outcome(module, x, state)
     assert_same(cell_outcome(cell, x, state, [TIME], edit), expected, dtype)
-
-
-@pytest.mark.parametrize(("kind", "message"), [("Tanh", "tanh"), ("", "identity")])
-def test_an_unknown_nonlinearity_is_refused(kind: str, message: str) -> None:
-    """The error suggests the nearest name, or lists all."""
-    with pytest.raises(UserError, match=message):
-        build_mixer({"kind": "rnn", "nonlinearity": kind})

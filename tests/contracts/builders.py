@@ -6,7 +6,7 @@ entry whose defaults do not suit a small model needs a line in the tables below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
 from longrnn.mitigations import MITIGATIONS, mitigation
-from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM
+from longrnn.models import LanguageModel, LMOutput, RecurrentConfig, RecurrentLM, Rows
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -150,6 +150,34 @@ def build_mitigated(
     """`build_model` under mitigations."""
     plain = build_model(mixer, **model)
     return plain.under([mitigation(spec) for spec in specs]) if specs else plain
+
+
+class Scripted(LanguageModel):
+    """A model without cells, whose logits are a function of how many tokens it has read."""
+
+    def __init__(self, vocab_size: int, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.vocab_size, self.logits = vocab_size, logits
+
+    def weights_fingerprint(self) -> str:
+        return "scripted"
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
+    ) -> LMOutput:
+        state = self.init_state(len(tokens)) if state is None else state
+        read = state.position[:, None] + torch.arange(1, tokens.shape[1] + 1)
+        keep = tokens.shape[1] if keep is None else keep
+        logits = self.logits(read[..., None]).expand(*read.shape, self.vocab_size)
+        return LMOutput(logits[:, read.shape[1] - keep :], LMState(read[:, -1], ()))
 
 
 def random_tokens(batch: int, time: int, seed: int = 0) -> Tensor:

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import whole
 from longrnn.errors import UserError
 from longrnn.inference.engine import Pair, Prompt, answers, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
-from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
+from longrnn.models import RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
-from longrnn.state import LMState
 from tests.cli.conftest import CLI, cli  # noqa: F401
-from tests.contracts.builders import build_model, mitigation_spec, random_tokens
+from tests.contracts.builders import Scripted, build_model, mitigation_spec, random_tokens
 
 pytestmark = pytest.mark.core
 
@@ -158,37 +156,12 @@ def test_the_token_is_named(mixer: str) -> None:
         list(answers(model, [prompt], max_new_tokens=1, batch_size=1, progress=quiet()))
 
 
-class Breaking(LanguageModel):
-    """Says token 0 until it has read six tokens; then its logits are not numbers."""
-
-    vocab_size = 5
-
-    def weights_fingerprint(self) -> str:
-        return "breaking"
-
-    def init_state(self, batch_size: int) -> LMState:
-        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
-
-    def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-    ) -> LMOutput:
-        state = self.init_state(len(tokens)) if state is None else state
-        places = state.position[:, None] + torch.arange(1, tokens.shape[1] + 1)
-        logits = torch.where(places < 6, 0.0, torch.nan)[..., None].expand(-1, -1, 5)
-        keep = tokens.shape[1] if keep is None else keep
-        return LMOutput(logits[:, tokens.shape[1] - keep :], LMState(places[:, -1], ()))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_break_in_an_answer_are_not_turned_into_tokens(temperature: float) -> None:
     """Tokens up to the break are generated, and then it is named."""
     prompt = torch.tensor([[1, 2, 3]])
-    found = generate(Breaking(), prompt, max_new_tokens=3, temperature=temperature)
+    model = Scripted(5, lambda read: torch.where(read < 6, 0.0, torch.nan))
+    found = generate(model, prompt, max_new_tokens=3, temperature=temperature)
     assert len(found.tokens[0]) == 3
     with pytest.raises(UserError, match="token 5"):
-        generate(Breaking(), prompt, max_new_tokens=4, temperature=temperature)
+        generate(model, prompt, max_new_tokens=4, temperature=temperature)

@@ -15,7 +15,7 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.mitigations import SlidingWindow, mitigation
 from longrnn.models import RecurrentLM, generate
-from longrnn.state import History, LMState, leaves
+from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
     D_MODEL,
     assert_near,
@@ -254,18 +254,3 @@ def test_a_call_refuses_a_state_that_does_not_fit(model: RecurrentLM) -> None:
     for position in (state.position[:1], state.position.float(), state.position[:, None]):
         with pytest.raises(UserError, match="position|rows"):
             model(tokens, state._replace(position=position))
-
-
-def test_histories_of_rows_of_different_lengths() -> None:
-    """Joining pads at the front, and a reset clears all entries of its rows only."""
-    short = History(torch.arange(6.0).view(1, 1, 3, 2))
-    long = History(torch.full((2, 1, 5, 2), torch.nan))
-    both = states.join([(short,), (long,)])[0].entries
-    assert both.shape == (3, 1, 5, 2)
-    assert torch.equal(both[0, :, -3:], short.entries[0])
-    assert not both[0, :, :2].any()
-    empty = History(torch.zeros(3, 1, 0, 2))
-    cleared = states.reset(History(both), empty, torch.tensor([False, True, False])).entries
-    assert not cleared[1].any()
-    assert torch.equal(cleared[0], both[0])
-    assert cleared[2].isnan().all()

@@ -17,7 +17,6 @@ from tests.contracts.builders import (
     build_mitigated,
     mixer_spec,
     random_tokens,
-    random_tree,
 )
 from tests.contracts.subjects import BACKENDS, cell_leaves, started
 
@@ -83,17 +82,3 @@ def test_what_came_before_the_window_has_no_effect(mixer: dict) -> None:
             assert_near(ours[:, 20:], theirs[:, 20:], 1e-10)
             for name, leaf in cell_leaves(model, found).items():
                 assert_near(leaf, cell_leaves(model, whole)[name], 1e-10, name)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_state_of_a_wider_window_is_cut(backend: str) -> None:
-    """What it remembers beyond the window is not read."""
-    wide, narrow = (windowed(mixer_spec("mamba2") | {"backend": backend}, w) for w in (30, 4))
-    cell, edit = narrow.cells[0], narrow.edits[0]
-    for size in (1, 17, 60):
-        x = random_tree(torch.empty(2, 40 + size, cell.d_input, dtype=torch.float64))
-        _, state = wide.cells[0](x[:, :40], cell.init_state(2, wide.edits[0]), wide.edits[0])
-        _, cut = cell(x[:, :40], cell.init_state(2, edit), edit)
-        found, expected = (cell(x[:, 40:], one, edit) for one in (state, cut))
-        assert_near(found[0], expected[0], 1e-10)
-        assert_near(cell.memory(found[1], edit), cell.memory(expected[1], edit), 1e-10)

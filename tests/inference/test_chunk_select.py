@@ -15,7 +15,6 @@ from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
 from longrnn.models import LanguageModel
-from longrnn.results import read_rows
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
@@ -88,28 +87,3 @@ def test_passkeys(tmp_path: Path) -> None:
             output, oracle = tmp_path / f"{chunk}-{forgets}", Oracle(forgets=forgets)
             found = measure(output, oracle, chunk_select=chunk).found["model"]
             assert [row["correct"] for _, row in found] == [recalled] * 6
-
-
-PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]
-PASSKEY += ["--n", "1", "--quiet"]
-
-
-def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
-    """--chunk-select takes lengths, is part of the rows' protocol, and takes a mitigation."""
-    mitigated = ["--mitigation", "forget_more(decay_scale=0.5)"]
-    said: dict[Any, list[Any]] = {}
-    for more in ([], ["--chunk-select", "0.5k"], ["--chunk-select", "4k"], mitigated):
-        chunk = ["--chunk-select", "4k"] if more == mitigated else []
-        result = cli(*PASSKEY, *more, *chunk, "--output", "out")
-        assert (result.code, result.err) == (0, "")
-    rows, damaged = read_rows(tmp_path / "out/rows.jsonl")
-    assert damaged == {}
-    for row in rows:
-        key = row["model"], row["protocol"].get("chunk_select")
-        said.setdefault(key, []).append((row["item"]["depth"], row["result"]["said"]))
-    plain, mitigated_model = dict.fromkeys(row["model"] for row in rows)
-    assert sorted(said, key=str) == sorted(
-        [(plain, None), (plain, 512), (plain, 4096), (mitigated_model, 4096)], key=str
-    )
-    assert sorted(said[plain, 4096]) == sorted(said[plain, None])
-    assert sorted(said[mitigated_model, 4096]) != sorted(said[plain, None])

@@ -94,17 +94,6 @@ def test_what_texts_share_is_read_once() -> None:
     assert computed <= 400 + 300 + (10 + 11 + 12 + 13) + 9
 
 
-def test_a_long_continuation_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call returns more than MAX_LOGITS logits."""
-    monkeypatch.setattr(trie, "MAX_LOGITS", 32 * VOCAB)
-    model, rng = speaking("mamba2"), random.Random(4)
-    sizes: list[int] = []
-    model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))
-    _, computed = scored(model, [Pair((0,), words(rng, 3000)) for _ in range(4)], batch_size=4)
-    assert computed == 1 + 4 * 2999
-    assert max(sizes) <= 32 * VOCAB
-
-
 @pytest.mark.parametrize("min_saved", [1, 10**6])
 def test_completions_equal_those_of_each_prompt_alone(
     min_saved: int, monkeypatch: pytest.MonkeyPatch

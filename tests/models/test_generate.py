@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
-from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
-from longrnn.state import LMState, take
+from longrnn.models import RecurrentLM, generate
+from longrnn.state import take
 from tests.contracts.builders import (
+    Scripted,
     build_model,
     generator,
     random_state,
@@ -27,31 +27,10 @@ def model(request: pytest.FixtureRequest) -> RecurrentLM:
     return built
 
 
-class Fixed(LanguageModel):
-    """A model whose next token always has the same probabilities; its state counts tokens."""
-
-    def __init__(self, *probabilities: float) -> None:
-        super().__init__()
-        self.logits = torch.tensor(probabilities).log()
-        self.vocab_size = len(probabilities)
-
-    def weights_fingerprint(self) -> str:
-        return "fixed"
-
-    def init_state(self, batch_size: int) -> LMState:
-        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
-
-    def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-    ) -> LMOutput:
-        state = state if state is not None else self.init_state(len(tokens))
-        logits = self.logits.expand(len(tokens), 1, -1)
-        return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
+def fixed(*probabilities: float) -> Scripted:
+    """A model whose next token always has the same probabilities."""
+    logits = torch.tensor(probabilities).log()
+    return Scripted(len(probabilities), lambda read: logits)
 
 
 def test_greedy(model: RecurrentLM) -> None:
@@ -114,7 +93,7 @@ def test_the_state_goes_on(model: RecurrentLM) -> None:
 )
 def test_stop(stop: list[list[int]], expected: int) -> None:
     """A row ends after the first stop sequence that it generates, which is returned."""
-    model = Fixed(0.1, 0.9)
+    model = fixed(0.1, 0.9)
     tokens, state = generate(model, torch.tensor([[0]]), max_new_tokens=6, stop=stop)
     assert tokens == [[1] * expected]
     assert state.position.tolist() == [1 + expected]
@@ -126,7 +105,7 @@ def test_stop(stop: list[list[int]], expected: int) -> None:
 )
 def test_top_p(top_p: float, allowed: set[int]) -> None:
     """Exactly the fewest tokens whose probabilities reach the sum are drawn."""
-    model = Fixed(0.5, 0.3, 0.15, 0.05)
+    model = fixed(0.5, 0.3, 0.15, 0.05)
     drawn = generate(
         model,
         torch.zeros(100, 1, dtype=torch.long),
@@ -140,14 +119,14 @@ def test_top_p(top_p: float, allowed: set[int]) -> None:
 
 def test_temperature() -> None:
     """Frequencies follow softmax(logits / temperature)."""
-    model, count = Fixed(0.5, 0.3, 0.2), 20_000
+    model, count = fixed(0.5, 0.3, 0.2), 20_000
     prompt = torch.zeros(count, 1, dtype=torch.long)
     for temperature in (1.0, 0.5, 2.0):
         drawn = generate(
             model, prompt, max_new_tokens=1, temperature=temperature, generator=generator(0)
         )
         found = torch.bincount(torch.tensor(drawn.tokens).flatten(), minlength=3) / count
-        expected = torch.softmax(model.logits / temperature, 0)
+        expected = torch.softmax(torch.tensor([0.5, 0.3, 0.2]).log() / temperature, 0)
         torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 

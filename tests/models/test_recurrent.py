@@ -47,6 +47,8 @@ def test_keep_returns_the_last_logits(keep: int | None) -> None:
 
 
 MAMBA2: dict[str, Any] = {"kind": "mamba2"}
+MAMBA3: dict[str, Any] = {"kind": "mamba3", "head_dim": 4}
+DELTANET: dict[str, Any] = {"kind": "gated_deltanet", "value_dim": 4}
 REFUSED: list[tuple[dict[str, Any], list[object]]] = [
     ({"mixer": {"kind": "lstn"}}, ["lstn", "lstm"]),
     ({"position": {"kind": "sinusoid"}}, ["sinusoid", "sinusoidal"]),
@@ -60,6 +62,17 @@ REFUSED: list[tuple[dict[str, Any], list[object]]] = [
     ({"vocab_size": 0}, ["vocab_size", 0]),
     ({"mixer": MAMBA2 | {"head_dim": 5}}, ["head_dim", 5, 16]),
     ({"mixer": MAMBA2 | {"head_dim": 4, "n_groups": 3}}, ["n_groups", 3, 4]),
+    ({"mixer": {"kind": "gru", "init": "ortogonal"}}, ["ortogonal", "orthogonal"]),
+    ({"mixer": {"kind": "rnn", "nonlinearity": "Tanh"}}, ["tanh"]),
+    ({"mixer": MAMBA3 | {"head_dim": 5}}, ["head_dim"]),
+    ({"mixer": MAMBA3 | {"n_groups": 3}}, ["n_groups"]),
+    ({"mixer": MAMBA3 | {"rope_fraction": 1.5}}, ["rope_fraction"]),
+    ({"mixer": MAMBA3 | {"d_state": 2}}, ["d_state"]),
+    ({"mixer": MAMBA3 | {"backend": "mamba_ssm"}}, ["mamba_ssm"]),
+    ({"mixer": DELTANET | {"n_heads": 3, "n_key_heads": 2}}, ["n_key_heads"]),
+    ({"mixer": DELTANET | {"value_dim": 5}}, ["value_dim"]),
+    ({"mixer": DELTANET | {"key_dim": 0}}, ["key_dim"]),
+    ({"mixer": DELTANET | {"backend": "mamba_ssm"}}, ["mamba_ssm"]),
 ]
 
 

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops import cpu
 from longrnn.ops.backend import CPU, TORCH, Backend
 from longrnn.ops.conv import conv
 from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near, generator
+from tests.contracts.subjects import needs_kernels
 
 CHANNELS = 5
-needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 every_backend = pytest.mark.parametrize(
     "ops",
     [pytest.param(TORCH, id="torch"), pytest.param(CPU, id="cpu", marks=needs_kernels)],

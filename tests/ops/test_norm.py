@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.ops import cpu
 from longrnn.ops.backend import CPU, TORCH, Backend
 from longrnn.ops.norm import gated_rms_norm, rms_norm
 from tests.contracts.builders import generator
+from tests.contracts.subjects import needs_kernels
 
 EPS = 1e-3
-needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
 def draw(dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[Tensor]:

@@ -11,9 +11,11 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from longrnn import load
 from longrnn.models import RecurrentLM
-from tests.models.test_mamba2_transformers import VOCAB, peers
+from tests.hf.foreign import causal
 
+VOCAB = 50
 WORDS = "the sun is red and so was an old tree near it as rain ran on stone"
 EOS = "<|end|>"
 
@@ -85,8 +87,11 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], show_progress=False)
     tokenizer.train_from_iterator([text(rng, 400) + "\n\n"], trainer)
-    ours, theirs = peers(n_groups=1, tied=True)
-    theirs.save_pretrained(root / "checkpoint")  # type: ignore
+    causal("mamba2", vocab_size=VOCAB, tie_word_embeddings=True).save_pretrained(
+        root / "checkpoint"
+    )
+    ours = load(root / "checkpoint")
+    assert isinstance(ours, RecurrentLM)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
     wrapped.save_pretrained(root / "checkpoint")
 
