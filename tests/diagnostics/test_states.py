@@ -278,12 +278,3 @@ def test_states_that_overflow(tmp_path: Path) -> None:
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
     assert rows[-1]["norm"][0][0][0] is None
     write_report(found, tmp_path)
-
-
-@pytest.mark.parametrize("length", [300, 400])
-def test_lengths_that_cannot_be_diagnosed(length: int, tmp_path: Path) -> None:
-    """Inside the training length, or beyond the end of a text: nothing is written."""
-    options: dict[str, Any] = {"train_length": 300, "output": tmp_path / "out", "quiet": True}
-    with pytest.raises(UserError):
-        diagnose(build_model("gru"), [text("a", 350)], length, **options)
-    assert not list(tmp_path.iterdir())

@@ -19,7 +19,6 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.text import read_text
-from tests.evaluation.oracles import Oracle
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
 
@@ -70,19 +69,6 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)
-
-
-def test_all_right_is_not_certain(tmp_path: Path) -> None:
-    """A share of 1 and a difference of 0 have the intervals of their number of prompts."""
-    oracles: Any = [Oracle(), Oracle(name="other")]
-    opened = [
-        OpenCheckpoint(str(k), o, longrnn.load_tokenizer("passkey-tiny"))
-        for k, o in enumerate(oracles)
-    ]
-    outcome = run(opened, suite(tmp_path).evaluations[:1], tmp_path / "out", quiet=True)[0]
-    last = next(cell for cell in outcome.cells if cell.model == "1" and cell.column.drawn)
-    assert str(last) == "1.00 [0.51, 1.00]"
-    assert last.below() == "+0.00 [−0.49, +0.49]"
 
 
 def test_evaluate_is_public(tmp_path: Path) -> None:

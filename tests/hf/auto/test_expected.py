@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.hf import auto_weights as home
@@ -24,10 +23,6 @@ from tests.hf.auto.models import build_auto
 
 KINDS = sorted(MIXERS)
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
-
-
-def greedy(model: Any, tokens: Tensor | None = None, **options: Any) -> Any:
-    return model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
 
 
 def small(mixer: str = "gru", **options: Any) -> Any:
@@ -106,14 +101,3 @@ def test_hidden_states_have_gradients(kind: str) -> None:
     again = model(inputs_embeds=vectors, logits_to_keep=2)
     (wanted,) = torch.autograd.grad((again.logits * scale).sum(), vectors)
     torch.testing.assert_close(first, wanted)
-
-
-def test_generation_returns_hidden_states() -> None:
-    model, tokens = build_auto(), random_tokens(2, 7)
-    options = {"output_hidden_states": True, "return_dict_in_generate": True}
-    found = greedy(model, tokens, attention_mask=torch.ones_like(tokens), **options)
-    whole = model(found.sequences, output_hidden_states=True).hidden_states
-    steps = found.hidden_states
-    for layer, wanted in enumerate(whole):
-        joined = torch.cat([step[layer] for step in steps], 1)
-        torch.testing.assert_close(joined, wanted[:, :-1])
