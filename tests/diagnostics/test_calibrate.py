@@ -287,10 +287,6 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "mixer", "message"),
     [
-        ("statenorm", "mamba2", "state_norm"),
-        ("sliding_window", "mamba2", "sliding_window"),
-        ("state_norm(quantile=0.5)", "mamba2", "quantile"),
-        ("token_filter(quantile=2)", "mamba2", "quantile"),
         ("per_head(passes=4)", "mamba2", "passes"),
         ("token_filter", "lstm", "token_filter"),
         ("scale_delta", "gru", "scale_delta"),

@@ -167,17 +167,6 @@ def test_a_stationary_head_does_not_collapse(memory: int) -> None:
         assert judged(norms.__getitem__, means.__getitem__).left == ()
 
 
-@pytest.mark.parametrize(("retention", "collapses"), [(0.2, False), (0.5, True), (0.99, True)])
-def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
-    """A state that fills as 1 − exp(−t/τ) collapses from a retention of a third on."""
-    rate = -math.log(retention) / TRAINED
-    found = judged(lambda t: 1 - math.exp(-rate * t))
-    assert found.left == (("deviation", "norm") if collapses else ())
-    if collapses:
-        passed = -math.log(1 - 1.5 * (1 - retention)) / rate
-        assert found.onset == pytest.approx(passed, abs=EVERY)
-
-
 @pytest.mark.parametrize(
     ("norm", "mean", "left", "onset"),
     [

@@ -15,10 +15,6 @@ from longrnn.evaluation.report import table, write_report
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration
-from longrnn.mitigations.spec import write_calibration
-from longrnn.text import read_text
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
 
@@ -121,18 +117,3 @@ def test_bundled_suites() -> None:
         assert read_suite(name).evaluations
     with pytest.raises(UserError, match="quick"):
         read_suite("qick")
-
-
-def test_a_text_of_the_calibration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says if a mitigation was calibrated on the text that is measured."""
-    evaluations = suite(tmp_path).evaluations[1:]
-    one = small_model("one", mixer={"kind": "lstm"})
-    digest = read_text(tmp_path / "book.txt")[1]
-    about = Calibration("x.yaml", one.model.fingerprint(), 64, (digest,))
-    member = {"kind": "state_norm", "threshold": 1.0}
-    write_calibration(tmp_path / "x.yaml", [member], about)
-    calibrated = one.model.under(mitigation(tmp_path / "x.yaml"))
-    run([one], evaluations, tmp_path / "out", quiet=True)
-    assert "book.txt" not in caplog.text
-    run([one._replace(model=calibrated)], evaluations, tmp_path / "out", quiet=True)
-    assert "book.txt" in caplog.text
