@@ -67,7 +67,7 @@ def test_the_evaluation(tmp_path: Path) -> None:
     assert after.startswith(before)
     assert after.count(b"\n") == 3
     with pytest.raises(UserError, match="a.txt"):
-        measure(Memory(texts=[tmp_path / "a.txt"], positions=["64k"]), tmp_path / "long", one)
+        measure(Memory(texts=[tmp_path / "a.txt"], positions=[2**16]), tmp_path / "long", one)
 
 
 def test_enough() -> None:
