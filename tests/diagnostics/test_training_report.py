@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longrnn.diagnostics.training_report import differences, summary, write_report
+from longrnn.diagnostics.training_report import summary, write_report
 from longrnn.training.run import read_runs
 from tests.diagnostics.conftest import open_alone
 from tests.training.runs import tiny, train
@@ -66,15 +66,3 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     (sick,) = read_runs([made(tmp_path / "sick", [row(7, loss=float("nan"))])])
     assert summary([sick]) == "sick: no finite loss after 7 steps."
     write_report([sick], tmp_path / "other")
-
-
-def test_names_and_settings(tmp_path: Path) -> None:
-    """Runs have different names, are drawn once, and only differing settings are listed."""
-    one, other = made(tmp_path / "a/run", [row(1)]), made(tmp_path / "b/run", [row(1)])
-    for path, rate in ((one, 1), (other, 2)):
-        text = f"output_dir: {path}\nlearning_rate: {rate}\nmodel:\n  d_model: 8\n"
-        (path / "train.yaml").write_text(text)
-    runs = read_runs([one, other, tmp_path / "b/../a/run"])
-    assert [run.name for run in runs] == [str(tmp_path / "b/../a/run"), str(other)]
-    assert differences(runs) == [("learning_rate", [1, 2])]
-    assert differences(runs[:1]) == []
