@@ -39,11 +39,3 @@ def test_a_benchmark_runs(
     import_module(f"benchmarks.{name}").main()
     assert expected in capsys.readouterr().out
     assert json.loads(record.read_text())["command"].startswith(f"python -m benchmarks.{name} ")
-
-
-@pytest.mark.slow
-def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks are measured in processes of their own."""
-    options = ["prefill", "stream", "--tokens", "64", "--long", "128", *SMALL]
-    monkeypatch.setattr(sys, "argv", ["memory.py", *options])
-    import_module("benchmarks.memory").main()

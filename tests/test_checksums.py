@@ -123,16 +123,6 @@ def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) ->
     load(tmp_path / "m")
 
 
-def test_a_damaged_optimizer_does_not_hold_up_loading_the_model(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """Loading verifies only the files that it reads."""
-    shutil.copytree(folders["checkpoint"], tmp_path / "c")
-    (tmp_path / "c/training.pt").write_bytes(b"")
-    load(tmp_path / "c")
-    assert "'training.pt'" in str(damage(tmp_path / "c"))
-
-
 def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
     """A flip in the tensors, the metadata or the checksum itself is noticed."""
     network, path = model().eval(), tmp_path / "state"

@@ -7,11 +7,6 @@ import math
 import pytest
 
 from longrnn.intervals import (
-    FIGURE,
-    MEAN,
-    RATIO,
-    SCORE,
-    SHARE_OF_STRETCHES,
     Estimate,
     independent_stretches,
     mean,
@@ -91,28 +86,6 @@ def test_equal_answers_have_an_interval() -> None:
     """A difference of 0 between equal answers is not certain."""
     same = paired_proportion(*answers(10, 0, 0, 0))
     assert same[:3] == pytest.approx((0, -0.2775, 0.2775), abs=1e-4)
-
-
-def test_quantities() -> None:
-    """Each kind of quantity has one estimate, and one difference on the same items."""
-    a, b = [1.0, 5.0, 9.0], [0.9, 4.8, 8.7]
-    assert MEAN.estimate(a) == mean(a)
-    assert MEAN.difference is not None
-    assert MEAN.difference(a, b) == pytest.approx(mean([0.1, 0.2, 0.3]))
-    assert SCORE.estimate([1.0, 0.0, 1.0]) == proportion(2, 3)
-    assert SCORE.estimate([0.5, 0.5]) == proportion(1.0, 2), "no spread to estimate from"
-    assert SCORE.estimate([0.5, 0.7])[1:] == (0.0, 1.0, 2), "Student's t within 0 and 1"
-    assert SCORE.difference is not None
-    assert SCORE.difference([1, 1], [1, 0]) == paired_proportion([1, 1], [1, 0])
-    assert RATIO.difference is not None
-    with pytest.raises(ValueError, match="bytes"):
-        RATIO.difference([(1.0, 2)], [(1.0, 3)])
-    right = [(1, 0.0, 0.2), (0, 0.1, 0.2)]  # stretches of which half is shared
-    assert SHARE_OF_STRETCHES.estimate(right) == proportion(1, 2, 1.5)
-    assert SHARE_OF_STRETCHES.difference is not None
-    assert SHARE_OF_STRETCHES.difference(right, right) == paired_proportion([1, 0], [1, 0], 1.5)
-    assert FIGURE.estimate([3.0]) == Estimate(3.0, -math.inf, math.inf, 1)
-    assert FIGURE.difference is None
 
 
 def test_a_ratio_is_of_the_sums() -> None:

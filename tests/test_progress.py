@@ -18,11 +18,3 @@ def test_progress_says_how_far(capsys: pytest.CaptureFixture[str]) -> None:
     for piece in ("reading", "3/4", "tokens/s loss 2.5"):
         assert piece in err.split("\r")[-1]
     assert (progress.done, progress.units) == (3, 400)
-
-
-def test_quiet_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    """A quiet progress counts and writes nothing."""
-    with Progress("reading", 2, unit="tokens", quiet=True) as progress:
-        progress.advance(2, 10)
-    assert capsys.readouterr() == ("", "")
-    assert (progress.done, progress.units) == (2, 10)

@@ -66,20 +66,3 @@ def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> No
     with open("half/tokens.bin", "rb+") as file:
         file.truncate(100)
     refused(cli, *train, "task.data=half", says=("half", "tokens.bin", "damaged"))
-
-
-def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """A corpus is accepted for its own tokenizer, given as a folder, a file or a checkpoint."""
-    bpe = trained_bpe()
-    bpe.save(tmp_path / "bpe")
-    build = ["data", "build", "--quiet", "--tokenizer", "bpe", "--out"]
-    assert cli(*build, "corpus", *texts).code == 0
-    config = tiny("streams", Path("run"), task={"kind": "text", "data": "corpus"}, tokenizer="bpe")
-    (tmp_path / "c.yaml").write_text(dump_config(config))
-    small = ["length.max=8", "gradient_accumulation_steps=1", f"model.vocab_size={bpe.vocab_size}"]
-    train = ["train", "c.yaml", "--quiet", "max_steps=2", "warmup_steps=1", *small]
-    assert cli(*train).code == 0
-    for index, place in enumerate(("run", "bpe/tokenizer.json", "run/checkpoint-00000002")):
-        done = cli(*train, f"tokenizer={place}", f"output_dir=run{index}")
-        assert done.code == 0, done.err
-    refused(cli, *train, "tokenizer=bytes", "output_dir=x", says=("tokenizer=bpe",))

@@ -12,8 +12,6 @@ from longrnn.results import read_rows
 from tests.cli.conftest import CLI, assert_refused
 from tests.training.runs import metrics, tiny, write_config
 
-SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
-
 
 @pytest.fixture
 def small_files() -> Callable[[int], None]:
@@ -64,18 +62,3 @@ def test_a_full_disk_while_training(
     assert not list((tmp_path / "run").glob("*.safetensors"))
     assert cli("train", "--resume", "run", "--quiet").code == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
-
-
-def test_an_interrupted_evaluation_says_how_to_go_on(
-    cli: CLI, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C prints the command that resumes, and exits with 130."""
-    from longrnn.evaluation import passkey
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(passkey, "answers", interrupted)
-    result = cli("eval", "passkey", models / "text", *SHORT, "--output", "with space")
-    again = f"longrnn eval passkey {models}/text {' '.join(SHORT)} --output 'with space'"
-    assert_refused(result, again, code=130)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from longrnn.results import Row, read_rows
 from tests.cli.conftest import CLI
-from tests.evaluation.small_models import llama
 
 QUIET = "--quiet"
 
@@ -30,11 +27,6 @@ def shelf(tmp_path: Path) -> Path:
 
 def rows(folder: Path) -> list[Row]:
     return read_rows(folder / "rows.jsonl")[0]
-
-
-def cells(folder: Path) -> dict[tuple[str, str, int | None], Any]:
-    found = json.loads((folder / "cells.json").read_text())["cells"]
-    return {(cell["metric"], cell["model"], cell["at"]): cell for cell in found}
 
 
 def test_eval_and_compare_share_their_rows(
@@ -70,22 +62,6 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
     assert result.code == 0, result.err
     for piece in ("a/model", "b/model", "also passkey", "mine passkey"):
         assert piece in result.out
-
-
-def test_a_transformer(cli: CLI, models: Path, shelf: Path) -> None:
-    """A transformer is compared up to its maximum length, and with `+beyond` further."""
-    llama(shelf / "llama", positions=200)
-    variants = [models / "text", "llama", "llama+beyond"]
-    result = cli("compare", *variants, "--suite", "also.yaml", "--output", "out", QUIET)
-    assert result.code == 0, result.err
-    found = cells(shelf / "out")
-    columns = {"passkey, keys recalled": (180, 240), "perplexity, bits per byte": (64, 256)}
-    for metric, (near, far) in columns.items():
-        assert found[metric, "llama", near]["difference"] is not None
-        assert found[metric, "llama", far]["estimate"] is None
-        assert "200" in found[metric, "llama", far]["reason"]
-        assert found[metric, "llama+beyond", far]["difference"] is not None
-    assert "at most 200" in (shelf / "out/report.html").read_text()
 
 
 def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(

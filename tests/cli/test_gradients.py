@@ -20,14 +20,6 @@ def head_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "gradients.jsonl").read_text().splitlines()[0])
 
 
-def test_a_checkpoint_inside_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """The task of a checkpoint is read from the run that it is in."""
-    (checkpoint,) = (models / "backwards").glob("checkpoint-*")
-    result = cli("diagnose", "gradients", checkpoint, *SMALL, "--output", "out")
-    assert result.code == 0, result.err
-    assert "reverse" in head_of(tmp_path / "out")["task"]
-
-
 def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     """Untrained models have the weights that training starts with, by initialisation."""
     name = "blocks.0.mixer.cell.weight_ih_l0"

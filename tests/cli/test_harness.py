@@ -28,24 +28,6 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
     assert len(samples.read_text().splitlines()) == 10
 
 
-def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A task of the user runs by --include_path, once its code is trusted."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
-    (tmp_path / "mine" / "task.yaml").write_text(
-        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "
-        f"{tmp_path / 'rows.jsonl'}}}}}\noutput_type: loglikelihood_rolling\ntest_split: test\n"
-        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list: [{metric: bits_per_byte}]\n'
-    )
-    options = ["--tasks", "mine", "--include_path", tmp_path / "mine", "--quiet"]
-    result = cli("eval", "harness", models / "text", *options)
-    assert result.code == 2
-    assert "can run any Python code" in result.err
-    result = cli("eval", "harness", models / "text", *options, TRUST)
-    assert result.code == 0, result.err
-    assert "bits_per_byte" in result.out
-
-
 def test_a_task_that_fails(cli: CLI, tmp_path: Path) -> None:
     """A mistake in a task file is reported in one sentence, without a traceback of lm-eval."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')

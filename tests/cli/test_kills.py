@@ -154,8 +154,8 @@ def without_clock(value: Any) -> Any:
     ("name", "count"),
     [
         *(pytest.param(name, KILLS, marks=pytest.mark.slow) for name in COMMANDS),
-        # Kills of train, eval and data build in the default suite are beside their other tests.
-        *(("grid", 1), ("finetune", 1)),
+        # Kills of train and data build in the default suite are beside their other tests.
+        *(("grid", 1), ("finetune", 1), ("passkey", 1)),
     ],
 )
 def test_a_killed_command_ends_with_the_same_results(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +65,6 @@ def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     assert again.code == 0
     models = {row["model"] for row in read_rows(tmp_path / "two/rows.jsonl")[0]}
     assert models == {fingerprint(f"{calibrated}+{strong}")}
-
-
-def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
-    """Each mitigation has a results folder of its own, with a valid file name."""
-    numbers = ", ".join(["1000.0"] * 4)
-    long = f"state_norm(threshold=[[{numbers}], [{numbers}]])+forget_more(decay_scale=0.99)" + (
-        "+scale_delta(scale=0.99)+scale_decay(scale=1.01)+power_decay(scale=1.01)" * 2
-    )
-    assert len(long) > 255
-    for arguments in ([f"{CHECKPOINT}+{long}"], [CHECKPOINT, "--mitigation", long]):
-        assert cli("eval", "passkey", *arguments, *SMALL).code == 0
-    assert cli("eval", "passkey", f"{CHECKPOINT}+none", *SMALL).code == 0
-    folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
-    assert len(folders) == 2
-    assert folders[0] == f"{CHECKPOINT}-none"
-    assert len(folders[1]) < 90
-    assert all(re.fullmatch(r"[a-z0-9._-]+", folder) for folder in folders)
 
 
 def test_a_filler_that_was_calibrated_on(

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from longrnn.data import TASKS, UNSCORED, Task
-from longrnn.errors import UserError
-from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training.runs import assert_equal
 
@@ -72,22 +70,3 @@ def test_perfect_predictions_score_perfectly(kind: str) -> None:
     assert batch.answers().any(1).all()
     assert (batch.targets[batch.targets != UNSCORED] < task.vocab_size).all()
     assert_equal(task.held_out(3, length=length), task.held_out(3, length=length))
-
-
-@pytest.mark.parametrize(
-    ("spec", "names"),
-    [
-        ({"kind": "recal"}, ["recall"]),
-        ({"kind": "text"}, ["data"]),
-        ({"kind": "text", "data": "nowhere.txt"}, ["nowhere.txt"]),
-        ({"kind": "text", "data": TEXTS, "part": "held"}, ["part", "held_out"]),
-        ({"kind": "text", "data": TEXTS, "splt": "x"}, ["splt", "split"]),
-        ({"kind": "text", "data": TEXTS, "append_eos": True}, ["end-of-sequence"]),
-        ({"kind": "instruct", "data": TEXTS[0]}, ["prompts", ".jsonl"]),
-        ({"kind": "copy", "vocab_size": 1}, ["vocab_size"]),
-    ],
-)
-def test_what_is_not_a_task_is_refused(spec: dict[str, Any], names: list[str]) -> None:
-    """The sentence names what was given and what is known."""
-    with pytest.raises(UserError, match=naming(*names)):
-        TASKS.build(spec, None)

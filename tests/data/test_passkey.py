@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -17,27 +16,17 @@ from longrnn.data import Passkey
 from longrnn.data.passkey import with_numbers
 from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, Needle, keys, read
 from longrnn.errors import UserError
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.text import ByteTokenizer
 from tests.data.drawings import drawing
 from tests.refusals import naming
 from tests.texts import trained_bpe
 
-NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
 
-
-@lru_cache
 def task_with(tokenizer: str) -> Passkey:
-    if tokenizer == "bytes":
-        return Passkey()
-    if tokenizer == "bpe":
-        return Passkey(trained_bpe())
-    if not NEOX.is_file():
-        pytest.skip(f"no tokenizer at {NEOX}")
-    return Passkey(load_tokenizer(NEOX))
+    return Passkey() if tokenizer == "bytes" else Passkey(trained_bpe())
 
 
-TOKENIZERS = ["bytes", "bpe", "neox"]
+TOKENIZERS = ["bytes", "bpe"]
 
 
 class Signs(ByteTokenizer):

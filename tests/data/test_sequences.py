@@ -189,6 +189,7 @@ def test_dual_frequencies() -> None:
         ("reverse_dual_frequency", {"rare_share": 1.0}, 8, "rare_share"),
         ("predecessor_query", {"vocab_size": 4}, 4, "held_out"),
         ("sort", {}, 0, "length"),
+        ("copy", {"vocab_size": 1}, 8, "vocab_size"),
     ],
 )
 def test_what_does_not_fit_is_refused(

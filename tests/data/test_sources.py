@@ -60,6 +60,10 @@ def test_a_row_of_a_table_is_a_document(kind: str) -> None:
     assert documents(source, text_column="body") == TEXTS
     with pytest.raises(UserError, match=naming("text", "body")):
         documents(source)
+    with open(f"broken.{kind}", "w") as file:
+        file.write('{"text": "a"}\n{"text"')
+    with pytest.raises(UserError, match="broken"):
+        documents(f"broken.{kind}")
     assert documents(source, text_column="body", max_tokens=4) == TEXTS[:2]
     assert documents(source, text_column="body", min_length=4) == TEXTS[1:]
 
@@ -133,26 +137,6 @@ def test_conversations() -> None:
     broken = write("jsonl", [{"messages": [{"role": "user"}]}])
     with pytest.raises(UserError, match=naming("row 1", "content")):
         documents(broken, tokenizer=Chat(), instruct=True)
-
-
-@pytest.mark.parametrize(
-    ("data", "names"),
-    [
-        (["nowhere.txt"], ["nowhere.txt"]),
-        (["empty"], ["empty", ".jsonl"]),
-        (["broken.jsonl"], ["broken.jsonl"]),
-        (["binary.txt"], ["binary.txt", "NUL"]),
-    ],
-)
-def test_what_cannot_be_read_is_named(data: list[str], names: list[str], folder: Path) -> None:
-    """Nothing is left behind."""
-    Path("empty").mkdir()
-    Path("broken.jsonl").write_text('{"text": "a"}\n{"text"')
-    Path("binary.txt").write_bytes(b"a\0")
-    before = {path for path in folder.rglob("*") if "lock" not in path.name}
-    with pytest.raises(UserError, match=naming(*names)):
-        build(data, ByteTokenizer(), Path("corpus"), reading=Reading(), quiet=True)
-    assert {path for path in folder.rglob("*") if "lock" not in path.name} == before
 
 
 def test_an_interrupted_build_starts_again_and_says_so(

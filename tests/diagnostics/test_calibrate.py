@@ -269,18 +269,6 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
         Mitigated(model, mitigation(spec))
 
 
-def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
-    """The published criterion finds the head that carries the key, on filler without a key."""
-    (tmp_path / "filler.txt").write_text(FILLER * 20)
-    model = load_recurrent("passkey-tiny-short")
-    texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
-    lengths: dict[str, Any] = {"train_length": 256, "target_length": 65536}
-    (member,) = calibrate(model, texts, "token_filter(windows=4)", **lengths, quiet=True)
-    none = [None] * 4
-    (theta,) = [value for value in member["threshold"][0] if value is not None]
-    assert member["threshold"] == [[None, theta, None, None], none]
-
-
 def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     """With keyed prompts, the head that carries the key forgets nothing: its filler is ignored."""
     (tmp_path / "filler.txt").write_text(FILLER * 400)
@@ -299,10 +287,6 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "mixer", "message"),
     [
-        ("statenorm", "mamba2", "state_norm"),
-        ("sliding_window", "mamba2", "sliding_window"),
-        ("state_norm(quantile=0.5)", "mamba2", "quantile"),
-        ("token_filter(quantile=2)", "mamba2", "quantile"),
         ("per_head(passes=4)", "mamba2", "passes"),
         ("token_filter", "lstm", "token_filter"),
         ("scale_delta", "gru", "scale_delta"),
@@ -315,20 +299,3 @@ def test_methods_that_cannot_be(
     """An unknown or unsuitable method or setting raises a UserError."""
     with pytest.raises(UserError, match=message):
         calibrate(build(mixer), documents, method, **LENGTHS, quiet=True)
-
-
-@pytest.mark.parametrize("method", list(METHODS))
-def test_lengths_that_cannot_be(method: str, documents: list[Document]) -> None:
-    """Texts shorter than a window, no target length, and one inside the training length."""
-    need = 601 if method in SEARCHED else 501
-    lengths: dict[str, Any] = {"train_length": 501, "target_length": 600}
-    with pytest.raises(UserError, match=naming(len(PROSE), need)):
-        calibrate(build(), documents, method, **lengths, quiet=True)
-    with pytest.raises(UserError):
-        calibrate(build(), [], method, **LENGTHS, quiet=True)
-    with pytest.raises(UserError, match=naming(LENGTH, LENGTH + 1)):
-        lengths = {"train_length": LENGTH + 1, "target_length": LENGTH}
-        calibrate(build(), documents, method, **lengths, quiet=True)
-    if method != "state_norm":
-        with pytest.raises(UserError, match="--target-length"):
-            calibrate(build(), documents, method, train_length=LENGTH, quiet=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS, ScanningCell
-from longrnn.data import TASKS, Batch, Task
-from longrnn.diagnostics.gradients import decay, histogram, last_scored, measure, through_time
+from longrnn.data import TASKS, Task
+from longrnn.diagnostics.gradients import decay, measure, through_time
 from longrnn.diagnostics.gradients_report import write_report
 from longrnn.diagnostics.jacobian import Step, flatten, spectrum
 from longrnn.errors import UserError
@@ -96,32 +96,6 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
     found = torch.autograd.grad(loss, weights)
     expected = torch.cat([gradient.flatten() for gradient in found])
     assert_near(through_time(model, tokens, targets)[1][1], expected, 1e-9)
-
-
-def test_factors_of_rows() -> None:
-    """Rows with a gradient of exactly 0 have no slope, and only the far half is fitted."""
-    distances = torch.arange(1.0, 21, dtype=torch.float64)
-    lines = torch.stack([(-0.1 * distances).exp(), (-0.3 * distances).exp(), 0 * distances])
-    lines[0, :10] = 17.0
-    found = decay(lines)
-    assert found["factor"] == pytest.approx(math.exp(-0.2))
-    assert found["half_life"] == pytest.approx(math.log(2) / 0.2)
-    assert decay(lines[2:])["factor"] is decay(lines[:, :2])["factor"] is None
-
-
-def test_histograms_count_every_entry() -> None:
-    """Entries smaller or larger than the bins, and zeros, count in the first and last bin."""
-    found = histogram(torch.tensor([0.0, 1e-20, 1.1e-16, 0.5, -0.5, 1e9]).double())
-    assert (found[0], found[-1], sum(found)) == (3, 1, 6)
-
-
-def test_the_last_scored_token() -> None:
-    """Rows that end before the last scored token are left out, and tokens after it are cut."""
-    targets = torch.tensor([[-100, 3, -100, -100], [-100, -100, 4, -100], [5, -100, 6, -100]])
-    batch = Batch(torch.arange(12).view(3, 4), targets, torch.ones(3).bool())
-    tokens, wanted = last_scored(batch)
-    assert tokens.tolist() == [[4, 5, 6], [8, 9, 10]]
-    assert wanted.tolist() == [4, 6]
 
 
 def test_measurements_and_their_report(tmp_path: Path) -> None:

@@ -167,17 +167,6 @@ def test_a_stationary_head_does_not_collapse(memory: int) -> None:
         assert judged(norms.__getitem__, means.__getitem__).left == ()
 
 
-@pytest.mark.parametrize(("retention", "collapses"), [(0.2, False), (0.5, True), (0.99, True)])
-def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
-    """A state that fills as 1 − exp(−t/τ) collapses from a retention of a third on."""
-    rate = -math.log(retention) / TRAINED
-    found = judged(lambda t: 1 - math.exp(-rate * t))
-    assert found.left == (("deviation", "norm") if collapses else ())
-    if collapses:
-        passed = -math.log(1 - 1.5 * (1 - retention)) / rate
-        assert found.onset == pytest.approx(passed, abs=EVERY)
-
-
 @pytest.mark.parametrize(
     ("norm", "mean", "left", "onset"),
     [
@@ -278,12 +267,3 @@ def test_states_that_overflow(tmp_path: Path) -> None:
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
     assert rows[-1]["norm"][0][0][0] is None
     write_report(found, tmp_path)
-
-
-@pytest.mark.parametrize("length", [300, 400])
-def test_lengths_that_cannot_be_diagnosed(length: int, tmp_path: Path) -> None:
-    """Inside the training length, or beyond the end of a text: nothing is written."""
-    options: dict[str, Any] = {"train_length": 300, "output": tmp_path / "out", "quiet": True}
-    with pytest.raises(UserError):
-        diagnose(build_model("gru"), [text("a", 350)], length, **options)
-    assert not list(tmp_path.iterdir())

@@ -6,17 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib import image
 
-from longrnn.diagnostics.training_report import differences, summary, write_report
-from longrnn.errors import UserError
+from longrnn.diagnostics.training_report import summary, write_report
 from longrnn.training.run import read_runs
 from tests.diagnostics.conftest import open_alone
 from tests.training.runs import tiny, train
-
-PICTURES = {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
 
 
 def made(folder: Path, rows: list[dict[str, Any]], torn: str = "") -> Path:
@@ -59,22 +54,6 @@ def test_in_a_browser(folder: Path, page: Any) -> None:
     ]
 
 
-def test_the_files(folder: Path) -> None:
-    """Every logged metric has a picture with a line per run."""
-    names = {path.stem for path in folder.glob("*.png")}
-    assert names > {*PICTURES, "token_accuracy"}
-    for name in names:
-        pixels = image.imread(folder / f"{name}.png")[..., :3]
-        coloured = pixels.max(-1) - pixels.min(-1) > 0.3
-        assert coloured.sum() > 200, name
-        # Both lines: blue and orange.
-        assert len(np.unique(pixels[coloured].argmax(-1))) > 1, name
-    html = (folder / "report.html").read_text()
-    assert html.count('<img src="data:image/png;base64,') == len(names)
-    assert "://" not in html
-    assert "<b>one" not in html
-
-
 def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     """Metrics with a torn line, NaN, one row, or a late metric can be read."""
     rows = [row(1), row(2, loss=float("nan")), row(3, accuracy=0.5)]
@@ -87,36 +66,3 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     (sick,) = read_runs([made(tmp_path / "sick", [row(7, loss=float("nan"))])])
     assert summary([sick]) == "sick: no finite loss after 7 steps."
     write_report([sick], tmp_path / "other")
-
-
-def test_names_and_settings(tmp_path: Path) -> None:
-    """Runs have different names, are drawn once, and only differing settings are listed."""
-    one, other = made(tmp_path / "a/run", [row(1)]), made(tmp_path / "b/run", [row(1)])
-    for path, rate in ((one, 1), (other, 2)):
-        text = f"output_dir: {path}\nlearning_rate: {rate}\nmodel:\n  d_model: 8\n"
-        (path / "train.yaml").write_text(text)
-    runs = read_runs([one, other, tmp_path / "b/../a/run"])
-    assert [run.name for run in runs] == [str(tmp_path / "b/../a/run"), str(other)]
-    assert differences(runs) == [("learning_rate", [1, 2])]
-    assert differences(runs[:1]) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "output_dir"),
-        ("", ""),
-        ('{"step": 1', ""),
-        ('{"step": 1, "tokens": 2}\n[]\n', ""),
-        ('{"step": 1, "tokens": 2}\nx\n', "row of metrics"),
-    ],
-)
-def test_a_folder_without_a_run_is_refused(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
-    """A folder without metrics raises a UserError."""
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message) as error:
-        read_runs([tmp_path])
-    assert "\n" not in str(error.value)

@@ -12,7 +12,6 @@ from longrnn.config import build_config
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.results import Row, read_rows
@@ -76,20 +75,3 @@ def small_model(
     if folder is not None:
         save_model(model, folder)
     return OpenCheckpoint(name, model, tokenizer, str(folder or ""))
-
-
-def llama(folder: Path, *, positions: int) -> None:
-    """Write a random transformer over bytes with this maximum length."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=positions,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_level().save(folder)

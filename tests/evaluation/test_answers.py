@@ -94,17 +94,6 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
     assert difference == pytest.approx(ratio(less))
 
 
-def test_documents_may_be_added(tmp_path: Path) -> None:
-    """A resumed evaluation measures only what is missing."""
-    one, path = small_model("one"), corpus(tmp_path / "c", documents(small_model("one")))
-    measure(Answers(data=path, n=2), tmp_path / "r", one)
-    before = (tmp_path / "r/rows.jsonl").read_bytes()
-    measure(Answers(data=path), tmp_path / "r", one)
-    after = (tmp_path / "r/rows.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert (before.count(b"\n"), after.count(b"\n")) == (2, 4)
-
-
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     """Tokenizers differ, a model is too short, or there are no answers."""
     one = small_model("one")

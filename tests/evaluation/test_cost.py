@@ -11,7 +11,8 @@ from longrnn import state as states
 from longrnn.evaluation.cost import MIB, Cost, in_a_process
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
-from tests.evaluation.small_models import SHORT, cells, llama, measure, small_model
+from tests.evaluation.small_models import SHORT, cells, measure, small_model
+from tests.hf.foreign import causal, with_bytes
 
 
 def job(source: str, length: int) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
 
 def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
     """The cache of a transformer grows with the length, and `beyond` reaches the child process."""
-    llama(tmp_path / "llama", positions=64)
+    with_bytes(causal("llama", vocab_size=256, max_position_embeddings=64), tmp_path / "llama")
     found = in_a_process(job(f"{tmp_path / 'llama'}+beyond", 100))
     assert isinstance(found, dict), found
-    # Keys and values of one layer, 8 wide, in float32, and the position.
-    assert found["state_bytes"] == 100 * 2 * 8 * 4 + 8
+    # Keys and values of two layers with two heads of 8, in float32, and the position.
+    assert found["state_bytes"] == 100 * 2 * 2 * 2 * 8 * 4 + 8

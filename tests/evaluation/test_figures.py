@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
 from longrnn.evaluation.figures import Line, heat_maps, lines
-from longrnn.intervals import Estimate, proportion
+from longrnn.intervals import proportion
 
 
 def labels(panel: Axes, axis: str) -> list[str]:
@@ -36,13 +36,6 @@ def test_lines(models: int) -> None:
         assert (low, high) == pytest.approx(line.values[0][1:3])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [one.label for one in drawn]
-
-
-def test_values_that_differ_much_have_a_logarithmic_axis() -> None:
-    """Speeds of 1 and 1,000 are both seen; a figure that is measured once has no interval."""
-    once = [Estimate(value, float("-inf"), float("inf"), 1) for value in (1.0, 1000.0)]
-    (panel,) = lines([Line("one", [64, 128], once)], across="length", up="tokens/s").axes
-    assert panel.get_yscale() == "log"
 
 
 def test_heat_maps() -> None:

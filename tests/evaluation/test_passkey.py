@@ -176,26 +176,3 @@ def test_lengths_out_of_reach_have_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="300"):
         measure(tmp_path / "none", short, lengths=[400], n=1)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"lengths": [300, 100]}, (100, 156)),
-        ({"n": 0}, ("n", 0)),
-        ({"depths": [0.5, 1.1]}, ("depths", 1.1)),
-        ({"depths": "nan"}, ("depths",)),
-        ({"depths": 3, "insert_at": [10]}, ("--insert-at", "--depths")),
-        ({"insert_at": [-1]}, ("insert_at", -1)),
-        ({"insert_at": [10], "n_keys": 2}, ("--n-keys",)),
-        ({"insert_at": [0, 1024], "lengths": [300]}, ("1k", "1,180")),
-        ({"lenghts": [300]}, ("lengths",)),
-    ],
-)
-def test_errors_come_before_anything_is_written(
-    tmp_path: Path, options: dict[str, Any], names: tuple[Any, ...]
-) -> None:
-    """Options that are not valid are refused by their names."""
-    with pytest.raises(UserError, match=naming(*names)):
-        measure(tmp_path / "folder", Oracle(), **options)
-    assert not (tmp_path / "folder").exists()

@@ -193,14 +193,10 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"lengths": ["16k"]}, (".txt", "16,385")),
         ({"texts": ["none.txt"]}, ("none.txt",)),
-        ({"texts": []}, ("--text", "--newlines")),
         ({"texts": ["a.txt", "copy.txt"]}, ("a.txt", "copy.txt")),
-        ({"stride": 100}, ("--context", "--stride")),
         ({"stride": 300, "context": 200}, ("300", "200")),
         ({"batch_size": 0}, ("batch_size",)),
-        ({"lengths": "4x"}, ("4x",)),
     ],
 )
 def test_what_cannot_be_measured(

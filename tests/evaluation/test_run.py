@@ -15,11 +15,6 @@ from longrnn.evaluation.report import table, write_report
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration
-from longrnn.mitigations.spec import write_calibration
-from longrnn.text import read_text
-from tests.evaluation.oracles import Oracle
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
 
@@ -72,19 +67,6 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     assert all(model.name in page for model in models)
 
 
-def test_all_right_is_not_certain(tmp_path: Path) -> None:
-    """A share of 1 and a difference of 0 have the intervals of their number of prompts."""
-    oracles: Any = [Oracle(), Oracle(name="other")]
-    opened = [
-        OpenCheckpoint(str(k), o, longrnn.load_tokenizer("passkey-tiny"))
-        for k, o in enumerate(oracles)
-    ]
-    outcome = run(opened, suite(tmp_path).evaluations[:1], tmp_path / "out", quiet=True)[0]
-    last = next(cell for cell in outcome.cells if cell.model == "1" and cell.column.drawn)
-    assert str(last) == "1.00 [0.51, 1.00]"
-    assert last.below() == "+0.00 [−0.49, +0.49]"
-
-
 def test_evaluate_is_public(tmp_path: Path) -> None:
     """A suite by name and a mapping, of a checkpoint by name, into one folder that is resumed."""
     spec = {"kind": "passkey", "lengths": "256,300", "depths": 2, "n": 2}
@@ -135,18 +117,3 @@ def test_bundled_suites() -> None:
         assert read_suite(name).evaluations
     with pytest.raises(UserError, match="quick"):
         read_suite("qick")
-
-
-def test_a_text_of_the_calibration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says if a mitigation was calibrated on the text that is measured."""
-    evaluations = suite(tmp_path).evaluations[1:]
-    one = small_model("one", mixer={"kind": "lstm"})
-    digest = read_text(tmp_path / "book.txt")[1]
-    about = Calibration("x.yaml", one.model.fingerprint(), 64, (digest,))
-    member = {"kind": "state_norm", "threshold": 1.0}
-    write_calibration(tmp_path / "x.yaml", [member], about)
-    calibrated = one.model.under(mitigation(tmp_path / "x.yaml"))
-    run([one], evaluations, tmp_path / "out", quiet=True)
-    assert "book.txt" not in caplog.text
-    run([one._replace(model=calibrated)], evaluations, tmp_path / "out", quiet=True)
-    assert "book.txt" in caplog.text

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.sequences import Sequences
 from longrnn.hf.opened import OpenCheckpoint
@@ -18,7 +16,6 @@ from longrnn.models import LMOutput
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.evaluation.small_models import SHORT, cells, small_model
-from tests.refusals import naming
 
 TASK: dict[str, Any] = {"task": {"kind": "reverse", "vocab_size": 8, "held_out": 20}}
 
@@ -81,25 +78,6 @@ def test_conditions(tmp_path: Path) -> None:
     names = [metric for metric, _, _ in found if not metric.startswith("task, ")]
     assert len(names) == 4
     assert sum(found[name, 6, "model0"].estimate.n for name in names) == 20
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"task": "passkey"}, ("passkey", "reverse")),
-        ({"task": None}, ("--task", "reverse")),
-        ({"task": "reverse"}, ("--vocab-size",)),
-        ({"task": "reverse", "vocab_size": 400}, (401, 256)),
-        ({"n": 21}, (20, 21)),
-    ],
-)
-def test_what_cannot_be_measured(
-    tmp_path: Path, options: dict[str, Any], names: tuple[Any, ...]
-) -> None:
-    """It is refused before anything is written."""
-    with pytest.raises(UserError, match=naming(*names)):
-        measure(tmp_path / "r", Mirror(), **options)
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_length_out_of_reach(tmp_path: Path) -> None:

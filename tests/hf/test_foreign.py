@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn import generate, load
+from longrnn import load
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
@@ -65,19 +65,6 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
     assert empty.logits.shape == (2, 0, VOCAB)
     assert empty.state is whole.state
     assert model(text[:, :0]).state.position.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_rows_that_stop_early_generate_what_they_generate_alone(kind: str) -> None:
-    """Every row of a batch ends at its own stop token, with its own text and position."""
-    model, text = wrapped(kind), tokens(3, 6)
-    alone = [generate(model, text[row : row + 1], max_new_tokens=8).tokens[0] for row in range(3)]
-    stop = [alone[0][1]]
-    together = generate(model, text, max_new_tokens=8, stop=[stop])
-    for row, ids in enumerate(alone):
-        ended = ids.index(stop[0]) + 1 if stop[0] in ids else len(ids)
-        assert together.tokens[row] == ids[:ended]
-        assert together.state.position[row] == 6 + ended
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -28,7 +28,6 @@ from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.architectures import architecture
 from tests.hf.foreign import causal, with_bytes
-from tests.refusals import naming
 
 
 def logits(model: LanguageModel) -> torch.Tensor:
@@ -82,18 +81,6 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
     assert states.load(tmp_path / "state.safetensors", slow).position.tolist() == [5, 5]
     with pytest.raises(UserError, match="torch"):
         load(saved, backend="troch")
-
-
-def test_names_that_no_checkpoint_has_are_refused(saved: Path) -> None:
-    """With similar names, or all embedded ones; a file, and the revision of a folder, likewise."""
-    with pytest.raises(UserError, match="passkey-tiny"):
-        load("passkey-tni")
-    with pytest.raises(UserError, match=naming("passkey-tiny", "collapse-tiny")):
-        load("zzz")
-    with pytest.raises(UserError):
-        load(saved, revision="main")
-    with pytest.raises(UserError):
-        load(saved / "config.json")
 
 
 def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from longrnn import load_tokenizer
-from longrnn.hf import tokenizer as home
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
@@ -37,9 +36,7 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_a_checkpoint_gives_its_own_tokenizer(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> None:
     """The tokenizer recorded in a checkpoint is loaded: bytes, beside it, or inside it."""
     model = build_model("lstm", dtype=torch.float32)
     save_model(model, tmp_path / "bytes")
@@ -51,8 +48,6 @@ def test_a_checkpoint_gives_its_own_tokenizer(
     assert isinstance(tokenizer, HFTokenizer)
     tokenizer.save(tmp_path / "inside")
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
-    monkeypatch.setattr(home, "embedded", lambda: {"named": tmp_path / "inside"})
-    assert load_tokenizer("named").encode(TEXT) == trained_bpe().encode(TEXT)
 
 
 def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -147,29 +143,6 @@ def assert_equal(one: Any, other: Any) -> None:
             assert_equal(a, b)
     else:
         assert one == other
-
-
-def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """`python -m longrnn.cli …` in a process of its own."""
-    command = [sys.executable, "-m", "longrnn.cli", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env={**ENVIRONMENT, **environment}
-    )
-
-
-def signal_after(
-    process: subprocess.Popen[str], path: Path, number: signal.Signals, *, lines: int = 0
-) -> None:
-    """Sends a signal once `path` exists (with so many lines), while the process is at work."""
-    deadline = time.monotonic() + 100
-    while not path.exists() or (lines and len(path.read_bytes().splitlines()) < lines):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            out, err = process.communicate()
-            raise AssertionError(f"{path} was never written\n{out}\n{err}")
-        time.sleep(0.01)
-    process.send_signal(number)
 
 
 class Crash(Exception):

@@ -46,27 +46,6 @@ def is_zero(state: LMState) -> list[bool]:
 
 
 @cells
-@policies
-def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
-    """`content` restores a policy completely."""
-    one, other = policy(kind, mixer), policy(kind, mixer)
-    for step in range(3):
-        for micro in (0, 1):
-            one.before(batch(), step, micro)
-            one.after(final(10 * step + micro, mixer), micro)
-    content = one.content()
-    other.restore(content)
-    for micro in (0, 1):
-        is_document_start = batch([False] * ROWS)
-        assert_trees_equal(
-            other.before(is_document_start, 3, micro), one.before(is_document_start, 3, micro)
-        )
-    other.after(final(99, mixer), 0)
-    one.after(final(99, mixer), 0)
-    assert_trees_equal(other.before(batch(), 4, 0), one.before(batch(), 4, 0))
-
-
-@cells
 def test_carry_goes_on_row_by_row(mixer: str) -> None:
     """Each row continues from its own full state, or from zero at a document start."""
     found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]

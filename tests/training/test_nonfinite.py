@@ -50,19 +50,6 @@ def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
         train(tiny("reverse", tmp_path / "many", init_from=start, **many))
 
 
-def test_carried_states_start_again_after_a_skipped_step(tmp_path: Path) -> None:
-    """A carried state that is not finite does not spoil the steps after it."""
-    start = sick(tmp_path / "sick", "forwards", "carry", token=ord("7"))
-    how = {"nonfinite": "skip", "max_steps": 12, "logging_steps": 1}
-    how |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    train(tiny("carry", tmp_path / "run", init_from=start, **how))
-    rows = metrics(tmp_path / "run")
-    finite = [row["step"] for row in rows if "loss" in row]
-    assert rows[-1]["skipped"] >= 1
-    assert all(math.isfinite(row["loss"]) for row in rows if "loss" in row)
-    assert len(finite) + rows[-1]["skipped"] == 12
-
-
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     """A checkpoint with such weights is not trained."""
     start = Path(sick(tmp_path / "sick", "norm"))

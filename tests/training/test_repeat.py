@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longrnn.data import Batch
-from longrnn.data.batch import row_starts
 from longrnn.errors import UserError
-from longrnn.training.objective import Objective
 from longrnn.training.repeat import read_repeatedly
 from tests.contracts.builders import build_model, random_tokens
 
@@ -30,20 +27,6 @@ def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
         start = model(text[row : row + 1]).state
         expected = model(again, start).state.layers[0].ssm
         torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-9, atol=1e-11)
-
-
-def test_the_objective_repeats_what_is_carried() -> None:
-    """The carried state is repeated, the query is not."""
-    model = build_model(MIXER, n_layers=1)
-    tokens = random_tokens(2, 12, seed=3)
-    batch = Batch(tokens, tokens, row_starts(tokens), query_length=4)
-    objective = Objective(model)
-    plain = objective([batch], model.init_state(2))
-    lapsed = objective([batch._replace(repeat=torch.tensor([1, 9]))], model.init_state(2))
-    ssm = [output.state.layers[0].ssm for output in (plain, lapsed)]
-    torch.testing.assert_close(ssm[0][0], ssm[1][0])
-    assert not torch.allclose(ssm[0][1], ssm[1][1])
-    assert float(plain.loss.detach()) != float(lapsed.loss.detach())
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gated_deltanet", "mamba3"])

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from longrnn.errors import UserError
 from longrnn.evaluation.harness import texts
 from longrnn.text import ByteTokenizer
 from tests.texts import trained_bpe
@@ -40,21 +36,6 @@ def test_own_text_and_tokenizer(tmp_path: Path) -> None:
         words = [int(word) for word in re.findall(r"w(\d+)", document["input"])]
         assert words == [*range(words[0], words[0] + len(words))]
         assert 940 < document["length"] <= 1000
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"max_seq_lengths": [64]}, "64 is too short"),
-        ({"max_seq_lengths": "long"}, "long"),
-        ({"n": 0}, "n"),
-        ({"text": "missing.txt"}, "missing.txt"),
-    ],
-)
-def test_bad_metadata(metadata: dict[str, Any], message: str) -> None:
-    """A value that is not valid is refused."""
-    with pytest.raises(UserError, match=message):
-        texts.passkey_documents({**TINY, **metadata})
 
 
 def test_scores() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.hf import auto_weights as home
@@ -26,29 +25,10 @@ KINDS = sorted(MIXERS)
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
 
 
-def greedy(model: Any, tokens: Tensor | None = None, **options: Any) -> Any:
-    return model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
-
-
 def small(mixer: str = "gru", **options: Any) -> Any:
     sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "n_layers": 2}
     sizes |= {"mixer": {"kind": mixer}}
     return LongRNNConfig(**sizes, **options)
-
-
-def test_sizes_and_tying_of_a_configuration_can_be_set(tmp_path: Path) -> None:
-    config = small()
-    config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings = 12, 3, False
-    model: Any = LongRNNForCausalLM(config)
-    assert (config.hidden_size, config.num_hidden_layers) == (12, 3)
-    assert len(model.model.blocks) == 3
-    assert model.get_input_embeddings().weight.shape == (11, 12)
-    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    model.save_pretrained(tmp_path)
-    again: Any = LongRNNForCausalLM.from_pretrained(tmp_path)
-    assert not again.config.tie_word_embeddings
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -90,30 +70,3 @@ def test_embeddings_may_be_given_instead_of_tokens(kind: str, position: str) -> 
         found.append([output.logits, output.loss, grad, *state])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hidden_states_have_gradients(kind: str) -> None:
-    """Without padding, the returned tensors are those with which the model computes."""
-    model, tokens = build_auto(kind), random_tokens(2, 70)
-    output = model(tokens, output_hidden_states=True, logits_to_keep=2)
-    assert output.logits.shape[1] == 2
-    scale = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(0))
-    first, *_, last = torch.autograd.grad((output.logits * scale).sum(), output.hidden_states)
-    head = model.get_output_embeddings().weight
-    torch.testing.assert_close(last[:, -2:], scale @ head)
-    vectors = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    again = model(inputs_embeds=vectors, logits_to_keep=2)
-    (wanted,) = torch.autograd.grad((again.logits * scale).sum(), vectors)
-    torch.testing.assert_close(first, wanted)
-
-
-def test_generation_returns_hidden_states() -> None:
-    model, tokens = build_auto(), random_tokens(2, 7)
-    options = {"output_hidden_states": True, "return_dict_in_generate": True}
-    found = greedy(model, tokens, attention_mask=torch.ones_like(tokens), **options)
-    whole = model(found.sequences, output_hidden_states=True).hidden_states
-    steps = found.hidden_states
-    for layer, wanted in enumerate(whole):
-        joined = torch.cat([step[layer] for step in steps], 1)
-        torch.testing.assert_close(joined, wanted[:, :-1])

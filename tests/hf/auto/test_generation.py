@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
-from longrnn.hf.tokenizer import byte_level
 from longrnn.models import generate
 from longrnn.state import clone, expand, leaves
 from tests.contracts.builders import VOCAB, mitigation_spec, random_tokens
@@ -127,26 +124,3 @@ def test_a_long_prompt_can_be_read_in_pieces() -> None:
     wanted = new_tokens(model, tokens, 4, attention_mask=mask)
     pieces = new_tokens(model, tokens, 4, attention_mask=mask, prefill_chunk_size=4)
     assert torch.equal(pieces, wanted)
-
-
-def test_stop_strings_and_streams_work() -> None:
-    wrapped = byte_level().tokenizer
-    assert isinstance(wrapped, PreTrainedTokenizerFast)
-    model = build_auto(vocab_size=256, seed=4)
-    tokens = torch.tensor([list(b"The ")])
-    options: dict[str, Any] = {"suppress_tokens": [*range(32), *range(127, 256)]}
-    text = str(wrapped.decode(new_tokens(model, tokens, 12, **options)[0]))
-    stop = text[5:7]
-    ended = str(
-        wrapped.decode(
-            new_tokens(model, tokens, 12, stop_strings=[stop], tokenizer=wrapped, **options)[0]
-        )
-    )
-    assert text.startswith(ended)
-    assert ended.endswith(stop)
-    streamer = TextIteratorStreamer(wrapped, skip_prompt=True, timeout=30)
-    options |= {"max_new_tokens": 12, "do_sample": False, "streamer": streamer}
-    thread = Thread(target=model.generate, args=(tokens,), kwargs=options)
-    thread.start()
-    assert "".join(streamer) == text
-    thread.join()

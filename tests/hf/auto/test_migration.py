@@ -12,8 +12,6 @@ from transformers import Mamba2ForCausalLM
 
 import longrnn
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.packing import document_starts
-from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, tokens
 
@@ -31,17 +29,6 @@ def test_from_transformers(tmp_path: Path) -> None:
     continued = theirs(more, cache_params=before.cache_params)
     after: Any = model(more, past_key_values=output.past_key_values)
     assert_near(after.logits, continued.logits, 1e-5)
-
-
-def test_from_flash_linear_attention(tmp_path: Path) -> None:
-    """`cu_seqlens` becomes the starts of documents, each of which is computed alone."""
-    causal("mamba2").save_pretrained(tmp_path)
-    model: Any = longrnn.load(tmp_path)
-    row, cu_seqlens = tokens(1, 12), torch.tensor([0, 5, 12])
-    starts = document_starts(cu_seqlens, row.shape[1])
-    logits, _ = model(row, rows=Rows(is_document_start=starts))
-    alone = [model(row[:, start:stop]).logits for start, stop in ((0, 5), (5, 12))]
-    assert_near(logits, torch.cat(alone, 1), 1e-5)
 
 
 def test_importing_the_auto_classes_registers_them() -> None:

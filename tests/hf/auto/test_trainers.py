@@ -137,15 +137,10 @@ def test_supervised_fine_tuning_of_trl_trains(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.vocab_size == 260
 
 
-def adapted_by_lora(model: Any, target: str) -> Any:
-    channels = model.model.cells[0].d_xBC
-    options = LoraConfig(r=channels, target_modules=[target, "in_proj"], init_lora_weights=False)
-    return get_peft_model(model, options)
-
-
 def test_an_adapter_of_the_convolution_is_refused() -> None:
     model, text = build_auto("mamba2"), random_tokens(1, 6)
-    adapted = adapted_by_lora(model, "conv1d")
+    options = LoraConfig(r=model.model.cells[0].d_xBC, target_modules=["conv1d", "in_proj"])
+    adapted = get_peft_model(model, options)
     for length in (6, 1):
         with pytest.raises(UserError, match="convolution"):
             adapted(text[:, :length])

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from longrnn.cli.app import app
 from tests.hf.architectures import architecture
 from tests.hf.foreign import with_bytes
 
-PASSKEYS = json.dumps({"max_seq_lengths": [256], "n": 1})
 # A threshold small enough to change the states of random weights.
-BOTH = "attention_window(window=32)+state_norm(threshold=0.01, layers=[0])"
 
 
 def run(*arguments: Any) -> str:
     result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False, color=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def test_compare_and_lm_eval_tasks_on_a_hybrid(tmp_path: Path) -> None:
-    theirs = architecture("qwen3_next", vocab_size=256, max_position_embeddings=1024)
-    checkpoint = with_bytes(theirs, tmp_path / "hybrid")
-    suite = tmp_path / "short.yaml"
-    harness = {"kind": "harness", "tasks": ["longrnn_passkey"], "metadata": json.loads(PASSKEYS)}
-    suite.write_text(yaml.safe_dump({"evaluations": [harness]}))
-    output, both = tmp_path / "compare", f"{checkpoint}+{BOTH}"
-    run("compare", checkpoint, both, "--suite", suite, "--output", output)
-    cells = json.loads((output / "cells.json").read_text())["cells"]
-    assert len({cell["model"] for cell in cells}) == 2
-    assert {cell["reason"] for cell in cells} == {None}
-    told = run("eval", "harness", both, "--tasks", "longrnn_passkey", "--metadata", PASSKEYS)
-    assert "longrnn_passkey" in told
 
 
 @pytest.mark.parametrize(
