@@ -102,7 +102,7 @@ class Cell(nn.Module, ABC):
         def run(x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
             return self.run(x, state, edit)
 
-        return run_documents(run, x, state, self.init_state(1, edit), rows)
+        return run_documents(run, x, state, self.init_state(len(x), edit), rows)
 
     def forward(
         self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Update
 from longrnn.cells.init import initialise
-from longrnn.cells.torch_cell import SequenceT, TorchCell
+from longrnn.cells.torch_cell import TorchCell
 from longrnn.errors import UserError, nearest
 
 
@@ -34,8 +34,6 @@ class LSTM(TorchCell):
         init: see `longrnn.cells.init`: `default`, `orthogonal`, `xavier` or `long_memory`.
     """
 
-    # For tensors there is a fused kernel, for packed sequences a loop over tokens.
-    packs_on_cpu = False
     cpu_cell = "lstm"
     cpu_first = False  # torch's kernel reads the weights once for all rows of a batch
 
@@ -55,7 +53,7 @@ class LSTM(TorchCell):
     def state_like(self) -> LSTMState:
         return LSTMState(self.vector_like(), self.vector_like())
 
-    def fused(self, x: SequenceT, state: LSTMState) -> tuple[SequenceT, LSTMState]:
+    def fused(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
         y, (h, c) = self.cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
         return y, LSTMState(h[0].to(state.h.dtype), c[0].to(state.c.dtype))
 
@@ -110,7 +108,7 @@ class GRU(TorchCell):
     def state_like(self) -> GRUState:
         return GRUState(self.vector_like())
 
-    def fused(self, x: SequenceT, state: GRUState) -> tuple[SequenceT, GRUState]:
+    def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
         y, h = self.cell(x, state.h[None].contiguous())
         return y, GRUState(h[0].to(state.h.dtype))
 
@@ -176,7 +174,7 @@ class RNN(TorchCell):
     def state_like(self) -> RNNState:
         return RNNState(self.vector_like())
 
-    def fused(self, x: SequenceT, state: RNNState) -> tuple[SequenceT, RNNState]:
+    def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
         y, h = self.cell(x, state.h[None].contiguous())
         return y, RNNState(h[0].to(state.h.dtype))
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.stepwise import StepwiseCell
 from longrnn.ops import cpu
 from longrnn.ops.linear import linear
 from longrnn.ops.precision import own_precision, refuse_tf32
-from longrnn.ops.rows import Rows, run_packed_sequence
 from longrnn.ops.transforms import in_forward_mode
 from longrnn.state import PyTree
-
-SequenceT = TypeVar("SequenceT", Tensor, PackedSequence)
 
 
 class TorchCell(StepwiseCell):
@@ -31,24 +27,22 @@ class TorchCell(StepwiseCell):
         cpu_cell: its name among the C++ cells (`longrnn.ops.cpu.tokens.CELLS`).
         cpu_first: whether the C++ cell is faster than the kernel of `cell`, where both run: on a
             CPU without gradients.
-        packs_on_cpu: whether this kernel is the fastest for documents of several lengths on a CPU.
     """
 
     cell: nn.RNNBase
     has_kernel = True
     cpu_cell: str
     cpu_first = True
-    packs_on_cpu = True
     recurrent_weights = ("cell.weight_hh_l0",)
 
     @abstractmethod
-    def fused(self, x: SequenceT, state: PyTree) -> tuple[SequenceT, PyTree]:
+    def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
         """Computes the whole sequence with the kernel of `torch.nn`.
 
         Called only if `has_kernel`.
 
         Args:
-            x: `(b, t, d_input)`, or a `PackedSequence` of rows of several lengths, longest first.
+            x: `(b, t, d_input)`.
             state: of the rows.
         """
 
@@ -98,17 +92,6 @@ class TorchCell(StepwiseCell):
                     )
                     return y, self.state_of(h, memory)
             return self.fused(x, state) if fused else super().run(x, state, edit)
-
-    def run_packed(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
-    ) -> tuple[Tensor, PyTree]:
-        packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
-        if edit is not None or not packs or in_forward_mode():
-            return super().run_packed(x, state, edit, rows)
-        refuse_tf32(x)
-        with own_precision(x):
-            x = x.to(self.cell.all_weights[0][0].dtype)
-            return run_packed_sequence(self.fused, x, state, self.init_state(1), rows)
 
     def extra_repr(self) -> str:
         with_gradients = "torch.nn" if self.has_kernel else "one token after another"

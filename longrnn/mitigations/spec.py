@@ -71,7 +71,9 @@ def split(text: str) -> list[str]:
     """The parts of a specification that are joined by `+`."""
     text = text.strip()
     # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
-    return [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
+    if os.path.isfile(text):
+        return [text]
+    return [one.strip() for one in re.split(r"\+(?![^(]*\))", text)]
 
 
 def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: Calibration) -> None:
@@ -117,23 +119,18 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
             f"{text.strip()!r} is not a valid mitigation: write name(option=value), "
             "for example sliding_window(window=8192)"
         )
-    options: dict[str, Any] = {}
-    for item in _split(match[2] or "", ","):
-        name, equals, value = item.partition("=")
-        name = name.strip()
-        if not item.strip():
-            continue
-        if not equals:
-            raise UserError(f"{item.strip()!r} is not a valid option: write it as option=value")
-        if name in options:
-            raise UserError(f"{match[1]} is given {name} twice: give it once")
-        try:
-            options[name] = parse_yaml(value)
-        except ValueError as error:
-            raise UserError(
-                f"{value.strip()!r} is not a valid value of {name}: write a number, or "
-                "a list as [1, 2]"
-            ) from error
+    # As a mapping of YAML, whose values may be lists.
+    mapping = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", match[2] or "")
+    names = re.findall(r"(?:^|,) (\w+): ", mapping)
+    try:
+        options = parse_yaml("{" + mapping + "}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict) or list(options) != names:
+        raise UserError(
+            f"{match[2]!r} are not valid options of {match[1]}: write option=value, each once, "
+            "where a value is a number, or a list as [1, 2]"
+        )
     return match[1], options
 
 
@@ -143,15 +140,3 @@ def _build(text: str) -> Mitigation:
     if name in ELSEWHERE:
         raise UserError(f"{name} is not a mitigation: {ELSEWHERE[name]}")
     return MITIGATIONS.build({"kind": name, **options})
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits a text at the separators outside all brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts

@@ -187,11 +187,11 @@ def _suits(block: nn.Module) -> bool:
     products = cell.in_proj, cell.out_proj
     if any(type(one) is not Linear for one in products):
         return False
-    weights = [block.norm.weight, *cell.weights()[:6], *(one.bias for one in products)]
+    weights = [block.norm.weight, *cell.weights()[:6]]
+    weights += [own for one in products for own in (one.weight, one.bias)]
     return (
         cell.backend in ("auto", "cpu")
         and cell.gate is None
-        and all(one.weight.dtype in cpu.FEW_KINDS for one in products)
         and all(one is None or one.dtype in cpu.MIXED for one in weights)
         and cell.state_like().ssm.dtype == torch.float32
         and all("forward" not in vars(one) for one in block.modules())

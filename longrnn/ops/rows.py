@@ -6,38 +6,20 @@ so that cells see padding at the end of a row only, and moves its outputs back (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from longrnn.errors import UserError
-from longrnn.state import join, reset, take, tree_map
+from longrnn.state import reset
 
 S = TypeVar("S")
 # More tokens than a document has: stands for a document that began before the call.
 BEFORE = 2**53
-
-
-class Documents(NamedTuple):
-    """The documents of a call, and the parts of documents that began before it; longest first.
-
-    Attributes:
-        row: `(n,)` int64, the row of each.
-        first: `(n,)` int64, index of its first token in `(b · t,)`.
-        length: `(n,)` int64 on the CPU, its tokens in this call, at least 1.
-        begins: `(n,)` bool, whether it begins in this call.
-        last: `(b,)` int64, the last document of each row, or −1 for a row without tokens.
-    """
-
-    row: Tensor
-    first: Tensor
-    length: Tensor
-    begins: Tensor
-    last: Tensor
 
 
 class Rows:
@@ -210,107 +192,31 @@ class Rows:
         )
         return torch.where(missing, 0, values.gather(1, index.expand(-1, -1, *values.shape[2:])))
 
-    @cached_property
-    def documents(self) -> Documents:
-        """See `Documents`."""
-        # On the CPU, because the loops over documents need their lengths.
-        is_start, count = self.is_start.cpu(), self.count.cpu()
-        begins = is_start.clone()
-        begins[:, 0] |= count > 0
-        row, time = begins.nonzero(as_tuple=True)
-        end = count[row]
-        end[:-1] = torch.where(row[1:] == row[:-1], time[1:], end[:-1])
-        length, order = (end - time).sort(descending=True, stable=True)
-        last = torch.full_like(count, -1)
-        # Documents are in the order of the text, so that the largest index of a row is its last.
-        last.scatter_reduce_(0, row, torch.arange(len(row)), "amax")
-        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        last = torch.where(last < 0, last, rank[last.clamp(min=0)]) if len(rank) else last
-        row, time, device = row[order], time[order], self.count.device
-        first = (row * is_start.shape[1] + time).to(device)
-        begins = is_start[row, time].to(device)
-        return Documents(row.to(device), first, length, begins, last.to(device))
-
 
 def run_documents(
     run: Callable[[Tensor, S], tuple[Tensor, S]], x: Tensor, state: S, initial: S, rows: Rows
 ) -> tuple[Tensor, S]:
-    """Runs each document as a row of a batch of its own, which every cell can do.
+    """Runs all rows up to the next token at which a document or padding begins in one of them.
 
-    Nothing is padded: all documents run up to the end of the shortest one, the others up to the end
-    of the next, and so on.
+    Every cell can do this: between two such tokens there is one document per row.
 
     Args:
-        run: maps `(n, t, d)` and the states of n rows to outputs and states.
+        run: maps `(b, t, d)` and the states of the rows to outputs and states.
         x: `(b, t, d)`.
         state: of the b rows before the call.
-        initial: the initial state of one row.
+        initial: the initial state of the b rows.
         rows: where documents and padding begin.
 
     Returns:
         Outputs `(b, t, d')`, 0 at padding, and the states after the last token of each row.
     """
-    documents, flat = rows.documents, x.flatten(0, 1)
-    current, finished = _before(documents, state, initial), []
-    outputs, places = [], []
-    for start, stop, n in _ranges(documents.length):
-        place = documents.first[:n, None] + torch.arange(start, stop, device=x.device)
-        given = flat.index_select(0, place.flatten()).unflatten(0, place.shape)
-        y, current = run(given, tree_map(lambda leaf, n=n: leaf[:n], current))
-        outputs.append(y.flatten(0, 1))
-        places.append(place.flatten())
-        left = int((documents.length > stop).sum())
-        finished.append(tree_map(lambda leaf, left=left: leaf[left:], current))
-    after = _after(documents, state, join(finished[::-1]))
-    return _spread(torch.cat(outputs), torch.cat(places), x), after
-
-
-def run_packed_sequence(
-    run: Callable[[PackedSequence, S], tuple[PackedSequence, S]],
-    x: Tensor,
-    state: S,
-    initial: S,
-    rows: Rows,
-) -> tuple[Tensor, S]:
-    """`run_documents` for the kernels of `torch.nn`, which run documents of any lengths at once."""
-    documents, flat = rows.documents, x.flatten(0, 1)
-    length = documents.length
-    runs = torch.arange(int(length[0]))[:, None] < length  # by time, then by document
-    time, document = (index.to(x.device) for index in runs.nonzero(as_tuple=True))
-    place = documents.first[document] + time
-    packed = PackedSequence(flat.index_select(0, place), runs.sum(1))
-    y, after = run(packed, _before(documents, state, initial))
-    return _spread(y.data, place, x), _after(documents, state, after)
-
-
-def _ranges(length: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, n): the first n documents have tokens `start` up to `stop`.
-
-    Args:
-        length: `(n,)`, largest first.
-    """
-    start = 0
-    for stop in length.unique().tolist():
-        yield start, stop, int((length >= stop).sum())
-        start = stop
-
-
-def _before(documents: Documents, state: S, initial: S) -> S:
-    """The state of each document before its first token of the call."""
-    own = take(state, documents.row)
-    each = tree_map(lambda leaf: leaf.expand(len(documents.row), *leaf.shape[1:]), initial)
-    return reset(own, each, documents.begins)
-
-
-def _after(documents: Documents, state: S, after: S) -> S:
-    """The state of each row: that of its last document, or the given one if it has no token."""
-    last = documents.last
-    row = torch.arange(len(last), device=last.device)
-    return take(join([state, after]), torch.where(last < 0, row, len(last) + last))
-
-
-def _spread(values: Tensor, places: Tensor, x: Tensor) -> Tensor:
-    """`(b, t, d)` with `values` `(n, d)` at `places` `(n,)` of `(b · t,)`, and 0 elsewhere."""
-    b, t = x.shape[:2]
-    spread = values.new_zeros(b * t, values.shape[1])
-    return spread.index_copy(0, places, values).view(b, t, -1)
+    starts = rows.is_start.any(0).nonzero()[:, 0].tolist()
+    cuts = sorted({0, *starts, *rows.count.tolist(), x.shape[1]})
+    outputs = []
+    for first, stop in pairwise(cuts):
+        before = reset(state, initial, rows.is_start[:, first])
+        y, after = run(x[:, first:stop], before)
+        # Padding changes no state.
+        state = reset(after, state, rows.count <= first)
+        outputs.append(y)
+    return rows.without_padding(torch.cat(outputs, dim=1)), state

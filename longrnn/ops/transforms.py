@@ -31,8 +31,3 @@ def in_forward_mode() -> bool:
     torch differentiates take their place.
     """
     return forward_ad._current_level >= 0
-
-
-def takes_plain_operations() -> bool:
-    """Whether an autograd function without `setup_context` would be refused."""
-    return maybe_current_level() is not None or in_forward_mode()

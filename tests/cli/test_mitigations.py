@@ -148,9 +148,9 @@ SPECS = """
     chunk_select | chunk_select | --chunk-select
      | '' is not a valid mitigation | write name(option=value)
     forget_more(decay_scale=0.9 | is not a valid mitigation | write name(option=value)
-    forget_more(0.9) | '0.9' is not a valid option | option=value
-    forget_more(decay_scale=[) | '[' is not a valid value of decay_scale
-    forget_more(decay_scale=0.9, decay_scale=0.8) | decay_scale twice
+    forget_more(0.9) | '0.9' are not valid options of forget_more | option=value
+    forget_more(decay_scale=[) | 'decay_scale=[' are not valid options of forget_more
+    forget_more(decay_scale=0.9, decay_scale=0.8) | each once
     nowhere.yaml | nowhere.yaml | longrnn calibrate
     binary.yaml | binary.yaml
     open.yaml | open.yaml

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.cells import LSTM
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel, Rows
 from longrnn.state import LMState, leaves
@@ -103,15 +102,6 @@ def test_random_rows(subject: Subject, dtype: torch.dtype, seed: int) -> None:
     tokens, state = packed_tokens(masks[0], seed), started(model, batch, seed)
     found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
     assert_same(found, one_by_one(model, tokens, state, masks), dtype)
-
-
-def test_the_packed_kernel_of_an_lstm_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, documents go through the kernel for packed sequences; both ways agree."""
-    monkeypatch.setattr(LSTM, "packs_on_cpu", True)
-    model, masks = build_model("lstm"), random_masks(3, TIME, seed=5)
-    tokens, state = packed_tokens(masks[0], 5), started(model, 3)
-    found = outcome(model, tokens, state, [TIME], masks)
-    assert_same(found, one_by_one(model, tokens, state, masks), torch.float64)
 
 
 @every_subject

@@ -6,6 +6,7 @@ of two layers and the definitions in `tests/mitigations/definitions.py`.
 
 from __future__ import annotations
 
+import random
 import re
 from itertools import combinations_with_replacement
 from typing import Any
@@ -225,6 +226,38 @@ def test_every_case_equals_its_definition(name: str) -> None:
 )
 def test_float32_equals_the_definition_in_float64(name: str) -> None:
     assert_as_defined(*CASES[name], torch.float32, seed=len(name))
+
+
+def random_chain(seed: int) -> Case:
+    """One to four mitigations with random numbers, layers and heads, of a random cell."""
+    draw = random.Random(seed)
+    mixer = draw.choice([MAMBA2, MAMBA2, WIDE, {"kind": "lstm"}, {"kind": "gru"}, {"kind": "rnn"}])
+    cell, specs = MIXERS[mixer["kind"]], list[Spec]()
+    kinds = [kind for kind in MITIGATIONS if MITIGATIONS[kind].undefined(cell) is None][1:]
+    redefines = {"sliding_window": [0, 2], "state_norm": [1, 3]}
+    for kind in draw.choices(kinds, k=draw.randint(1, 4)):
+        known = {one["kind"] for one in specs}
+        if kind in redefines and (kind in known or (known & redefines.keys() and not cell.scans)):
+            continue
+        spec: Spec = {"kind": kind}
+        for name, value in mitigation_spec(kind).items():
+            if name not in ("kind", "heads"):
+                most = 1.0 if kind == "forget_more" else 9.0
+                size = draw.choice([0.3, 0.8, 1.0, 1.2]) * value
+                spec[name] = draw.randint(1, 12) if name == "window" else min(size, most)
+        spec["layers"] = draw.choice([None, None, [0], [1]])
+        heads = redefines.get(kind) or draw.choice([None, [0], [1, 2]])
+        specs.append(spec | {"heads": heads if cell.scans else None})
+    return specs, mixer
+
+
+MORE = [pytest.param(seed, marks=SLOW) for seed in range(25, 400)]
+
+
+@pytest.mark.parametrize("seed", [*range(25), *MORE])
+def test_random_chains(seed: int) -> None:
+    specs, mixer = random_chain(seed)
+    assert_as_defined(specs, mixer, seed=seed, time=10 + seed % 30)
 
 
 @SLOW

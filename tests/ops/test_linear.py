@@ -34,9 +34,9 @@ def test_few_rows_are_summed_in_float32(rows: int, m: int, k: int, dtype: torch.
 
 
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
+def test_every_number_of_bfloat16_is_read_exactly() -> None:
     """Denormal numbers, zeros, infinities and NaN included, in both halves of a word."""
+    dtype = torch.bfloat16
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for place in (0, 1, 64):  # the last is a remainder
         weight = torch.zeros(len(numbers), 65, dtype=dtype)

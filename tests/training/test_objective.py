@@ -14,9 +14,10 @@ from longrnn import load
 from longrnn.data import TASKS, UNSCORED, Batch
 from longrnn.models import RecurrentLM
 from longrnn.state import take
+from longrnn.training.config import configured
 from longrnn.training.objective import Objective
 from tests.texts import TEXTS
-from tests.training.runs import metrics, tiny, train
+from tests.training.runs import crash, metrics, tiny, train
 
 FIRST: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "warmup_steps": 0, "fill": {}}
 
@@ -87,6 +88,24 @@ def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
     for row, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert row["tokens"] == other["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        ("passkey_tiny_short", {20: 9.51424, 100: 2.19071, 200: 2.12262}),
+        ("passkey_tiny", {20: 0.15635, 100: 0.04538, 200: 0.03588}),
+    ],
+)
+def test_the_embedded_checkpoints_can_be_trained_again(
+    name: str, losses: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 200 steps have the losses of the code that trained the checkpoints."""
+    config = configured(name, [f"output_dir={tmp_path / 'run'}"])
+    crash(config, 200, monkeypatch)
+    found = {row["step"]: row["loss"] for row in metrics(tmp_path / "run")}
+    assert losses == pytest.approx({step: found[step] for step in losses}, abs=1e-3)
 
 
 def test_training_learns(tmp_path: Path) -> None:

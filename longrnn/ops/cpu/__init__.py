@@ -7,7 +7,6 @@ from longrnn.ops.cpu.layer import MIXED, MOST_TAPS, cell, conv, gate
 from longrnn.ops.cpu.library import missing
 from longrnn.ops.cpu.recurrence import delta, limit, refusal, scan, tracked
 from longrnn.ops.cpu.tokens import (
-    FEW_KINDS,
     FEW_ROWS,
     Layer,
     Tokens,
@@ -20,7 +19,6 @@ from longrnn.ops.cpu.tokens import (
 )
 
 __all__ = [
-    "FEW_KINDS",
     "FEW_ROWS",
     "MIXED",
     "MOST_TAPS",

@@ -1,38 +1,15 @@
 // Products of few rows: each weight is read once, in its own dtype.
 
 #pragma once
-#include "signatures.h"
-#include "simd.h"
+#include "mixed.h"
 
 namespace {
 
-// y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k) of one of these kinds, which is read once.
-enum Kind : long { FLOAT16, BFLOAT16, FLOAT32 };
-
+// y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k) in float or, if NARROW, in bfloat16, which is read once.
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
-constexpr bool in_pairs(Kind kind) { return kind == FLOAT16 || kind == BFLOAT16; }
 
-// Numbers of 16 bits, in the low half of each word, as float.
-template <Kind K> inline Vec<float> widened(Words half) {
-  Words bits = K == BFLOAT16 ? half << 16 : (half & 0x7fff) << 13;
-  Vec<float> value;
-  std::memcpy(&value, &bits, sizeof value);
-  if (K == BFLOAT16) return value;
-  // float16: exponent and mantissa were moved. The exponent is corrected by a product, which also suits
-  // denormal numbers, and that of infinity and NaN is set.
-  value *= 0x1p112f;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits |= (half & 0x8000) << 16;
-  bits |= (half & 0x7c00) == 0x7c00 ? Words{} + 0x7f800000 : Words{};
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-template <Kind K> inline Vec<float> even(Words pairs) {
-  return widened<K>(K == BFLOAT16 ? pairs : pairs & 0xffff);
-}
-template <Kind K> inline Vec<float> odd(Words pairs) {
-  if (K == FLOAT16) return widened<K>(pairs >> 16);
-  const Words bits = pairs & 0xffff0000;
+// bfloat16 is the upper half of a float.
+inline Vec<float> as_floats(Words bits) {
   Vec<float> value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -46,30 +23,26 @@ inline float total(Vec<float> v) {
 }
 
 // The weights of one step: as many as fit two vectors of float32.
-template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float> &first, Vec<float> &second) {
-  if constexpr (K == FLOAT32) {
+template <bool NARROW> inline void two_vectors(const void *weight, long at, Vec<float> &first, Vec<float> &second) {
+  if constexpr (NARROW) {  // two neighbours are read as one word
+    const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
+    first = as_floats(pairs << 16), second = as_floats(pairs & 0xffff0000);
+  } else {
     const float *from = static_cast<const float *>(weight) + at;
     first = load<float>(from), second = load<float>(from + Lane<float>::W);
-  } else {  // two neighbours are read as one word, whose halves are split by masks
-    const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
-    first = even<K>(pairs), second = odd<K>(pairs);
   }
-}
-template <Kind K> inline float one_weight(const void *weight, long at) {
-  if constexpr (K == FLOAT32) return static_cast<const float *>(weight)[at];
-  else return widened<K>(Words{static_cast<const uint16_t *>(weight)[at]})[0];
 }
 
 // One row of the weight times R rows of x, which is in the order of `two_vectors`. Several rows at once
 // would save reads of x, and take up to twice as long: processors prefetch one stream best. Each row of x
 // has several sums, because additions to a single one would wait for each other.
-template <Kind K, int R> inline void one_output(const FewRows &s, const float *x, long row) {
+template <bool NARROW, int R> inline void one_output(const FewRows &s, const float *x, long row) {
   constexpr int W = Lane<float>::W, PAIRS = R <= 2 ? 2 : 1;
   const long begin = row * s.k;
   Vec<float> sums[R][2 * PAIRS] = {};
   const auto add = [&](long j, int pair) {
     Vec<float> first, second;
-    two_vectors<K>(s.weight, begin + j, first, second);
+    two_vectors<NARROW>(s.weight.data, begin + j, first, second);
     for (int r = 0; r < R; r++) {
       sums[r][2 * pair] += first * load<float>(x + r * s.k + j);
       sums[r][2 * pair + 1] += second * load<float>(x + r * s.k + j + W);
@@ -83,40 +56,39 @@ template <Kind K, int R> inline void one_output(const FewRows &s, const float *x
     Vec<float> whole{};
     for (const Vec<float> &part : sums[r]) whole += part;
     float sum = total(whole);
-    for (long at = j; at < s.k; at++) sum += one_weight<K>(s.weight, begin + at) * s.x[r * s.k + at];
+    for (long at = j; at < s.k; at++) {
+      float weight;
+      sum += *numbers<float>(s.weight, begin + at, 1, &weight) * s.x[r * s.k + at];
+    }
     s.y[r * s.m + row] = sum;
   }
 }
 
-template <Kind K, int R> void products_of(const FewRows &s) {
+template <bool NARROW, int R> void products_of(const FewRows &s) {
   constexpr int W = Lane<float>::W;
-  Buffer<float> ordered(in_pairs(K) ? R * s.k : 0);
-  for (long at = 0; in_pairs(K) && at < R * s.k; at += s.k)
+  Buffer<float> ordered(NARROW ? R * s.k : 0);
+  for (long at = 0; NARROW && at < R * s.k; at += s.k)
     for (long j = at; j + 2 * W <= at + s.k; j += 2 * W)
       for (int i = 0; i < W; i++) {
         ordered[j + i] = s.x[j + 2 * i];
         ordered[j + W + i] = s.x[j + 2 * i + 1];
       }
-  const float *x = in_pairs(K) ? ordered.data : s.x;
+  const float *x = NARROW ? ordered.data : s.x;
 #pragma omp parallel for schedule(static) num_threads(threads_for(double(s.m) * s.k))
-  for (long row = 0; row < s.m; row++) one_output<K, R>(s, x, row);
+  for (long row = 0; row < s.m; row++) one_output<NARROW, R>(s, x, row);
 }
 
-template <Kind K> void few_rows(const FewRows &s) {
+template <bool NARROW> void few_rows_of(const FewRows &s) {
   switch (s.rows) {
-    case 1: return products_of<K, 1>(s);
-    case 2: return products_of<K, 2>(s);
-    case 3: return products_of<K, 3>(s);
-    default: return products_of<K, 4>(s);
+    case 1: return products_of<NARROW, 1>(s);
+    case 2: return products_of<NARROW, 2>(s);
+    case 3: return products_of<NARROW, 3>(s);
+    default: return products_of<NARROW, 4>(s);
   }
 }
 
 int few_rows(const FewRows &s) {
-  switch (s.kind) {
-    case FLOAT16: few_rows<FLOAT16>(s); break;
-    case BFLOAT16: few_rows<BFLOAT16>(s); break;
-    case FLOAT32: few_rows<FLOAT32>(s); break;
-  }
+  s.weight.is_bfloat16 ? few_rows_of<true>(s) : few_rows_of<false>(s);
   return 1;
 }
 

@@ -16,7 +16,7 @@ from longrnn.ops.rows import Rows
 
 # Taps of the convolution, as in parts.h.
 MOST_TAPS = 16
-# Dtypes that `cell` and `layers` read as they are.
+# Dtypes that `cell`, `few_rows` and `layers` read as they are.
 MIXED = (torch.float32, torch.bfloat16)
 
 

@@ -16,8 +16,8 @@ struct States {  // of one layer: those before and after the token
 };
 
 // y (rows, m) = x (rows, k) weightᵀ + bias
-inline void project(long kind, const void *weight, const Mixed &bias, long rows, long m, long k, float *x, float *y) {
-  few_rows({rows, m, k, kind, weight, x, y});
+inline void project(const Mixed &weight, const Mixed &bias, long rows, long m, long k, float *x, float *y) {
+  few_rows({rows, m, k, weight, x, y});
   if (!bias.data) return;
   const Wide<float> wide(bias, m);
   for (long row = 0; row < rows; row++)
@@ -44,7 +44,7 @@ inline void layer(const Layer<float> &s, const States &states, long rows, const 
   const Wide<float> x(before, rows * s.d), weight(s.norm, s.d);
   Buffer<float> normed(rows * s.d), projected(rows * width), y(rows * inner), out(rows * s.d);
   rms_norm(x, weight, rows, s.d, s.eps, normed);
-  project(s.in_kind, s.in_weight, s.in_bias, rows, width, s.d, normed, projected);
+  project(s.in_weight, s.in_bias, rows, width, s.d, normed, projected);
   cell_call.b = rows;
   cell_call.projected = {projected.data, 0};
   cell_call.y = {y.data, 0};
@@ -55,7 +55,7 @@ inline void layer(const Layer<float> &s, const States &states, long rows, const 
   window.gain = states.gain, window.log_decay = states.log_decay;
   window.length = states.length, window.capacity = states.capacity;
   cell<float>(cell_call, &window);
-  project(s.out_kind, s.out_weight, s.out_bias, rows, s.d, inner, y, out);
+  project(s.out_weight, s.out_bias, rows, s.d, inner, y, out);
   Narrowed<float> to(after, rows * s.d);
   for (long i = 0; i < rows * s.d; i++) to[i] = x[i] + out[i];
 }

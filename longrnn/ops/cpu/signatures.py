@@ -45,10 +45,10 @@ STRUCTS = {
         long cell b t d; in projected weight bias h memory; out y h_after memory_after;
         double keep add limit
     """,
-    "FewRows": "long rows m k kind; data weight; floats x y",
+    "FewRows": "long rows m k; mixed weight; floats x y",
     "Layer": """
-        CellCall of; Window window; long d; real eps; mixed norm; long in_kind; data in_weight;
-        mixed in_bias; long out_kind; data out_weight; mixed out_bias
+        CellCall of; Window window; long d; real eps;
+        mixed norm in_weight in_bias out_weight out_bias
     """,
     "Stack": "long count rows; data layers states; mixed x x_after",
 }

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.ops.cpu.layer import MIXED
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
 from longrnn.ops.cpu.recurrence import SEGMENT, refusal, tracked
 from longrnn.ops.mamba2 import Mamba2State, Weights
@@ -17,8 +18,7 @@ from longrnn.ops.window import Recent, extended
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
 # less time in torch than the call.
 FEW_ROWS, FEW_WEIGHTS = 4, 2**13
-# As in few_rows.h and stepwise.h.
-FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+# As in stepwise.h.
 CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 
 
@@ -82,7 +82,7 @@ def stepwise(
 def few_rows_suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `few_rows` takes these tensors, and is the right choice for them."""
     return (
-        x.dtype in FEW_KINDS
+        x.dtype in MIXED
         and weight.dtype == x.dtype
         and x.shape[-1] == weight.shape[1]
         and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
@@ -105,7 +105,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     m, k = weight.shape
     wide = x.to(torch.float32).contiguous()
     y = wide.new_empty(*x.shape[:-1], m)
-    sizes = {"rows": x.numel() // k, "m": m, "k": k, "kind": FEW_KINDS[weight.dtype]}
+    sizes = {"rows": x.numel() // k, "m": m, "k": k}
     call("few_rows", None, **sizes, weight=weight, x=wide, y=y)
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -182,9 +182,7 @@ def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
             d=len(one.norm),
             eps=one.eps,
             norm=one.norm,
-            in_kind=FEW_KINDS[one.in_proj[0].dtype],
             in_weight=one.in_proj[0],
-            out_kind=FEW_KINDS[one.out_proj[0].dtype],
             out_weight=one.out_proj[0],
             in_bias=one.in_proj[1],
             out_bias=one.out_proj[1],
