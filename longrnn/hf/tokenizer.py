@@ -132,7 +132,7 @@ def load_tokenizer(
             `Tokenizer.encode` never adds special tokens.
 
     Raises:
-        UserError: there is no tokenizer, or it is damaged.
+        UserError: the tokenizer is missing or damaged.
     """
     name, _ = split_spec(str(name_or_path))
     path = embedded().get(name, Path(name))

@@ -91,7 +91,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name, on the CPU, from one file or from several.
 
     Raises:
-        UserError: there are no weights, a file is damaged, or a pickle contains more than tensors.
+        UserError: weights are missing, a file is damaged, or a pickle contains more than tensors.
     """
     for pattern in WEIGHTS:
         if paths := sorted(folder.glob(pattern)):

@@ -95,7 +95,7 @@ def read_metrics(folder: Path) -> list[Row]:
     """The rows of a run's metrics.jsonl; a last line without its end is left out.
 
     Raises:
-        UserError: there is no complete row, or a line is damaged.
+        UserError: no row is complete, or a line is damaged.
     """
     rows = _parsed(folder / METRICS) if (folder / METRICS).is_file() else []
     if not rows:

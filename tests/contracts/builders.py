@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
@@ -250,10 +249,3 @@ def random_sizes(time: int, seed: int, *, empty: bool = False) -> list[int]:
     bounds = sorted([0, *cuts, *range(first, min(first + 3, time)), time])
     sizes = [stop - start for start, stop in pairwise(bounds)]
     return sizes if empty else [size for size in sizes if size]
-
-
-@st.composite
-def splits(draw: st.DrawFn, *, empty: bool, longest: int = LONGEST) -> list[int]:
-    """`random_sizes` of 1 to `longest` tokens; `empty` allows pieces without tokens."""
-    time = draw(st.integers(1, longest))
-    return random_sizes(time, draw(st.integers(0, 10**6)), empty=empty)
