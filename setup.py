@@ -18,7 +18,9 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     SETS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 FOLDER = Path("longrnn/ops/cpu")
 TABLE = runpy.run_path(str(FOLDER / "signatures.py"))
-(FOLDER / "signatures.h").write_text(TABLE["header"]())
+GENERATED = Path("build/generated")
+GENERATED.mkdir(parents=True, exist_ok=True)
+(GENERATED / "signatures.h").write_text(TABLE["header"]())
 HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 # Files of the checkout that `longrnn.bundled` finds inside the package in a wheel.
@@ -47,7 +49,9 @@ setup(
         Extension(
             f"longrnn.ops.cpu._{name}",
             [str(FOLDER / "kernels.cpp")],
-            depends=HEADERS,  # compiled again when they change, and part of the source distribution
+            include_dirs=[str(GENERATED)],
+            # Compiled again when these change, and they are part of the source distribution.
+            depends=[*HEADERS, str(FOLDER / "signatures.py")],
             define_macros=[("LONGRNN_SOURCES", f'"{TABLE["digest"](FOLDER)}"')],
             extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *OPENMP, *flags],
             extra_link_args=OPENMP,

@@ -215,15 +215,14 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         states[name] = after if args.continued else None
 
     def one_by_one(name: str) -> None:
-        state = before[name]
         for token in tokens[:, : args.steps].split(1, dim=1):
-            state = variants[name](token, state, keep=0).state
+            latest[name] = variants[name](token, latest[name], keep=0).state
 
     shape = args.model or f"{args.layers} layers × {args.d_model}"
     title = f"{args.tokens:,} tokens under mitigations, {shape}"
     calls = {name: lambda name=name: read(name) for name in variants}
     yield title, report(title, args.tokens, interleaved(calls, args.repeats))
-    before = {name: variant(tokens, keep=0).state for name, variant in variants.items()}
+    latest = {name: variant(tokens, keep=0).state for name, variant in variants.items()}
     title = f"{args.steps:,} tokens one at a time after these, {shape}"
     calls = {name: lambda name=name: one_by_one(name) for name in variants}
     yield title, report(title, args.steps, interleaved(calls, args.repeats))

@@ -243,18 +243,20 @@ class RecurrentLM(LanguageModel):
     def _segment_width(self, batch_size: int) -> int:
         """How many tokens of each row go through all layers together.
 
-        Longer segments cost fewer calls, and shorter ones stay in the caches of a CPU.
+        Longer segments cost fewer calls, and shorter ones stay in the caches of a CPU. Under a
+        window they have whole blocks of its length.
         """
-        windows = [edit.window or 0 for edit in self.edits if edit is not None]
-        least = min(max(windows, default=0), MAX_WINDOW_SEGMENT)
+        windows = [edit.window or 1 for edit in self.edits if edit is not None]
+        block = min(max(windows, default=1), MAX_WINDOW_SEGMENT)
         if self.embedding.weight.device.type == "cpu":
-            tokens = min(
-                4 * SEGMENT_TOKENS, max(SEGMENT_TOKENS, SEGMENT_NUMBERS // self.config.d_model)
-            )
-            return max(64, tokens // max(1, batch_size), least)
-        by_segment = self.recomputation == "segment"
-        tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
-        return max(1024, tokens // max(1, batch_size), least)
+            by_size = max(SEGMENT_TOKENS, SEGMENT_NUMBERS // self.config.d_model)
+            tokens, least = min(4 * SEGMENT_TOKENS, by_size), 64
+        else:
+            by_segment = self.recomputation == "segment"
+            tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
+            least = 1024
+        tokens = max(least, tokens // max(1, batch_size))
+        return max(1, tokens // block) * block
 
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`."""

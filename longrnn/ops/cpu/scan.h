@@ -65,10 +65,16 @@ template <class T> inline T *output_of(const Scan<T> &s, long row, long head, lo
 template <class T>
 void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *scores, long row, long head, long start,
                      long q, const T *B, const T *C) {
-  const long qp = padded<T>(q), pp = w.pp;
+  const long qp = padded<T>(q), pp = w.pp, step = d.none() ? s.bc_token : s.n;
+  const auto scaled = [&](const T *from, const double *factors) -> const T * {
+    if (d.none()) return from;
+    scale_rows<T>(from, s.bc_token, factors, q, s.n, w.scaled);
+    return w.scaled;
+  };
   double kept[CHUNK];
+  std::fill_n(kept, CHUNK, 1.0);
   for (long i = 0; i < q; i++) {  // scores times the decays from token j to token i
-    d.advance(kept, i);
+    if (!d.none()) d.advance(kept, i);
     const T *from = scores + i * CHUNK;
     T *to = w.weights + i * CHUNK;
     for (long j = 0; j <= i; j++) to[j] = from[j] * T(kept[j]);
@@ -80,15 +86,11 @@ void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *sco
   T *out = direct ? y : static_cast<T *>(w.output);
   const long ldo = direct ? s.y_token : pp;
   product<T>(q, pp, q, w.weights, CHUNK, 1, w.inputs, pp, out, ldo, false, LOWER_A);
-  if (start || s.state) {
-    scale_rows<T>(C, s.bc_token, d.before, q, s.n, w.scaled);
-    product<T>(q, pp, s.n, w.scaled, s.n, 1, w.memory, pp, out, ldo, true);
-  }
+  if (start || s.state) product<T>(q, pp, s.n, scaled(C, d.before), step, 1, w.memory, pp, out, ldo, true);
   if (!direct)
     for (long i = 0; i < q; i++) std::memcpy(y + i * s.y_token, out + i * pp, s.p * sizeof(T));
   if (start + q == s.t && !s.final_state) return;
-  scale_rows<T>(B, s.bc_token, d.after, q, s.n, w.scaled);
-  advance_state<T>(d, s.n, pp, q, w.scaled, 1, s.n, w.inputs, w.memory, w.change, w.memory);
+  advance_state<T>(d, s.n, pp, q, scaled(B, d.after), 1, step, w.inputs, w.memory, w.change, w.memory);
 }
 
 // gain x of `q` tokens of a head, to `w.inputs`.

@@ -117,8 +117,7 @@ def header() -> str:
 
 def digest(folder: Path = FOLDER) -> str | None:
     """16 hex digits of the SHA-256 of the C++ sources; None where they are not installed."""
-    files = sorted(path for path in folder.glob("*.h") if path.name != "signatures.h")
-    files += sorted(folder.glob("*.cpp"))
+    files = sorted(folder.glob("*.h")) + sorted(folder.glob("*.cpp"))
     if not files:
         return None
     content = header().encode() + b"".join(path.read_bytes() for path in files)

@@ -41,6 +41,9 @@ struct Decays {
     }
   }
 
+  // Whether no token decays, as in the scan backward in time of a window.
+  bool none() const { return sum == 0; }
+
   // Moves `kept`, the decays from tokens j to token i - 1 at [j], on to token i.
   void advance(double *kept, long i) const {
     for (long j = 0; j < i; j++) {
