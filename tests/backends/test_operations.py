@@ -120,16 +120,15 @@ def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dt
     assert_near(found, wanted, TOLERANCE[dtype] * (10 if gradients else 1))
 
 
-@needs_kernels
-def test_limit_of_values_whose_squares_overflow() -> None:
-    """States and inputs near the largest float32 are limited like any others."""
+@pytest.mark.parametrize("ops", LOCAL)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_limit_of_values_whose_squares_leave_the_range(size: float, ops: Backend) -> None:
+    """States and inputs of any float32 are limited like any others: squares are 0 or infinite."""
     inputs, state = inputs_of((1, 70, 2, 3, 1, 5), torch.float32)
-    inputs = inputs._replace(x=inputs.x * 1e30)
-    limits = torch.tensor([1e20, 1e35], dtype=torch.float64)
-    wide = inputs.to(torch.float64), state.double() * 1e25
-    wanted = limited(*wide, limits)
-    found = CPU.limit(inputs, state * 1e25, limits)
-    assert_near(found, wanted, 1e-5)
+    inputs, state = inputs._replace(x=inputs.x * size), state * 1e5 * size
+    limits = torch.tensor([1e-3, 1e3], dtype=torch.float64) * size
+    wanted = limited(inputs.to(torch.float64), state.double(), limits)
+    assert_near(ops.limit(inputs, state, limits), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("ops", LOCAL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import INITS, MIXERS, RNN, Cell, TorchCell
+from longrnn.cells import INITS, MIXERS, RNN, Cell, Mamba2, TorchCell
 from longrnn.cells.init import MAX_TIME_SCALE
 from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
@@ -86,6 +86,14 @@ def test_xavier(kind: str) -> None:
         assert 0.8 * bound < block.abs().max() <= bound
     state = mixer.state_dict()
     assert all(not state[name].any() for name in state if "bias" in name)
+
+
+def test_initial_rates_of_mamba2() -> None:
+    """Initial steps are in [dt_min, dt_max], and initial −A in A_init."""
+    cell = Mamba2(16, 16, head_dim=1, dt_min=0.01, dt_max=0.02, A_init=[2.0, 3.0])
+    steps, rates = nn.functional.softplus(cell.dt_bias), cell.A_log.exp()
+    for values, least, largest in ((steps, 0.01, 0.02), (rates, 2, 3)):
+        assert least - 1e-6 <= values.min() < values.max() <= largest + 1e-6
 
 
 @pytest.mark.parametrize("kind", sorted(DEFINED["long_memory"]))

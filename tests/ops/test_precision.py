@@ -12,6 +12,7 @@ from torch import Tensor
 from longrnn.ops import precision
 from longrnn.ops.backend import Backend, choose
 from longrnn.ops.precision import autocasts, own_precision
+from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import ScanInputs
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import inputs_of, results
@@ -89,3 +90,10 @@ def test_autocast_does_not_round_a_recurrence(
     for ours, exact in zip(outcome(torch.float32, device, name), wanted, strict=True):
         assert ours.dtype == torch.float32
         assert_near(ours.cpu(), exact, 2e-5)
+
+
+def test_a_million_passes_in_float32() -> None:
+    """Of inputs that add 1e-3, with a decay below the rounding of 1 − a."""
+    before, decay = torch.ones(1, 1, 1, 1), torch.full((1, 1), -1e-9)
+    found = repeated(before, before + 1e-3, decay, torch.tensor([10**6]))
+    assert float(found) == pytest.approx(1 + 1e3, rel=1e-3)

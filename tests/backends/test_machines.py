@@ -1,0 +1,53 @@
+"""The C++ kernels give the same numbers on every machine; other tests use one thread of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from longrnn.ops.cpu import library
+from tests.contracts.builders import Spec, build_mitigated, random_tokens
+from tests.contracts.subjects import assert_same, every_dtype, needs_kernels, outcome, read
+
+MAMBA2: Spec = {"kind": "mamba2", "d_state": 32, "head_dim": 16, "n_groups": 2, "backend": "cpu"}
+DELTA: Spec = {"kind": "gated_deltanet", "key_dim": 32, "value_dim": 16, "backend": "cpu"}
+LIMIT: Spec = {"kind": "state_norm", "threshold": 0.3}
+WINDOW: Spec = {"kind": "sliding_window", "window": 70}
+CASES: list[tuple[list[Spec], Spec]] = [([], MAMBA2), ([LIMIT], MAMBA2), ([WINDOW], MAMBA2)]
+CASES += [([], DELTA), ([LIMIT], {"kind": "gru"})]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Loads the kernels of an instruction set, until the end of the test."""
+
+    def load(capability: str) -> None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        library.library.cache_clear()
+        library._function.cache_clear()
+
+    best = torch.backends.cpu.get_cpu_capability()
+    yield load
+    load(best)
+    torch.set_num_threads(1)
+
+
+@needs_kernels
+@every_dtype
+@pytest.mark.parametrize(("specs", "mixer"), CASES, ids=str)
+def test_instruction_sets_and_threads(
+    specs: list[Spec], mixer: Spec, dtype: torch.dtype, load: Callable[[str], None]
+) -> None:
+    """With gradients and without; rows and heads cannot be divided evenly among threads."""
+    model, tokens = build_mitigated(specs, mixer, dtype=dtype, d_model=64), random_tokens(7, 150)
+    found = []
+    for capability in library.CAPABILITIES:
+        load(capability)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                logits, _ = read(model, tokens, None, [147, 1, 1, 1])
+            found.append(outcome(model, tokens, model.init_state(7), [147, 3]) | {"read": logits})
+            assert_same(found[-1], found[0], dtype)
