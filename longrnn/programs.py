@@ -35,20 +35,6 @@ LONGEST = 300
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 
 
-# The folder that a training run of this process writes, see `continuing`.
-_run: list[Path] = []
-
-
-def continuing(folder: Path) -> None:
-    """Records which run this process trains: it is continued by its folder."""
-    _run.append(folder)
-
-
-def run_to_continue() -> Path | None:
-    """The run of `continuing`, if there is something to continue."""
-    return _run[-1] if _run and (_run[-1] / "train.yaml").is_file() else None
-
-
 def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:
     """Runs a program and leaves the process; an error is one sentence on standard error.
 

@@ -65,7 +65,6 @@ def calibrate(calibration: Calibration, output: Output) -> None:
         train_length=trained,
         target_length=calibration.target_length,
         tokenizer=tokenizer,
-        quiet=output.quiet,
     )
     hashes = tuple(document.sha256 for document in documents)
     write_calibration(path, members, Record(str(path), model.fingerprint(), trained, hashes))

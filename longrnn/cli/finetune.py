@@ -13,6 +13,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.cli.train import Resumable, divided, echo_main, end_at_sigterm, run
 from longrnn.errors import UserError
 from longrnn.options import Tokens
+from longrnn.progress import is_quiet
 
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
@@ -62,7 +63,7 @@ def finetune(options: Finetuning) -> None:
     checkpoint, overrides = divided(options.words, options.resume, usage)
     end_at_sigterm()
     if options.resume is not None:
-        config = resumed(options.resume, overrides, quiet=options.quiet)
+        config = resumed(options.resume, overrides, quiet=is_quiet())
     elif options.data:
         config = finetuning(
             checkpoint,
@@ -105,4 +106,4 @@ def _evaluate(config: TrainConfig, options: Finetuning) -> None:
     suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     sources, device = {"before": config.init_from, "after": config.output_dir}, pick_device("auto")
     models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
-    measure(models, suite.evaluations, folder, quiet=options.quiet)
+    measure(models, suite.evaluations, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,14 +40,7 @@ class Model(Where):
     """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
 
 
-class Quiet(Options):
-    """Whether to show progress."""
-
-    quiet: bool = False
-    """Show no progress."""
-
-
-class Output(Quiet):
+class Output(Options):
     """Where results go."""
 
     output: Path | None = None
@@ -69,9 +61,7 @@ def pick_device(device: str) -> str:
     from longrnn.errors import UserError
 
     if device == "auto":
-        # A launch without GPUs is one for the processes that it starts.
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-        device = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and processes.size() > 1:
         device = f"cuda:{processes.local_rank()}"
     try:

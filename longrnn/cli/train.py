@@ -11,14 +11,18 @@ import typer
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Quiet
 from longrnn.errors import Terminated, UserError
+from longrnn.options import Options
+from longrnn.progress import is_quiet
 
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
 
+# The folder of the run that this process trains: an interrupted command is continued from it.
+CURRENT: list[Path] = []
 
-class Resumable(Quiet):
+
+class Resumable(Options):
     """How a run begins."""
 
     resume: Path | None = None
@@ -60,26 +64,25 @@ def train(training: Training) -> None:
     if training.grid:
         from longrnn.training.grid import run_grid
 
-        for line in run_grid(config, overrides, quiet=training.quiet):
+        for line in run_grid(config, overrides, quiet=is_quiet()):
             typer.echo(line)
     elif training.resume is None:
         run(configured(config, overrides), training)
     else:
-        run(resumed(training.resume, overrides, quiet=training.quiet), training)
+        run(resumed(training.resume, overrides, quiet=is_quiet()), training)
 
 
 def run(config: TrainConfig, options: Resumable) -> bool:
     """Train, or only try one step; return whether the run ended."""
-    from longrnn.programs import continuing
     from longrnn.training.train import dry_run
     from longrnn.training.train import train as start
 
     if options.dry_run:
-        memory = dry_run(config, quiet=options.quiet)
+        memory = dry_run(config, quiet=is_quiet())
         echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
         return False
-    continuing(Path(config.output_dir))
-    done = start(config, resume=options.resume, quiet=options.quiet)
+    CURRENT[:] = [Path(config.output_dir)]
+    done = start(config, resume=options.resume, quiet=is_quiet())
     echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
     return True
 

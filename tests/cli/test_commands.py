@@ -9,7 +9,7 @@ import torch
 
 from longrnn import generate, load
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, Shelf, quietly, table
+from tests.cli.conftest import CLI, Shelf, table
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
 STATES = "diagnose states TEXT --length 600 --train-length 64"
@@ -56,7 +56,7 @@ def test_a_command_prints_its_results_and_its_files(
     command: str, printed: list[str], cli: CLI, shelf: Shelf
 ) -> None:
     """Every file is named in the output; the same command prints the same and measures nothing."""
-    words = quietly(shelf(command))
+    words = shelf(command)
     result = cli(*words)
     assert (result.code, result.err) == (0, "")
     for piece in printed:

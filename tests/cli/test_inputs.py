@@ -171,7 +171,7 @@ def test_a_damaged_record_of_training_is_named(
         "diagnose gradients run",
         f"calibrate run --text {shelf / 'good.txt'} --method state_norm",
         "report run",
-        "train --resume run --quiet",
+        "train --resume run",
     ):
         result = cli(*line.split())
         assert result.code == 2, line

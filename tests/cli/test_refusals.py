@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import CLI, Shelf, quietly, refused, table
+from tests.cli.conftest import CLI, Shelf, refused, table
 
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
@@ -151,4 +151,4 @@ def cases() -> list[tuple[str, list[str]]]:
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")
-    refused(cli, *quietly(shelf(command)), says=tuple(names))
+    refused(cli, *shelf(command), says=tuple(names))
