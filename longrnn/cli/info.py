@@ -61,32 +61,27 @@ def _model(checkpoint: str) -> dict[str, str]:
     from longrnn.models import RecurrentLM
 
     model: Any = load(checkpoint)
-    config, limit = model.config, model.max_length
-    if is_ours := isinstance(model, RecurrentLM):
-        width, tied = config.d_model, config.tie_embeddings
-        layers = f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks"
+    config, limit, cells = model.config, model.max_length, model.cells
+    if isinstance(model, RecurrentLM):
+        position = config.position["kind"]
+        layers = f"{config.n_layers} {config.block} blocks, d_model {config.d_model}, {position=!s}"
     else:
-        width, tied = config.hidden_size, model.tied
-        layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
-        if model.cells:
-            layers += f"; {len(model.cells)} × {model.cells[0].kind} of them by longrnn"
+        layers = f"{config.num_hidden_layers} of {model.kind}, d_model {config.hidden_size}"
     one, two = (
         state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
     )
     grows = f" after one token, and {two - one:,} more for each further token"
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
     described = {
-        "checkpoint": str(resolve(split_spec(checkpoint)[0])),
+        "checkpoint": resolve(split_spec(checkpoint)[0]),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
         "layers": layers,
-        "d_model": str(width),
-        "mixer": model.cells[0].extra_repr() if is_ours else None,
-        "position": config.position["kind"] if is_ours else None,
-        "length": None if limit is None else f"at most {limit:,} tokens"
-        + (" (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""),
-        "vocabulary": f"{model.vocab_size:,} ({'tied' if tied else 'own'} head)",
+        "cells": cells and f"{len(cells)} × {cells[0].kind}, {cells[0].extra_repr()}",
+        "length": limit and f"at most {limit:,} tokens{lifted}",
+        "vocabulary": f"{model.vocab_size:,}",
         "state": f"{one:,} bytes per sequence{grows if two > one else ', at any length'}",
-        "mitigation": model.mitigation and str(model.mitigation),
+        "mitigation": model.mitigation,
         "fingerprint": model.fingerprint(),
-    }  # fmt: skip
-    return {name: value for name, value in described.items() if value is not None}
+    }
+    return {name: str(value) for name, value in described.items() if value}

@@ -81,7 +81,7 @@ def test_info(cli: CLI, models: Path) -> None:
     assert lines["parameters"] == f"{parameters:,} (torch.float32)"
     assert lines["state"].startswith(f"{2 * 16 * 4 + 8} bytes")
     assert lines["fingerprint"] == model.fingerprint()
-    assert "lstm" in lines["layers"]
+    assert "lstm" in lines["cells"]
 
 
 def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
