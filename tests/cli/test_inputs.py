@@ -6,6 +6,7 @@ The commands and their parameters are read from the typer app, so that new comma
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -57,24 +58,24 @@ class Parameter(NamedTuple):
     command: tuple[str, ...]
     name: str
     flag: str | None
-    metavar: str | None
+    type: str
     required: bool
 
     def kind(self) -> str | None:
         """What is wrong with a value: a path to read or to write, or a number."""
-        if self.name in READ or (self.metavar == "PATH" and self.name not in WRITTEN):
+        if self.name in READ or ("Path" in self.type and self.name not in WRITTEN):
             return "read"
         if self.name in WRITTEN:
             return "write"
-        return "number" if self.metavar == "NUMBER" else None
+        return "number" if re.search("int|float", self.type) else None
 
     def __str__(self) -> str:
         return f"{' '.join(self.command)} {self.flag or self.name}"
 
 
 PARAMETERS = [
-    Parameter(name, one.name, one.opts[0] if one.opts[0][0] == "-" else None, one.metavar,
-              one.required)
+    Parameter(name, one.name, one.opts[0] if one.opts[0][0] == "-" else None,
+              str(one.type_descriptor.annotation), one.required)
     for name, command in commands(typer.main.get_command(app)) for one in command.params
 ]  # fmt: skip
 TRIED = [
