@@ -103,8 +103,8 @@ def lock_output(folder: Path) -> Path:
     Raises:
         UserError: another process is writing there.
     """
-    from longrnn.locks import Lock
+    from longrnn.locks import hold
     from longrnn.processes import on_main
 
-    on_main(Lock(folder, instead="choose another --output").acquire)
+    on_main(lambda: hold(folder, instead="choose another --output"))
     return folder
