@@ -7,6 +7,7 @@ lock of a process that was killed can be taken at once.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import socket
@@ -24,6 +25,7 @@ LONGEST_COMMAND = 160
 # Those that this process holds, and those of them that it holds until it ends.
 _held: set[Path] = set()
 _until_the_end = ExitStack()
+atexit.register(_until_the_end.close)
 
 
 class LockedError(UserError):
@@ -82,5 +84,5 @@ def hold(target: Path, *, instead: str = "choose another output") -> None:
 
 
 def release_all() -> None:
-    """Releases what is held until the end, before an exit: not every exit runs finalizers."""
+    """Releases what is held until the end; for an exit that runs no handlers of `atexit`."""
     _until_the_end.close()

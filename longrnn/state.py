@@ -173,16 +173,16 @@ def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> 
     from longrnn.files import write_atomic
 
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
-    fingerprint = model.fingerprint() if model is not None else ""
-    metadata = {"format": FORMAT, "fingerprint": fingerprint, "sha256": _seal(tensors, fingerprint)}
+    metadata = _metadata(tensors, model.fingerprint() if model is not None else "")
     write_atomic(Path(path), serialized(tensors, metadata))
 
 
-def _seal(tensors: dict[str, Tensor], fingerprint: str) -> str:
-    """The SHA-256 of the content of a state file."""
+def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
+    """The metadata of a state file, with the SHA-256 of its content."""
     from safetensors.torch import save as serialized
 
-    return hashlib.sha256(serialized(tensors) + fingerprint.encode()).hexdigest()
+    digest = hashlib.sha256(serialized(tensors) + fingerprint.encode()).hexdigest()
+    return {"format": FORMAT, "fingerprint": fingerprint, "sha256": digest}
 
 
 def load(path: str | os.PathLike[str], like: Any) -> LMState:
@@ -205,17 +205,16 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        is_whole = metadata["sha256"] == _seal(tensors, metadata["fingerprint"])
     except Exception:  # a SafetensorError, or what torch raises for a dtype it lacks
-        is_whole = False
-    if not is_whole or metadata["format"] != FORMAT:
+        metadata, tensors = {}, {}
+    recorded = metadata.get("fingerprint", "")
+    if metadata != _metadata(tensors, recorded):
         raise UserError(
             f"{path} is truncated, damaged or not a state file: save the state again with "
             "`state.save`"
         )
     example = like
     if not isinstance(like, LMState):
-        recorded = metadata["fingerprint"]
         if recorded and recorded != like.fingerprint():
             raise UserError(
                 f"{path} is the state of another model (fingerprint {recorded}, this model has "
