@@ -32,8 +32,6 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         """Class decorator that enters a member under `name`."""
 
         def enter(member: M) -> M:
-            if name in self:
-                raise ValueError(f"{self.family} {name!r} is registered twice")
             self[name] = member  # type: ignore[assignment]
             return member
 

@@ -73,12 +73,8 @@ def tree_map(function: Callable[..., Any], tree: S, *others: S) -> S:
 def _aligned(*histories: Any) -> list[History]:
     """Each with zeros in front, up to the length of the longest."""
     longest = max(history.entries.shape[-2] for history in histories)
-    return [
-        history
-        if history.entries.shape[-2] == longest
-        else History(F.pad(history.entries, (0, 0, longest - history.entries.shape[-2], 0)))
-        for history in histories
-    ]
+    short = [(history, longest - history.entries.shape[-2]) for history in histories]
+    return [History(F.pad(one.entries, (0, 0, by, 0))) if by else one for one, by in short]
 
 
 def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ import typer
 
 from longrnn.bundled import names
 from longrnn.cli.app import app
-from longrnn.cli.launch import COMMANDS
+from longrnn.cli.train import COMMANDS
 from longrnn.training.config import configured
 
 ROOT = Path(__file__).parents[1]

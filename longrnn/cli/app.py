@@ -11,17 +11,14 @@ import typer
 
 from longrnn.cli import (
     calibrate,
-    convert,
+    checkpoints,
     data,
     diagnose,
     doctor,
     evaluate,
-    finetune,
     generate,
     gradients,
     harness,
-    info,
-    launch,
     report,
     train,
 )
@@ -43,9 +40,12 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
 
 
 enter(app, "train", train.train)
-enter(app, "finetune", finetune.finetune)
-enter(app, "launch", launch.launch, context_settings=launch.SETTINGS)
-_eval = _group("eval", "Evaluate checkpoints.", "eval passkey passkey-tiny --lengths 1k,4k")
+enter(app, "finetune", train.finetune)
+enter(app, "launch", train.launch, context_settings=train.SETTINGS)
+ABOUT = (
+    "Evaluate checkpoints. The same command resumes, and adds models, lengths, texts or prompts."
+)
+_eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in ("passkey", "perplexity", "task", "reverse"):
     enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")
 enter(_eval, "harness", harness.harness, context_settings=harness.SETTINGS)
@@ -56,8 +56,8 @@ enter(_diagnose, "memory", evaluate.command_of("memory"))
 enter(_diagnose, "gradients", gradients.gradients)
 enter(app, "calibrate", calibrate.calibrate)
 enter(app, "generate", generate.generate)
-enter(app, "convert", convert.convert)
-enter(app, "info", info.info)
+enter(app, "convert", checkpoints.convert)
+enter(app, "info", checkpoints.info)
 enter(app, "doctor", doctor.doctor)
 enter(app, "report", report.report)
 _data = _group("data", "Build corpora to train on.", "data build --out data/books book1.txt")

@@ -31,8 +31,6 @@ def build(corpora: Corpora) -> None:
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
-    import numpy as np
-
     from longrnn.data.build import build as build_corpus
     from longrnn.data.stream import HEADER
     from longrnn.hf.tokenizer import load_tokenizer
@@ -41,8 +39,7 @@ def build(corpora: Corpora) -> None:
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()
     header = build_corpus(corpora.data, read, out, reading=corpora, name=name)
     made = f"{out} is built already" if is_built else str(out)
-    dtype = np.dtype(header.dtype).name
-    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({dtype})")
+    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens")
     if header.dropped_documents:
         typer.echo(
             f"dropped: {header.dropped_documents:,} documents that are too short or have no "

@@ -25,10 +25,6 @@ KINDS: dict[str, type[Options]] = {
     "reverse": options.SequenceOptions,
     "memory": options.MemoryOptions,
 }
-RESULTS = """
-    Prints a table, and writes it as report.html with pictures and cells.json. The same command
-    resumes an interrupted run; more models, lengths, texts or prompts add to the results.
-"""
 
 
 class Suites(Options):
@@ -50,8 +46,7 @@ def command_of(kind: str) -> Callable[..., None]:
         given = evaluation.model_dump(exclude_unset=True)
         _measure(kind, models, [build_evaluation({"kind": kind, **given})], output)
 
-    about, example, line = str(KINDS[kind].__doc__).rpartition("\n    Example:")
-    run.__doc__ = f"{about}{RESULTS}{example}{line}"
+    run.__doc__ = KINDS[kind].__doc__
     run.__annotations__["evaluation"] = KINDS[kind]
     return run
 

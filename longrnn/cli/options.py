@@ -18,8 +18,7 @@ class Where(Options):
     """What is done to models, and where."""
 
     mitigation: str | None = None
-    """Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that `longrnn
-    calibrate` wrote."""
+    """Mitigation of state collapse: 'sliding_window(window=8192)', or a file of `calibrate`."""
     device: str = "auto"
     """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available."""
 
@@ -28,9 +27,8 @@ class Models(Where):
     """Models to evaluate."""
 
     checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
-    """Names of embedded checkpoints, folders, or organisation/model on the Hub.
-    CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in another
-    dtype. The others are compared with the first one."""
+    """Names of embedded checkpoints, folders, or organisation/model on the Hub, also with
+    +MITIGATION or +DTYPE; the others are compared with the first one."""
 
 
 class Model(Where):
@@ -90,11 +88,9 @@ def results_folder(
     """
     from longrnn.hf.names import split_spec
 
-    names = []
-    for path, own in map(split_spec, checkpoints):
-        parts = [Path(path).resolve().name, *filter(None, (own, mitigation))]
-        names.append(re.sub(r"[^a-z0-9._]+", "-", "+".join(parts).lower()).strip("-._"))
-    return Path("results") / command / ("--".join(names)[:LONGEST].strip("-._") or "models")
+    specs = [(Path(path).resolve().name, own) for path, own in map(split_spec, checkpoints)]
+    name = "--".join("+".join(filter(None, (*spec, mitigation))) for spec in specs).lower()
+    return Path("results") / command / re.sub(r"[^a-z0-9._-]+", "-", name)[:LONGEST].strip("-._")
 
 
 def lock_output(folder: Path) -> Path:

@@ -1,7 +1,8 @@
-"""`longrnn info`."""
+"""`longrnn info` and `longrnn convert`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,8 +17,7 @@ class Subject(Options):
     """What is described."""
 
     checkpoint: Annotated[str, Argument("CHECKPOINT")]
-    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub; or the folder of
-    a corpus."""
+    """Name of an embedded checkpoint, a folder (also of a corpus), or organisation/model."""
 
 
 def info(subject: Subject) -> None:
@@ -31,28 +31,21 @@ def info(subject: Subject) -> None:
 
     is_corpus = (Path(subject.checkpoint) / HEADER).is_file()
     for name, value in (_corpus if is_corpus else _model)(subject.checkpoint).items():
-        typer.echo(f"{name:<12}{value}")
+        typer.echo(f"{name:<18} {value}")
 
 
-def _corpus(folder: str) -> dict[str, str]:
-    import numpy as np
-
+def _corpus(folder: str) -> dict[str, Any]:
     from longrnn.data.stream import Corpus
 
     found = Corpus(Path(folder))
-    header, lengths = found.header, sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
-    answers = header.scored_tokens
+    lengths = sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
     return {
-        "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
-        "documents": f"{header.documents:,}",
-        "tokens": f"{header.tokens:,} ({np.dtype(header.dtype).name})",
+        **{name: value for name, value in asdict(found.header).items() if name != "sources"},
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
-        "dropped": f"{header.dropped_documents:,} documents",
-        "answers": f"{header.tokens if answers is None else answers:,} tokens are scored",
     }
 
 
-def _model(checkpoint: str) -> dict[str, str]:
+def _model(checkpoint: str) -> dict[str, Any]:
     import torch
 
     from longrnn import state
@@ -84,4 +77,28 @@ def _model(checkpoint: str) -> dict[str, str]:
         "mitigation": model.mitigation,
         "fingerprint": model.fingerprint(),
     }
-    return {name: str(value) for name, value in described.items() if value}
+    return {name: value for name, value in described.items() if value}
+
+
+class Conversion(Options):
+    """What is written in which layout."""
+
+    source: Annotated[str, Argument("SOURCE")]
+    """A Mamba-2 checkpoint: a name, or a folder in any of the layouts."""
+    destination: Annotated[Path, Argument("DESTINATION")]
+    """A new folder; the tokenizer is copied too."""
+    to: str
+    """Layout to write: ours, native (mamba-ssm), or hf (Mamba2ForCausalLM of transformers)."""
+
+
+def convert(conversion: Conversion) -> None:
+    """Write a Mamba-2 checkpoint in another layout; the weights stay bit for bit the same.
+
+    An adapter (LoRA) is merged into its base model.
+
+    Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
+    """
+    from longrnn.hf.convert import convert as write
+
+    write(conversion.source, conversion.destination, to=conversion.to)
+    typer.echo(str(conversion.destination))
