@@ -30,11 +30,14 @@ app = typer.Typer(
     help="Recurrent and state-space language models on contexts far beyond their training length.",
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     add_completion=False,
+    rich_markup_mode="markdown",
 )
 
 
 def _group(name: str, about: str, example: str) -> typer.Typer:
-    group = typer.Typer(help=about, epilog=f"Example: longrnn {example}")
+    group = typer.Typer(
+        help=about, epilog=f"Example: longrnn {example}", rich_markup_mode="markdown"
+    )
     app.add_typer(group, name=name)
     return group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import Parameter, Signature, cleandoc
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_type_hints
 
@@ -54,8 +54,6 @@ def enter(app: typer.Typer, name: str, function: Callable[..., None], **how: Any
     ]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
-    run.__doc__ = "\n\n".join(one.replace("\n", " ") for one in paragraphs)
     app.command(name, **how)(run)
 
 

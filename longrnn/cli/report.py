@@ -14,13 +14,10 @@ from longrnn.errors import UserError
 from longrnn.options import Options
 
 if TYPE_CHECKING:
-    from longrnn.intervals import Estimate
     from longrnn.training.run import Run
 
 # Metrics that say nothing about how good a model is.
 COSTS = ("step", "tokens", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib")
-# Pairs of runs that a verdict needs: two pairs may agree by chance.
-LEAST_PAIRS = 3
 
 
 class Report(Options):
@@ -91,13 +88,6 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
         for name in metrics:
             ends = [(run.last(name), other.last(name)) for run, other in pairs]
             less = [a - b for a, b in ends if a is not None and b is not None]
-            row.append(_shown(mean(less)) if less else "–")
+            row.append(mean(less).show(".4g", "+") if less else "–")
         rows.append(row)
     return [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _shown(less: Estimate) -> str:
-    """Return a mean with its interval, and what it shows."""
-    is_clear = less.n >= LEAST_PAIRS and less.low * less.high > 0
-    verdict = "inconclusive" if not is_clear else "higher" if less.low > 0 else "lower"
-    return less.show(".4g", "+") + (f" {verdict}" if less.n > 1 else "")
