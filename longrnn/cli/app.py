@@ -35,9 +35,7 @@ app = typer.Typer(
 
 
 def _group(name: str, about: str, example: str) -> typer.Typer:
-    group = typer.Typer(
-        help=about, epilog=f"Example: longrnn {example}", rich_markup_mode="markdown"
-    )
+    group = typer.Typer(help=about, epilog=f"Example: longrnn {example}")
     app.add_typer(group, name=name)
     return group
 
@@ -45,9 +43,7 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
 enter(app, "train", train.train)
 enter(app, "finetune", train.finetune)
 enter(app, "launch", train.launch, context_settings=train.SETTINGS)
-ABOUT = (
-    "Evaluate checkpoints. The same command resumes, and adds models, lengths, texts or prompts."
-)
+ABOUT = "Evaluate checkpoints; the same command resumes, and adds models, lengths or texts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in ("passkey", "perplexity", "task", "reverse"):
     enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # The folder of the run that this process trains: an interrupted command is continued from it.
 CURRENT: list[Path] = []
-# The folder of the evaluation of a fine-tuned model, in that of the run.
-EVALUATION = "evaluation"
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
 # All options before the command are accelerate's, and all behind it the command's, `--help` too.
@@ -116,8 +114,9 @@ def finetune(options: Finetuning) -> None:
     from longrnn.training.finetune import finetuning
     from longrnn.training.train import resumed
 
-    usage = "finetune CHECKPOINT --data FOLDER"
-    checkpoint, overrides = divided(options.words, options.resume, usage)
+    checkpoint, overrides = divided(
+        options.words, options.resume, "finetune CHECKPOINT --data FILE"
+    )
     end_at_sigterm()
     if options.resume is not None:
         config = resumed(options.resume, overrides, quiet=is_quiet())
@@ -151,7 +150,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     from longrnn.processes import on_main
     from longrnn.training.models import tokenizer_of
 
-    folder = lock_output(Path(config.output_dir) / EVALUATION)
+    folder = lock_output(Path(config.output_dir) / "evaluation")
     tokenizer, device = tokenizer_of(config), pick_device("auto")
     held_out = TASKS.build(cast(Any, config.validation), tokenizer)
     how = {"length": config.length.max, "longest": longest}
@@ -221,11 +220,8 @@ def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, lis
     """
     if resume is not None:
         return "", words
-    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
-        raise UserError(
-            f"nothing is named to begin with: write `longrnn {usage}`, or `longrnn "
-            f"{usage.split()[0]} --resume RUN`"
-        )
+    if not words:
+        raise UserError(f"nothing is named to begin with: write `longrnn {usage}`, or --resume RUN")
     return words[0], words[1:]
 
 
