@@ -177,7 +177,7 @@ def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
     """The metadata of a state file, with the SHA-256 of its content."""
     from safetensors.torch import save as serialized
 
-    digest = hashlib.sha256(serialized(tensors) + fingerprint.encode()).hexdigest()
+    digest = hashlib.sha256(serialized(tensors)).hexdigest()
     return {"format": FORMAT, "fingerprint": fingerprint, "sha256": digest}
 
 
