@@ -52,9 +52,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
                 there is no default.
         """
         member, options = self._checked(spec)
-        return member(
-            *context, **{name: getattr(options, name) for name in options.model_fields_set}
-        )
+        return member(*context, **dict(options))
 
     def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """`spec` with the default of every option that it leaves out.

@@ -45,7 +45,7 @@ COMMANDS: dict[str, list[str]] = {
     "name",
     [
         "passkey",
-        pytest.param("perplexity", marks=pytest.mark.slow),
+        "perplexity",
         pytest.param("overlapping", marks=pytest.mark.slow),
     ],
 )
