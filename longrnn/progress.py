@@ -40,6 +40,10 @@ class Progress(tqdm):
         silent = quiet or is_quiet() or not is_main()
         super().__init__(desc=title, total=total, disable=silent, mininterval=every)
 
+    def __bool__(self) -> bool:
+        """True, also for a total of 0, for which a bar of tqdm is false."""
+        return True
+
     def advance(self, steps: int, units: int, note: str = "") -> None:
         """Counts `steps` of the total, which took `units`; `note` is shown beside the rate."""
         self.done += steps
