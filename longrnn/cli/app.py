@@ -90,7 +90,7 @@ def run() -> NoReturn:
 def _again() -> str:
     """Return the command that continues this one after an interruption."""
     words = sys.argv[1:]
-    if "--grid" not in words and any((run / "train.yaml").is_file() for run in train.CURRENT):
+    if any((run / "train.yaml").is_file() for run in train.CURRENT):
         command = "finetune" if "finetune" in words else "train"
         words = [command, "--resume", str(train.CURRENT[0])]
     if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`

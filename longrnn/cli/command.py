@@ -116,7 +116,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
         about = typer.Option(
             flag(name, field), help=field.description, show_default=False if hidden else str(value)
         )
-    default: Any = Parameter.empty if field.is_required() else False if kind is bool else None
+    default: Any = Parameter.empty if field.is_required() else None
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
     )

@@ -40,7 +40,7 @@ CASES = """
     CALIBRATE scale_decay(steps=1,windows=1,seed=3) --target-length 300 | scale_decay.yaml
     CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
-    info LLAMA | llama | 256 tokens | 264 bytes | CHECKPOINT+beyond
+    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | CHECKPOINT+beyond
     info MAMBA2 | mamba2 | bytes per sequence
     generate LLAMA --prompt 'The sky' --max-new-tokens 249 |
     generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |

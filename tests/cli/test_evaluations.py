@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.cli.options import results_folder
 from longrnn.results import Row, read_rows
 from tests.cli.conftest import CLI
 
@@ -87,3 +88,11 @@ def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
     trusted = cli("compare", models / "text", "--suite", suite, "--trust-task-code")
     assert "--trust-task-code" not in trusted.err
     assert ran.exists()
+
+
+def test_default_folders_name_models_and_mitigations() -> None:
+    """In characters that need no quotes, and not longer than a line."""
+    specs = ["runs/A", "b+state_norm(threshold=3)"]
+    found = results_folder("compare", specs, "forget_more")
+    assert found == Path("results/compare/a-forget_more--b-state_norm-threshold-3-forget_more")
+    assert len(results_folder("compare", specs * 9).name) < 80
