@@ -75,9 +75,9 @@ def _measure(
 ) -> None:
     from longrnn.hf.opened import open_checkpoint
 
-    device, variants = pick_device(models.device), list(dict.fromkeys(models.checkpoints))
-    opened = [open_checkpoint(one, models.mitigation, device=device) for one in variants]
-    folder = output.output or results_folder(name, variants, models.mitigation)
+    device, names = pick_device(models.device), models.checkpoints
+    opened = [open_checkpoint(one, models.mitigation, device=device) for one in names]
+    folder = output.output or results_folder(name, names, models.mitigation)
     measure(opened, evaluations, folder, **how)
 
 

@@ -35,6 +35,7 @@ CASES = """
     PASSKEY --depths 0.5,1.5 | --depths | 1.5
     PASSKEY --n 0 | --n
     PASSKEY --device cuda:99 | device 'cuda:99' cannot be used
+    PASSKEY TEXT | the name of two
     PASSKEY --output file/below | file | choose another folder
     PASSKEY TEXT+forgetmore | forget_more
     eval passkey TEXT --lengths 256 --insert-at 0,1M | tokens | length
