@@ -34,6 +34,7 @@ def rows(folder: Path) -> list[Row]:
 COMMANDS: dict[str, list[str]] = {
     "passkey": ["eval", "passkey", "{m}/text", "{m}/text+forget_more", "--lengths", "160,256",
                 "--n", "3", "--batch-size", "4"],
+    "task": ["eval", "task", "{m}/backwards", "--n", "5"],
     "perplexity": ["eval", "perplexity", "{m}/text", "--text", "{t}", "--lengths", "100",
                    "--batch-size", "2"],
     "overlapping": ["eval", "perplexity", "{m}/text", "{m}/text+forget_more", "--text", "{t}",
@@ -45,7 +46,8 @@ COMMANDS: dict[str, list[str]] = {
     "name",
     [
         "passkey",
-        "perplexity",
+        "task",
+        pytest.param("perplexity", marks=pytest.mark.slow),
         pytest.param("overlapping", marks=pytest.mark.slow),
     ],
 )

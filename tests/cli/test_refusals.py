@@ -112,6 +112,7 @@ CASES = """
     TRAIN 'model.mixer={kind: mamba2, A_init: {a: 1}}' | A_init
     TRAIN model.mixer=lstm | 'model.mixer' | 'lstm'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
+    TRAIN 'task={kind: text, dada: x}' | dada | did you mean 'data'
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
     TRAIN task=passkey | 'task' | 'passkey'
     TRAIN max_steps | 'max_steps' is not of the form key=value
