@@ -69,7 +69,7 @@ def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
                     [*command, "--child", str(length)],
                     stdout=subprocess.PIPE,
                     check=True,
-                    env=module_environment("benchmarks.memory"),
+                    env=module_environment(),
                 ).stdout
             )
             for length in (args.tokens, args.long)

@@ -49,31 +49,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LMOutput": "longrnn.models",
-    "LMState": "longrnn.state",
-    "LanguageModel": "longrnn.models",
-    "MITIGATIONS": "longrnn.mitigations",
-    "MIXERS": "longrnn.cells",
-    "Mitigated": "longrnn.mitigations",
-    "POSITIONS": "longrnn.positions",
-    "RecurrentConfig": "longrnn.models",
-    "RecurrentLM": "longrnn.models",
-    "TASKS": "longrnn.data",
-    "evaluate": "longrnn.evaluation.run",
-    "generate": "longrnn.models",
-    "load": "longrnn.hf.load",
-    "load_tokenizer": "longrnn.hf.tokenizer",
-    "mitigation": "longrnn.mitigations",
-    "train": "longrnn.training.train",
+    "longrnn.cells": ["MIXERS"],
+    "longrnn.data": ["TASKS"],
+    "longrnn.evaluation.run": ["evaluate"],
+    "longrnn.hf.load": ["load"],
+    "longrnn.hf.tokenizer": ["load_tokenizer"],
+    "longrnn.mitigations": ["MITIGATIONS", "Mitigated", "mitigation"],
+    "longrnn.models": ["LMOutput", "LanguageModel", "RecurrentConfig", "RecurrentLM", "generate"],
+    "longrnn.positions": ["POSITIONS"],
+    "longrnn.state": ["LMState"],
+    "longrnn.training.train": ["train"],
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'longrnn' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

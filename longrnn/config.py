@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,6 @@ from pydantic import BaseModel
 
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError
-from longrnn.files import expand_home
 from longrnn.options import validated
 from longrnn.text import parse_yaml, read_mapping, yaml_text
 
@@ -43,10 +43,6 @@ def build_config(
     Raises:
         UserError: an unknown key (the nearest is named), or a value that is not valid.
     """
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{source} must be a mapping of keys to values: write one `key: value` per line"
-        )
     return validated(kind, overridden(values, overrides), source)
 
 
@@ -87,7 +83,8 @@ def _copied(value: Any) -> Any:
         return {str(key): _copied(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_copied(one) for one in value]
-    return expand_home(value) if isinstance(value, str) else value
+    is_home = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(value) if is_home else value
 
 
 def dump_config(config: BaseModel) -> str:
@@ -95,32 +92,14 @@ def dump_config(config: BaseModel) -> str:
     return yaml_text(config.model_dump(mode="json"), allow_unicode=True)
 
 
-class _Kind(BaseModel, extra="allow", strict=True):
-    kind: str | None = None
-
-
-class _Length(BaseModel, extra="allow", strict=True):
-    max: int | None = None
-
-
-class _Recorded(BaseModel, extra="allow", strict=True):
-    """What commands read of a recorded configuration."""
-
-    task: _Kind = _Kind()
-    length: _Length = _Length()
-    max_grad_norm: float | None = None
-
-
 def read_recorded(folder: Path) -> dict[str, Any]:
     """The configuration that a run recorded in its folder; empty where it recorded none.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file cannot be read, or is not YAML.
     """
-    path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
-    found = read_mapping(path, remedy) if path.exists() else {}
-    validated(_Recorded, found, str(path))
-    return found
+    path = folder / RECORDED
+    return read_mapping(path, "put it back from a copy, or remove it") if path.exists() else {}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,11 +16,6 @@ from longrnn.errors import UserError
 LONGEST_NAME = 100
 
 
-def expand_home(word: str) -> str:
-    """Return the word with the home folder in place of `~/` at its beginning."""
-    return os.path.expanduser(word) if word.startswith("~/") else word
-
-
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new.
 

@@ -47,7 +47,7 @@ class Options(BaseModel):
 
 def _tokens(value: Any) -> Any:
     # YAML reads 1e6 as a float.
-    return parse_length(str(value).removesuffix(".0")) if isinstance(value, str | float) else value
+    return parse_length(str(value)) if isinstance(value, str | float) else value
 
 
 def listed(value: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from longrnn.errors import UserError
 
@@ -28,12 +28,7 @@ PATIENCE = timedelta(days=14)
 REFUSED = 2
 
 
-class _Group(NamedTuple):
-    rank: int
-    size: int
-
-
-_group = _Group(0, 1)
+_rank, _size = 0, 1
 
 
 def start() -> None:
@@ -42,8 +37,8 @@ def start() -> None:
     Raises:
         UserError: they cannot find each other; every one of them would do all the work.
     """
-    global _group
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _group.size > 1:
+    global _rank, _size
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _size > 1:
         return
     import torch.distributed as dist
 
@@ -52,27 +47,27 @@ def start() -> None:
             dist.init_process_group("gloo", timeout=PATIENCE)
     except ValueError as error:
         raise UserError(f"the processes cannot be joined ({error}): {LAUNCH}") from error
-    _group = _Group(dist.get_rank(), dist.get_world_size())
+    _rank, _size = dist.get_rank(), dist.get_world_size()
 
 
 def rank() -> int:
     """Index of this process; 0 for the main process, which writes results and prints."""
-    return _group.rank
+    return _rank
 
 
 def size() -> int:
     """Number of processes that share the evaluation."""
-    return _group.size
+    return _size
 
 
 def is_main() -> bool:
     """Whether this process writes results and prints."""
-    return _group.rank == 0
+    return _rank == 0
 
 
 def local_rank() -> int:
     """Index of this process on its machine, which selects its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0")) if _group.size > 1 else 0
+    return int(os.environ.get("LOCAL_RANK", "0")) if _size > 1 else 0
 
 
 def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
@@ -84,19 +79,16 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
             at least as many values as there are processes is used; without one, every item counts
             by itself.
     """
-    own, count = _group
-    if count == 1:
-        return list(items)
     for key in keys:
         groups = {value: place for place, value in enumerate(dict.fromkeys(map(key, items)))}
-        if len(groups) >= count:
-            return [one for one in items if groups[key(one)] % count == own]
-    return list(items[own::count])
+        if len(groups) >= _size:
+            return [one for one in items if groups[key(one)] % _size == _rank]
+    return list(items[_rank::_size])
 
 
 def batch_size(items: int, most: int) -> int:
     """Return a batch size of at most `most` with which every process gets work, if possible."""
-    return max(1, min(most, -(-items // _group.size)))
+    return max(1, min(most, -(-items // _size)))
 
 
 def wait() -> None:
@@ -106,11 +98,11 @@ def wait() -> None:
 
 def gather(value: T) -> list[T]:
     """Return the values of all processes, by rank; every process must call this."""
-    if _group.size == 1:
+    if _size == 1:
         return [value]
     import torch.distributed as dist
 
-    values: list[Any] = [None] * _group.size
+    values: list[Any] = [None] * _size
     dist.all_gather_object(values, value)
     return values
 
@@ -122,7 +114,7 @@ def on_main(work: Callable[[], T]) -> T:
         SystemExit: in the other processes, if `work` raises an error in the main process, which
             reports it.
     """
-    if _group.size == 1:
+    if _size == 1:
         return work()
     import torch.distributed as dist
 

@@ -11,7 +11,6 @@ Notable choices:
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
 from longrnn.errors import Terminated, UserError
@@ -33,20 +33,6 @@ LONGEST = 300
 
 # How torch words a failed allocation, which is a plain RuntimeError on a CPU.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
-
-
-# The folder that a training run of this process writes, see `continuing`.
-_run: list[Path] = []
-
-
-def continuing(folder: Path) -> None:
-    """Records which run this process trains: it is continued by its folder."""
-    _run.append(folder)
-
-
-def run_to_continue() -> Path | None:
-    """The run of `continuing`, if there is something to continue."""
-    return _run[-1] if _run and (_run[-1] / "train.yaml").is_file() else None
 
 
 def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:
@@ -74,9 +60,6 @@ def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
         try:
             program()
         except SystemExit as leaving:
-            cause = _cause(leaving)
-            if cause is not None:
-                raise cause from None
             code = leaving.code
         except Terminated as reason:
             if os.environ.get("RANK", "0") == "0":
@@ -85,16 +68,6 @@ def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
     except BaseException as error:  # the last handler: whatever it is becomes a sentence
         return _fail(error, again)
     return code
-
-
-def _cause(leaving: SystemExit) -> BaseException | None:
-    """The Ctrl-C or the closed pipe that made typer leave; None for any other reason."""
-    cause: BaseException | None = leaving
-    while cause is not None:
-        if isinstance(cause, KeyboardInterrupt | BrokenPipeError):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def _fail(error: BaseException, again: Callable[[], str]) -> int:
@@ -141,7 +114,7 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         kept = str(error) or "what was finished is kept"
         return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
-    detail = f" ({_short(error)})" if str(error) else ""
+    detail = f" ({shorten(str(error), LONGEST, placeholder=' …')})" if str(error) else ""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return (
@@ -163,29 +136,19 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     )
 
 
-def _short(error: BaseException) -> str:
-    """What an error says, on one line of bounded length."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
-
-
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command line of `python -m module` that does not import from the current folder.
-
-    Start it with `module_environment(module)`.
-    """
-    return [sys.executable, "-P", "-m", module, *arguments]
+    """The command line of `python -m module`, to be started with `module_environment()`."""
+    return [sys.executable, "-m", module, *arguments]
 
 
-def module_environment(module: str) -> dict[str, str]:
-    """This process's environment, in which a child finds the same `module` as this process does.
+def module_environment() -> dict[str, str]:
+    """This process's environment, in which a child imports the same longrnn as this process.
 
-    PYTHONPATH stays as it is; the folder that `module` comes from is added at its end.
+    It does not import from the current folder. The folder of this project is added at the end of
+    PYTHONPATH.
     """
     # A child of a process of a launch is not itself one of the launch.
     values = {name: v for name, v in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    spec = importlib.util.find_spec(module.partition(".")[0])
-    assert spec is not None
-    root = str(Path(str(spec.origin)).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[1])
     given = [path for path in values.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**values, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([*given, root])}

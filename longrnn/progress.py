@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from types import TracebackType
-from typing import Self
+
+from tqdm import tqdm
 
 from longrnn.processes import is_main
 
+# The variable of tqdm that `longrnn --quiet` sets, also for the processes that it starts.
+QUIET = "TQDM_DISABLE"
 # Seconds between updates, on a terminal and in a file.
 TERMINAL, FILE = 0.1, 10.0
 
 
-class Progress:
+def is_quiet() -> bool:
+    """Whether this process and those that it starts show no progress."""
+    return QUIET in os.environ
+
+
+class Progress(tqdm):
     """Counts up to `total`; a context manager that writes to standard error.
 
     Args:
@@ -21,31 +28,26 @@ class Progress:
         total: how many steps there are; None where that is not known.
         unit: what the rate counts, for example `tokens`.
         quiet: write nothing at all.
+
+    Attributes:
+        done: steps so far.
+        units: how many units they took.
     """
 
     def __init__(self, title: str, total: int | None, *, unit: str, quiet: bool = False) -> None:
-        from tqdm import tqdm
-
-        self.unit, self.done, self.units = unit, 0, 0
-        self._begun = time.monotonic()
+        self.done, self.units, self.rate_unit = 0, 0, unit
         every = TERMINAL if sys.stderr.isatty() else FILE
-        self._bar = tqdm(desc=title, total=total, disable=quiet or not is_main(), mininterval=every)
+        silent = quiet or is_quiet() or not is_main()
+        super().__init__(desc=title, total=total, disable=silent, mininterval=every)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
+    def __bool__(self) -> bool:
+        """True, also for a total of 0, for which a bar of tqdm is false."""
+        return True
 
     def advance(self, steps: int, units: int, note: str = "") -> None:
         """Counts `steps` of the total, which took `units`; `note` is shown beside the rate."""
         self.done += steps
         self.units += units
-        rate = self.units / max(time.monotonic() - self._begun, 1e-9)
-        self._bar.set_postfix_str(f"{rate:,.0f} {self.unit}/s {note}".rstrip(), refresh=False)
-        self._bar.update(steps)
+        rate = self.units / max(self.format_dict["elapsed"], 1e-9)
+        self.set_postfix_str(f"{rate:,.0f} {self.rate_unit}/s {note}".rstrip(), refresh=False)
+        self.update(steps)

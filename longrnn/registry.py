@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from pydantic import create_model, field_validator
+from pydantic import create_model
 
 from longrnn.errors import UserError, nearest
 from longrnn.options import Options, validated
@@ -32,8 +32,6 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         """Class decorator that enters a member under `name`."""
 
         def enter(member: M) -> M:
-            if name in self:
-                raise ValueError(f"{self.family} {name!r} is registered twice")
             self[name] = member  # type: ignore[assignment]
             return member
 
@@ -54,9 +52,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
                 there is no default.
         """
         member, options = self._checked(spec)
-        return member(
-            *context, **{name: getattr(options, name) for name in options.model_fields_set}
-        )
+        return member(*context, **dict(options))
 
     def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """`spec` with the default of every option that it leaves out.
@@ -82,33 +78,20 @@ class Registry(dict[str, "type[T]"], Generic[T]):
 class MemberOptions(Options, coerce_numbers_to_str=True):
     """The options of a member, a subclass for each."""
 
-    @field_validator("*")
-    @classmethod
-    def _is_number(cls, value: Any) -> Any:
-        if any(one != one for one in (value if isinstance(value, list) else [value])):
-            raise UserError("it is not a number: give one, or leave it out")
-        return value
-
 
 @lru_cache(256)
 def _options_of(member: type) -> type[MemberOptions]:
     defaults = getattr(member.__init__, "__kwdefaults__", None) or {}
     fields: dict[str, Any] = {
-        name: (kind, defaults.get(name, ...))
-        for name, kind in keyword_options(member, annotated=True).items()
+        name: (kind, defaults.get(name, ...)) for name, kind in keyword_options(member).items()
     }
     return create_model(member.__name__, __base__=MemberOptions, **fields)
 
 
-def keyword_options(member: type, *, annotated: bool = False) -> dict[str, Any]:
-    """Name and type of every keyword-only parameter of a class's constructor.
-
-    Args:
-        member: the class.
-        annotated: whether a type keeps its annotations, such as that of `TokenCount`.
-    """
+def keyword_options(member: type) -> dict[str, Any]:
+    """Name and type, with its annotations, of every keyword-only parameter of a constructor."""
     # The fields of a dataclass may come from another module, with its names for their types.
     source = member if is_dataclass(member) else member.__init__
-    hints = get_type_hints(source, include_extras=annotated)
+    hints = get_type_hints(source, include_extras=True)
     parameters = inspect.signature(member.__init__).parameters.values()
     return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
-from longrnn.locks import Lock
+from longrnn.locks import hold
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Origin(NamedTuple):
 
 
 class Store:
-    """The rows in a folder, which is locked while this object lives.
+    """The rows in a folder, which is locked until this process ends.
 
     Where several processes share an evaluation, all of them create a store and call `collect`.
 
@@ -67,7 +67,6 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = Lock(folder, instead="choose another --output")
         rank = processes.rank()
         self._file = folder / (ROWS if rank == 0 else f"rows-{rank}.jsonl")
         self._rows: dict[str, Row] = processes.on_main(self._open)
@@ -95,7 +94,7 @@ class Store:
             self._rows = processes.on_main(self._read)
 
     def _open(self) -> dict[str, Row]:
-        self._lock.acquire()
+        hold(self.folder, instead="choose another --output")
         for path in self._files():
             _repair(path)
         return self._read()

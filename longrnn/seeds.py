@@ -5,22 +5,14 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from longrnn.errors import UserError
-
 if TYPE_CHECKING:
     import torch
 
 
 def seeded(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A new generator with a seed.
-
-    Raises:
-        UserError: a seed that does not fit into 64 bits.
-    """
+    """A new generator with a seed."""
     import torch
 
-    if not -(2**63) <= seed < 2**64:
-        raise UserError("a seed must be from -2**63 to 2**64 - 1: give such a number")
     return torch.Generator(device).manual_seed(seed)
 
 

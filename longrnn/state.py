@@ -9,8 +9,9 @@ so that rows that have read different numbers of tokens go together.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -25,8 +26,6 @@ S = TypeVar("S")
 
 # What `save` writes.
 FORMAT = "longrnn-state-2"
-# More than any sequence has; sums of two positions still fit into int64.
-MOST_TOKENS = 2**53
 # The position of one row.
 POSITION = torch.empty((), dtype=torch.int64, device="meta")
 
@@ -74,12 +73,8 @@ def tree_map(function: Callable[..., Any], tree: S, *others: S) -> S:
 def _aligned(*histories: Any) -> list[History]:
     """Each with zeros in front, up to the length of the longest."""
     longest = max(history.entries.shape[-2] for history in histories)
-    return [
-        history
-        if history.entries.shape[-2] == longest
-        else History(F.pad(history.entries, (0, 0, longest - history.entries.shape[-2], 0)))
-        for history in histories
-    ]
+    short = [(history, longest - history.entries.shape[-2]) for history in histories]
+    return [History(F.pad(one.entries, (0, 0, by, 0))) if by else one for one, by in short]
 
 
 def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -137,11 +132,9 @@ def reset(state: S, initial: S, where: Tensor) -> S:
 
 
 def take(state: S, rows: Tensor | Sequence[int]) -> S:
-    """The rows of the batch that `rows` (int64 indices) names, in that order, repeats allowed."""
+    """The rows of the batch that `rows` names: indices in any order, with repeats, or a mask."""
     index = torch.as_tensor(rows)
-    if index.dtype == torch.bool:
-        raise UserError("take needs row numbers and not a mask: give mask.nonzero()[:, 0]")
-    index = index.long()
+    index = index.nonzero()[:, 0] if index.dtype == torch.bool else index.long()
     return tree_map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), state)
 
 
@@ -164,22 +157,28 @@ def nbytes(state: PyTree) -> int:
 def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> None:
     """Writes a state as safetensors, beside the target first and then renamed over it.
 
-    The file carries its own SHA-256, which `load` verifies.
+    The file carries a SHA-256 of its content, which `load` verifies.
 
     Args:
         path: the file to write.
         model: where given, its `fingerprint()` is recorded, and `load` then refuses the state for
             any other model.
     """
-    from longrnn.checksums import sealed
+    from safetensors.torch import save as serialized
+
     from longrnn.files import write_atomic
 
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
-    metadata = {
-        "format": FORMAT,
-        "fingerprint": model.fingerprint() if model is not None else "",
-    }
-    write_atomic(Path(path), sealed(tensors, metadata))
+    metadata = _metadata(tensors, model.fingerprint() if model is not None else "")
+    write_atomic(Path(path), serialized(tensors, metadata))
+
+
+def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
+    """The metadata of a state file, with the SHA-256 of its content."""
+    from safetensors.torch import save as serialized
+
+    digest = hashlib.sha256(serialized(tensors)).hexdigest()
+    return {"format": FORMAT, "fingerprint": fingerprint, "sha256": digest}
 
 
 def load(path: str | os.PathLike[str], like: Any) -> LMState:
@@ -195,9 +194,6 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
     """
     from safetensors import safe_open
 
-    from longrnn.checksums import verify_sealed
-    from longrnn.files import one_line
-
     # Not `Path.is_file`, which raises for a name that is too long and in a folder without access.
     if not os.path.isfile(path):
         raise UserError(f"no state file at {path}: give the path that `state.save` wrote")
@@ -205,48 +201,25 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("format") != FORMAT:
-            raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
-        verify_sealed(Path(path), metadata)
-    except UserError:
-        raise
-    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+    except Exception:  # a SafetensorError, or what torch raises for a dtype it lacks
+        metadata, tensors = {}, {}
+    recorded = metadata.get("fingerprint", "")
+    if metadata != _metadata(tensors, recorded):
         raise UserError(
-            f"{path} is truncated or not a state file ({one_line(error)}): save it again"
-        ) from error
+            f"{path} is truncated, damaged or not a state file: save the state again with "
+            "`state.save`"
+        )
     example = like
     if not isinstance(like, LMState):
-        recorded = metadata.get("fingerprint", "")
         if recorded and recorded != like.fingerprint():
             raise UserError(
                 f"{path} is the state of another model (fingerprint {recorded}, this model has "
                 f"{like.fingerprint()}): load the checkpoint that made it"
             )
         example = like.init_state(1)
-    expected = dict(leaves(example))
-    if expected.keys() != tensors.keys():
-        different = sorted(expected.keys() ^ tensors.keys())
-        raise UserError(
-            f"{path} is the state of another model ({different[0]} is only in one of the two): "
-            "load the checkpoint that made it"
-        )
-    state = unflatten(example, [tensors[name].to(leaf.device) for name, leaf in expected.items()])
-    try:
-        check(state, tree_map(lambda leaf: leaf[0], example).layers, state.position.numel())
-    except UserError as error:
-        raise UserError(f"{path} cannot be used: {error}") from error
-    for name, leaf in leaves(state):
-        if not torch.isfinite(leaf).all():
-            raise UserError(
-                f"{path} holds values in {name} that are not finite, from which no model can go "
-                "on: save the state of a model whose outputs are finite"
-            )
-    if not ((state.position >= 0) & (state.position <= MOST_TOKENS)).all():
-        raise UserError(
-            f"{path} says that {state.position.tolist()} tokens were read, which is not valid: "
-            "save it again"
-        )
-    return state
+    rows = tensors["position"].numel() if "position" in tensors else 0
+    _check_leaves(tensors, tree_map(lambda leaf: leaf[0], example), rows, str(path))
+    return unflatten(example, [tensors[name].to(leaf.device) for name, leaf in leaves(example)])
 
 
 def check(state: LMState, like: PyTree, batch_size: int) -> None:
@@ -265,30 +238,36 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
             f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
             "result of an earlier call, or init_state(batch_size)"
         )
-    whole = LMState(POSITION, like)
-    if _is_like(state, whole, batch_size):
-        return
-    given, expected = dict(leaves(state)), dict(leaves(whole))
-    growing = histories(whole)
-    for name in sorted(given.keys() | expected.keys()):
+    _check_leaves(dict(leaves(state)), LMState(POSITION, like), batch_size, "the given state")
+
+
+def _check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> None:
+    """Compares leaves with those of one row, `like`."""
+    expected = dict(leaves(like))
+    for name in {**expected, **given}:
         one, other = given.get(name), expected.get(name)
         if (
             one is None
             or other is None
-            or one.ndim == 0
             or one.dtype != other.dtype
-            or not _same_row(one.shape[1:], other.shape, name in growing)
+            or one.ndim == 0
+            or _row(name, one.shape[1:]) != _row(name, other.shape)
         ):
             raise UserError(
-                f"this is the state of another model or mitigation ({name} is "
+                f"{source} is the state of another model or mitigation ({name} is "
                 f"{described(one)}, and per row {described(other)} was expected): start from "
                 "init_state of this model"
             )
-    name, rows = next((n, len(leaf)) for n, leaf in given.items() if len(leaf) != batch_size)
-    raise UserError(
-        f"the state has {rows} rows ({name}), and {batch_size} were expected: use state.take or "
-        "state.expand to make them equal"
-    )
+        if len(one) != rows:
+            raise UserError(
+                f"{source} has {len(one)} rows ({name}), and {rows} were expected: use state.take "
+                "or state.expand to make them equal"
+            )
+
+
+def _row(name: str, shape: torch.Size) -> tuple[int, ...]:
+    """The shape of one row of a leaf; without its length where it is a history."""
+    return shape[:-2] + shape[-1:] if name.endswith("entries") else shape
 
 
 def described(given: object) -> str:
@@ -296,32 +275,3 @@ def described(given: object) -> str:
     if isinstance(given, Tensor):
         return f"{given.dtype} of shape {tuple(given.shape)}"
     return "missing" if given is None else f"a {type(given).__name__}"
-
-
-def _is_like(given: PyTree, like: PyTree, rows: int) -> bool:
-    """Whether a tree has the leaves of `like` with so many rows; one pass, made for every token."""
-    if isinstance(like, Tensor):
-        return (
-            isinstance(given, Tensor)
-            and given.dtype == like.dtype
-            and given.shape == (rows, *like.shape)
-        )
-    if type(given) is not type(like) or len(given) != len(like):
-        return False
-    if isinstance(like, History):
-        entries = given.entries
-        return (
-            isinstance(entries, Tensor)
-            and entries.dtype == like.entries.dtype
-            and len(entries) == rows
-            and _same_row(entries.shape[1:], like.entries.shape, True)
-        )
-    for one, other in zip(given, like, strict=True):  # noqa: SIM110 (`all` takes longer)
-        if not _is_like(one, other, rows):
-            return False
-    return True
-
-
-def _same_row(one: torch.Size, other: torch.Size, growing: bool) -> bool:
-    """Whether two rows have one shape, apart from the length of a history (`growing`)."""
-    return one[:-2] + one[-1:] == other[:-2] + other[-1:] if growing else one == other

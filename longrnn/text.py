@@ -229,20 +229,3 @@ def _with_numbers(kind: Any) -> Any:
     number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
     own.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     return own
-
-
-def check_text(name: str, text: str, *, remedy: str) -> None:
-    """Refuses text of the command line that came from bytes that are not UTF-8.
-
-    Args:
-        name: of the option.
-        text: what was given; Python stands surrogates for such bytes.
-        remedy: what to do instead.
-
-    Raises:
-        UserError: such text.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the text of {name} is not UTF-8: {remedy}") from error

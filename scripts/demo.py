@@ -23,6 +23,7 @@ import typer
 
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
+from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.evaluation.base import Found
@@ -202,4 +203,7 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
 
 if __name__ == "__main__":
     demo.__doc__ = __doc__
-    run_to_end(lambda: typer.run(demo), again=lambda: shlex.join(["python", *sys.argv]))
+    app = typer.Typer()
+    app.command()(demo)
+    again = shlex.join(["python", *sys.argv])
+    run_to_end(lambda: invoke(app, sys.argv[1:]), again=lambda: again)

@@ -68,7 +68,7 @@ def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) ->
 
 def command(*words: str) -> None:
     """Runs a command of longrnn; its errors end the study."""
-    line, where = module_command("longrnn.cli", *words), module_environment("longrnn.cli")
+    line, where = module_command("longrnn.cli", *words), module_environment()
     if code := subprocess.run(line, env=where, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(code)
 

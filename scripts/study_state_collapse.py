@@ -94,7 +94,7 @@ def main() -> None:
                 given = [value for text in args.calibration for value in ("--text", str(text))]
                 lengths = ["--train-length", str(trained), *target]
                 how = ["--method", spec.removeprefix("calibrate "), "--output", str(file)]
-                studies.command("calibrate", name, *given, *lengths, *how, "--quiet")
+                studies.command("--quiet", "calibrate", name, *given, *lengths, *how)
             spec = str(file)
         model = plain if spec is None else plain.under(mitigation(spec))
         found = studies.losses(model, texts[part])

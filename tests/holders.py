@@ -11,8 +11,8 @@ from pathlib import Path
 HOLD = """
 import sys
 from pathlib import Path
-from longrnn.locks import Lock
-Lock(Path(sys.argv[1])).acquire()
+from longrnn.locks import hold
+hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

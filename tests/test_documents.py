@@ -17,7 +17,7 @@ import typer
 
 from longrnn.bundled import names
 from longrnn.cli.app import app
-from longrnn.cli.launch import COMMANDS
+from longrnn.cli.train import COMMANDS
 from longrnn.training.config import configured
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +77,8 @@ def parse(command: Any, words: list[str], complete: bool) -> None:
         if not words:
             return
         name = words.pop(0)
+        if name.startswith("--"):  # of the group itself
+            continue
         found = command.get_command(typer.Context(command), name)
         assert found is not None, f"no command {name!r}"
         command = found

@@ -129,7 +129,7 @@ def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
 def test_mutants_of_results(cli: CLI, models: Path, tmp_path: Path) -> None:
     """An evaluation with damaged rows resumes or is refused."""
     command = ["eval", "passkey", models / "text", "--lengths", "160", "--depths", "1"]
-    command += ["--n", "1", "--quiet", "--output", tmp_path / "results"]
+    command += ["--n", "1", "--output", tmp_path / "results"]
     assert cli(*command).code == 0
     for _ in mutants(next((tmp_path / "results").rglob("*.jsonl"))):
         assert_clean(cli(*command))

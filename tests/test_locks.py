@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.locks import Lock, release_all
+from longrnn.locks import hold, locked, release_all
 from tests.holders import HOLD, holder
 from tests.refusals import naming
 
@@ -20,11 +20,11 @@ RACE = """
 import sys, time
 from pathlib import Path
 from longrnn.errors import UserError
-from longrnn.locks import Lock
+from longrnn.locks import locked
 folder, place = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(200):
     try:
-        with Lock(folder):
+        with locked(folder):
             place.mkdir()  # fails where another process is in here
             place.rmdir()
     except UserError:
@@ -40,20 +40,20 @@ def start(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
 def test_an_owner_is_named_and_a_killed_one_has_no_lock(tmp_path: Path) -> None:
     """A second process is refused with the first one's id, command and the remedy."""
     owner = holder(tmp_path / "run")
-    lock = Lock(tmp_path / "run", instead="choose another output_dir")
+    run, instead = tmp_path / "run", "choose another output_dir"
     try:
-        names = [tmp_path / "run", owner.pid, "choose another output_dir"]
+        names = [run, owner.pid, instead]
         with pytest.raises(UserError, match=naming(*names)) as refusal:
-            lock.acquire()
+            hold(run, instead=instead)
         assert "\n" not in str(refusal.value)
         owner.send_signal(signal.SIGSTOP)
         time.sleep(0.05)
         with pytest.raises(UserError):
-            lock.acquire()
+            hold(run)
     finally:
         owner.kill()
         owner.communicate()
-    with lock:
+    with locked(run):
         pass
 
 
@@ -67,12 +67,11 @@ def test_processes_never_hold_a_lock_together(tmp_path: Path) -> None:
 
 def test_what_a_lock_leaves(tmp_path: Path) -> None:
     """The lock file goes, and folders that were made for it, unless something is in them."""
-    lock = Lock(tmp_path / "a/b")
-    with lock:
+    with locked(tmp_path / "a/b"):
         assert os.listdir(tmp_path / "a") == [".b.lock"]
     assert os.listdir(tmp_path) == []
-    lock.acquire()
-    Lock(tmp_path / "a/b").acquire()
+    hold(tmp_path / "a/b")
+    hold(tmp_path / "a/b")
     (tmp_path / "a/b").write_text("x")
     release_all()
     assert os.listdir(tmp_path / "a") == ["b"]
@@ -80,8 +79,8 @@ def test_what_a_lock_leaves(tmp_path: Path) -> None:
 
 def test_a_process_may_take_its_lock_twice(tmp_path: Path) -> None:
     """A command that holds a folder may call another that locks it."""
-    with Lock(tmp_path / "run"):
-        with Lock(tmp_path / "run"):
+    with locked(tmp_path / "run"):
+        with locked(tmp_path / "run"):
             pass
         other = start(HOLD, tmp_path / "run")
         _, err = other.communicate()

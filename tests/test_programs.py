@@ -13,6 +13,7 @@ import torch
 import typer
 
 import longrnn
+from longrnn.cli.command import invoke
 from longrnn.errors import Terminated, UserError
 from longrnn.programs import describe, module_command, module_environment, run_to_end
 from tests.training.runs import ENVIRONMENT
@@ -29,7 +30,7 @@ def test_a_child_imports_nothing_from_the_current_folder(
     (tmp_path / "yaml.py").write_text("raise SystemExit(99)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    command, environment = module_command("mine"), module_environment("longrnn")
+    command, environment = module_command("mine"), module_environment()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == longrnn.__file__, done.stderr
 
@@ -43,7 +44,7 @@ AGAIN = "longrnn train c.yaml"
         (UserError("n is 0: give 1"), 2, ["n is 0: give 1"]),
         (KeyboardInterrupt(), 130, ["interrupted; what was finished is kept", AGAIN]),
         (ZeroDivisionError("division by zero"), 1, ["unexpected ZeroDivisionError (division by"]),
-        (ValueError("x" * 5000), 1, ["unexpected ValueError (xxx", "…"]),
+        (ValueError("xxx " * 5000), 1, ["unexpected ValueError (xxx", "xxx …)"]),
         (AssertionError(), 1, ["unexpected AssertionError; run again with LONGRNN_DEBUG=1"]),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, ["(a/b)", "space", AGAIN]),
         (OSError("Can't load the tokenizer"), 1, ["unexpected OSError (Can't load the tokenizer)"]),
@@ -73,7 +74,7 @@ def test_every_error_is_one_sentence(
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(fail)
     with pytest.raises(SystemExit) as leaving:
-        run_to_end(lambda: app([]), again=lambda: AGAIN)
+        run_to_end(lambda: invoke(app, []), again=lambda: AGAIN)
     out, err = capsys.readouterr()
     assert leaving.value.code == code
     assert out == ""

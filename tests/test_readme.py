@@ -46,7 +46,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
         done = subprocess.run(
             module_command("longrnn.cli", *words),
             cwd=tmp_path,
-            env=module_environment("longrnn.cli"),
+            env=module_environment(),
             capture_output=True,
             text=True,
         )

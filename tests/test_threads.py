@@ -18,6 +18,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
         (None, CORES),
         ("max 100000\n", CORES),
         ("50000 100000\n", 1),
+        ("110000 100000\n", min(CORES or 1, 2)),
         ("640000000 100000\n", CORES),
         ("nonsense", CORES),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longrnn.errors import UserError
+from longrnn.seeds import mix
 from longrnn.units import format_length, parse_length, parse_lengths
 
 
@@ -45,3 +46,8 @@ def test_lists_keep_their_order_without_repeats() -> None:
 def test_the_shortest_exact_form(length: int, text: str) -> None:
     """A length is formatted exactly: 1000 is not 1k."""
     assert format_length(length) == text
+
+
+def test_seeds_of_other_parts_are_other_seeds() -> None:
+    """Where one part ends and the next one begins counts."""
+    assert len({mix(1, 23), mix(12, 3), mix("1", 2, 3), mix(3, 12)}) == 4

@@ -11,27 +11,26 @@ import typer
 
 from longrnn.cli import (
     calibrate,
-    convert,
+    checkpoints,
     data,
     diagnose,
     doctor,
     evaluate,
-    finetune,
     generate,
     gradients,
     harness,
-    info,
-    launch,
     report,
     train,
 )
-from longrnn.cli.command import command, invoke
-from longrnn.programs import run_to_continue, run_to_end
+from longrnn.cli.command import enter, invoke
+from longrnn.programs import run_to_end
+from longrnn.progress import QUIET
 
 app = typer.Typer(
     help="Recurrent and state-space language models on contexts far beyond their training length.",
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     add_completion=False,
+    rich_markup_mode="markdown",
 )
 
 
@@ -41,26 +40,27 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
     return group
 
 
-command(app, "train")(train.train)
-command(app, "finetune")(finetune.finetune)
-command(app, "launch", settings=launch.SETTINGS)(launch.launch)
-_eval = _group("eval", "Evaluate checkpoints.", "eval passkey passkey-tiny --lengths 1k,4k")
+enter(app, "train", train.train)
+enter(app, "finetune", train.finetune)
+enter(app, "launch", train.launch, context_settings=train.SETTINGS)
+ABOUT = "Evaluate checkpoints; the same command resumes, and adds models, lengths or texts."
+_eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in ("passkey", "perplexity", "task", "reverse"):
-    evaluate.enter(_eval, kind)
-command(_eval, "harness", settings=harness.SETTINGS)(harness.harness)
-command(app, "compare")(evaluate.compare)
+    enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")
+enter(_eval, "harness", harness.harness, context_settings=harness.SETTINGS)
+enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
-command(_diagnose, "states")(diagnose.states)
-evaluate.enter(_diagnose, "memory")
-command(_diagnose, "gradients")(gradients.gradients)
-command(app, "calibrate")(calibrate.calibrate)
-command(app, "generate")(generate.generate)
-command(app, "convert")(convert.convert)
-command(app, "info")(info.info)
-command(app, "doctor")(doctor.doctor)
-command(app, "report")(report.report)
+enter(_diagnose, "states", diagnose.states)
+enter(_diagnose, "memory", evaluate.command_of("memory"))
+enter(_diagnose, "gradients", gradients.gradients)
+enter(app, "calibrate", calibrate.calibrate)
+enter(app, "generate", generate.generate)
+enter(app, "convert", checkpoints.convert)
+enter(app, "info", checkpoints.info)
+enter(app, "doctor", doctor.doctor)
+enter(app, "report", report.report)
 _data = _group("data", "Build corpora to train on.", "data build --out data/books book1.txt")
-command(_data, "build")(data.build)
+enter(_data, "build", data.build)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -76,8 +76,10 @@ def root(
     version: bool = typer.Option(
         False, "--version", callback=_show_version, help="Print the version and exit."
     ),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
-    pass
+    if quiet:
+        os.environ[QUIET] = "1"
 
 
 def run() -> NoReturn:
@@ -87,11 +89,10 @@ def run() -> NoReturn:
 
 def _again() -> str:
     """Return the command that continues this one after an interruption."""
-    arguments, run = sys.argv[1:], run_to_continue()
-    if run is not None and "--grid" not in arguments:
-        arguments = [arguments[0], "--resume", str(run)]
-    # The options of `accelerate launch` itself are not visible from inside the process.
-    start = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
+    words = sys.argv[1:]
+    if any((run / "train.yaml").is_file() for run in train.CURRENT):
+        command = "finetune" if "finetune" in words else "train"
+        words = [command, "--resume", str(train.CURRENT[0])]
     if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`
-        start = f"longrnn launch {os.environ['LONGRNN_LAUNCH']}".rstrip()
-    return f"{start} {shlex.join(arguments)}"
+        words = ["launch", *shlex.split(os.environ["LONGRNN_LAUNCH"]), *words]
+    return f"longrnn {shlex.join(words)}"

@@ -41,7 +41,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
-    from longrnn.locks import Lock
+    from longrnn.locks import hold
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration as Record
     from longrnn.mitigations.spec import parse, write_calibration
@@ -54,7 +54,7 @@ def calibrate(calibration: Calibration, output: Output) -> None:
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
             ".yaml"
         )
-    Lock(path, instead="choose another --output").acquire()
+    hold(path, instead="choose another --output")
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(calibration.texts, tokenizer, model)
@@ -65,7 +65,6 @@ def calibrate(calibration: Calibration, output: Output) -> None:
         train_length=trained,
         target_length=calibration.target_length,
         tokenizer=tokenizer,
-        quiet=output.quiet,
     )
     hashes = tuple(document.sha256 for document in documents)
     write_calibration(path, members, Record(str(path), model.fingerprint(), trained, hashes))

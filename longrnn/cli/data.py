@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Quiet
 from longrnn.text import Reading
 
 
-class Corpora(Reading, Quiet):
+class Corpora(Reading):
     """Documents, and how they become a corpus."""
 
     data: Annotated[list[str], Argument("DATA")]
@@ -32,18 +31,15 @@ def build(corpora: Corpora) -> None:
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
-    import numpy as np
-
     from longrnn.data.build import build as build_corpus
     from longrnn.data.stream import HEADER
     from longrnn.hf.tokenizer import load_tokenizer
 
     out, name = corpora.out, corpora.tokenizer
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()
-    header = build_corpus(corpora.data, read, out, reading=corpora, name=name, quiet=corpora.quiet)
+    header = build_corpus(corpora.data, read, out, reading=corpora, name=name)
     made = f"{out} is built already" if is_built else str(out)
-    dtype = np.dtype(header.dtype).name
-    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({dtype})")
+    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens")
     if header.dropped_documents:
         typer.echo(
             f"dropped: {header.dropped_documents:,} documents that are too short or have no "

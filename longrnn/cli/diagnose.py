@@ -51,7 +51,6 @@ def states(model: Model, states: States, output: Output) -> None:
         train_length=trained,
         output=lock_output(folder),
         checkpoint=checkpoint,
-        quiet=output.quiet,
     )
     report, *pictures = write_report(found, folder)
     typer.echo(f"{summary(found)}\n{found.about['criterion']}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
 from longrnn.bundled import bundled
 from longrnn.console import print_rows
+from longrnn.threads import usable_cores
 
 # The optional packages are the second line; docs/devices.md says what needs them.
 PACKAGES = (
@@ -27,14 +27,19 @@ def doctor() -> None:
     """
     import torch
 
+    from longrnn.ops.backend import BACKENDS
+
     for name, value in {**{one: _version(one) for one in PACKAGES}, **_machine()}.items():
         typer.echo(f"{name:<14}{value}")
     typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    failed = [line for device in devices for line in _backends(device)]
-    for line in failed:
-        typer.echo(f"failed on this machine, please report it: {line}", err=True)
+    failed = []
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        rows = [_tested(backend, device) for backend in BACKENDS]
+        columns = ("backend", "error", "ms without gradients")
+        print_rows(f"A Mamba-2 layer on {device}", columns, rows, width=100)
+        failed += [f"{name} on {device}: {found}" for name, found, _ in rows if "FAILED" in found]
     if failed:
+        typer.echo(f"please report what failed on this machine: {'; '.join(failed)}", err=True)
         raise typer.Exit(1)
 
 
@@ -48,11 +53,10 @@ def _version(name: str) -> str:
 def _machine() -> dict[str, str]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     gpus = [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, sm_{g.major}{g.minor}" for g in found]
     return {
-        "processor": f"{torch.backends.cpu.get_cpu_capability()}, {cores} cores",
+        "processor": f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores",
         "threads": f"{torch.get_num_threads()} of torch (OMP_NUM_THREADS)",
         "CUDA of torch": torch.version.cuda or "none: this build of torch runs on CPUs only",
         "GPUs": "; ".join(gpus) or "none that torch can use; `nvidia-smi` lists those of NVIDIA",
@@ -60,26 +64,17 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _backends(device: str) -> list[str]:
-    """Print the table of backends on a type of device; return one line per backend that failed."""
+def _tested(backend: str, device: str) -> tuple[str, str, str]:
+    """Return the row of a backend on a type of device."""
     from longrnn.cells.self_test import self_test
     from longrnn.errors import UserError
     from longrnn.files import one_line
-    from longrnn.ops.backend import BACKENDS
 
-    rows, failed = [], []
-    for backend in BACKENDS:
-        try:
-            found = self_test(backend, device)
-        except UserError as error:
-            rows.append((backend, f"not available: {error}", "–"))
-        except Exception as error:  # kernels that do not compile or start raise many types
-            rows.append((backend, "FAILED", "–"))
-            failed.append(f"{backend} on {device}: {type(error).__name__}, {one_line(error)}")
-        else:
-            verdict = "passed" if found.passed else "FAILED"
-            rows.append((backend, f"{found.error:.1e} {verdict}", f"{found.seconds * 1e3:.1f}"))
-            failed += [] if found.passed else [f"{backend} on {device}: wrong results"]
-    columns = ("backend", "error", "ms without gradients")
-    print_rows(f"A Mamba-2 layer on {device}", columns, rows, width=100)
-    return failed
+    try:
+        found = self_test(backend, device)
+    except UserError as error:
+        return backend, f"not available: {error}", "–"
+    except Exception as error:  # kernels that do not compile or start raise many types
+        return backend, f"FAILED: {type(error).__name__}, {one_line(error)}", "–"
+    verdict = "passed" if found.passed else "FAILED: wrong results"
+    return backend, f"{found.error:.1e} {verdict}", f"{found.seconds * 1e3:.1f}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
 
-from longrnn.cli.command import command
 from longrnn.cli.options import Models, Output, pick_device, results_folder
 from longrnn.evaluation import options
 from longrnn.options import Options
@@ -26,10 +25,6 @@ KINDS: dict[str, type[Options]] = {
     "reverse": options.SequenceOptions,
     "memory": options.MemoryOptions,
 }
-RESULTS = """
-    Prints a table, and writes it as report.html with pictures and cells.json. The same command
-    resumes an interrupted run; more models, lengths, texts or prompts add to the results.
-"""
 
 
 class Suites(Options):
@@ -41,8 +36,8 @@ class Suites(Options):
     """Allow lm-eval task files of your own, which can run any Python code."""
 
 
-def enter(app: typer.Typer, kind: str) -> None:
-    """Enter the command of one kind of evaluation; `reverse` is `task --task reverse`."""
+def command_of(kind: str) -> Callable[..., None]:
+    """Return the command of one kind of evaluation; `reverse` is `task --task reverse`."""
 
     def run(models: Models, evaluation: Any, output: Output) -> None:
         from longrnn.evaluation.suites import build_evaluation
@@ -51,10 +46,9 @@ def enter(app: typer.Typer, kind: str) -> None:
         given = evaluation.model_dump(exclude_unset=True)
         _measure(kind, models, [build_evaluation({"kind": kind, **given})], output)
 
-    about, example, line = str(KINDS[kind].__doc__).rpartition("\n    Example:")
-    run.__doc__ = f"{about}{RESULTS}{example}{line}"
-    groups = {"models": Models, "evaluation": KINDS[kind], "output": Output}
-    command(app, kind, hidden=kind == "reverse", **groups)(run)
+    run.__doc__ = KINDS[kind].__doc__
+    run.__annotations__["evaluation"] = KINDS[kind]
+    return run
 
 
 def compare(models: Models, suites: Suites, output: Output) -> None:
@@ -81,10 +75,10 @@ def _measure(
 ) -> None:
     from longrnn.hf.opened import open_checkpoint
 
-    device, variants = pick_device(models.device), list(dict.fromkeys(models.checkpoints))
-    opened = [open_checkpoint(one, models.mitigation, device=device) for one in variants]
-    folder = output.output or results_folder(name, variants, models.mitigation)
-    measure(opened, evaluations, folder, quiet=output.quiet, **how)
+    device, names = pick_device(models.device), models.checkpoints
+    opened = [open_checkpoint(one, models.mitigation, device=device) for one in names]
+    folder = output.output or results_folder(name, names, models.mitigation)
+    measure(opened, evaluations, folder, **how)
 
 
 def measure(

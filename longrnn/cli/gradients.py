@@ -67,7 +67,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     task = TASKS.build(spec, entries[0].tokenizer)
     folder = lock_output(output.output or results_folder("gradients", sources))
     rows = []
-    with Progress("gradients", len(entries), unit="models", quiet=output.quiet) as progress:
+    with Progress("gradients", len(entries), unit="models") as progress:
         for one in entries:
             found = measure(one.model, task, gradients.lengths)
             rows += [{"model": one.name, **row} for row in found]

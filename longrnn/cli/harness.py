@@ -8,14 +8,15 @@ from typing import Annotated
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Quiet, pick_device
+from longrnn.cli.options import Model, pick_device
 from longrnn.errors import UserError
+from longrnn.options import Options
 
 # Options that are not declared here are words of the argument for lm-eval.
 SETTINGS = {"ignore_unknown_options": True}
 
 
-class Tasks(Quiet):
+class Tasks(Options):
     """What `longrnn eval harness` reads itself; lm-eval reads all other options."""
 
     options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
@@ -46,6 +47,6 @@ def harness(model: Model, tasks: Tasks) -> None:
         raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
     checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
-    given = json.dumps({"pretrained": checkpoint, "quiet": tasks.quiet})
+    given = json.dumps({"pretrained": checkpoint})
     ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
     run([*ours, *tasks.options, "--model", "longrnn"], trust_task_code=tasks.trust_task_code)

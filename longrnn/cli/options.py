@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,7 @@ class Where(Options):
     """What is done to models, and where."""
 
     mitigation: str | None = None
-    """Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that `longrnn
-    calibrate` wrote."""
+    """Mitigation of state collapse: 'sliding_window(window=8192)', or a file of `calibrate`."""
     device: str = "auto"
     """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available."""
 
@@ -29,9 +27,8 @@ class Models(Where):
     """Models to evaluate."""
 
     checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
-    """Names of embedded checkpoints, folders, or organisation/model on the Hub.
-    CHECKPOINT+MITIGATION evaluates a checkpoint under a mitigation, CHECKPOINT+float32 in another
-    dtype. The others are compared with the first one."""
+    """Names of embedded checkpoints, folders, or organisation/model on the Hub, also with
+    +MITIGATION or +DTYPE; the others are compared with the first one."""
 
 
 class Model(Where):
@@ -41,14 +38,7 @@ class Model(Where):
     """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
 
 
-class Quiet(Options):
-    """Whether to show progress."""
-
-    quiet: bool = False
-    """Show no progress."""
-
-
-class Output(Quiet):
+class Output(Options):
     """Where results go."""
 
     output: Path | None = None
@@ -69,9 +59,7 @@ def pick_device(device: str) -> str:
     from longrnn.errors import UserError
 
     if device == "auto":
-        # A launch without GPUs is one for the processes that it starts.
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-        device = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and processes.size() > 1:
         device = f"cuda:{processes.local_rank()}"
     try:
@@ -100,11 +88,9 @@ def results_folder(
     """
     from longrnn.hf.names import split_spec
 
-    names = []
-    for path, own in map(split_spec, checkpoints):
-        parts = [Path(path).resolve().name, *filter(None, (own, mitigation))]
-        names.append(re.sub(r"[^a-z0-9._]+", "-", "+".join(parts).lower()).strip("-._"))
-    return Path("results") / command / ("--".join(names)[:LONGEST].strip("-._") or "models")
+    specs = [(Path(path).resolve().name, own) for path, own in map(split_spec, checkpoints)]
+    name = "--".join("+".join(filter(None, (*spec, mitigation))) for spec in specs).lower()
+    return Path("results") / command / re.sub(r"[^a-z0-9._-]+", "-", name)[:LONGEST].strip("-._")
 
 
 def lock_output(folder: Path) -> Path:
@@ -113,8 +99,8 @@ def lock_output(folder: Path) -> Path:
     Raises:
         UserError: another process is writing there.
     """
-    from longrnn.locks import Lock
+    from longrnn.locks import hold
     from longrnn.processes import on_main
 
-    on_main(Lock(folder, instead="choose another --output").acquire)
+    on_main(lambda: hold(folder, instead="choose another --output"))
     return folder

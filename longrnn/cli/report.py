@@ -10,17 +10,14 @@ import typer
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Output, lock_output, results_folder
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.options import Options
 
 if TYPE_CHECKING:
-    from longrnn.intervals import Estimate
     from longrnn.training.run import Run
 
 # Metrics that say nothing about how good a model is.
 COSTS = ("step", "tokens", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib")
-# Pairs of runs that a verdict needs: two pairs may agree by chance.
-LEAST_PAIRS = 3
 
 
 class Report(Options):
@@ -58,49 +55,39 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     Two runs are a pair if they differ in this key alone, and in the options of a kind.
 
     Raises:
-        UserError: the runs do not have this key, or there is no pair.
+        UserError: there is no pair.
     """
     from longrnn.intervals import mean
     from longrnn.text import parse_yaml
 
     key, _, text = baseline.partition("=")
-    settings = {run.name: {k: str(v) for k, v in run.settings.items()} for run in runs}
-    keys = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
-    varied = [name for name in keys if len({one.get(name) for one in settings.values()}) > 1]
-    if key not in varied:
-        raise UserError(f"these runs do not differ in {key!r}: {nearest(key, varied)}")
-    value = str(parse_yaml(text))
-    # Another kind has other options.
-    family = key.removesuffix("kind") if key.endswith(".kind") else f"{key}."
-    others = [name for name in varied if not name.startswith(family) and name not in (key, "seed")]
+    value, family = str(parse_yaml(text)), f"{key.removesuffix('.kind')}."  # of the kind's options
 
-    def place(run: Run, *names: str) -> tuple[str | None, ...]:
-        return tuple(settings[run.name].get(name) for name in (*others, *names))
+    def settings(run: Run, *without: str) -> frozenset[str]:
+        return frozenset(
+            f"{name}={found}"
+            for name, found in run.settings.items()
+            if name not in ("output_dir", *without) and (name == key or not name.startswith(family))
+        )
 
-    base = {place(run, "seed"): run for run in runs if settings[run.name].get(key) == value}
-    groups: dict[tuple[str | None, ...], list[tuple[Run, Run]]] = {}
+    base = {settings(run, key): run for run in runs if str(run.settings.get(key)) == value}
+    groups: dict[frozenset[str], list[tuple[Run, Run]]] = {}
     for run in runs:
-        partner = base.get(place(run, "seed"), run)
+        partner = base.get(settings(run, key), run)
         if partner is not run:
-            groups.setdefault(place(run, key), []).append((run, partner))
+            groups.setdefault(settings(run, "seed"), []).append((run, partner))
     if not groups:
-        raise UserError(f"no two runs differ in {key} alone, one of them with {value}: give both")
+        raise UserError(f"no two runs differ in {key!r} alone, one of them with {value}: give both")
+    common = frozenset.intersection(*(settings(run) for run in runs))
     names = dict.fromkeys(name for run in runs for row in run.rows[-2:] for name in row)
     metrics = [name for name in names if name not in COSTS]
-    rows = [[*others, key, "pairs", *(f"{name} − {value}" for name in metrics)]]
+    rows = [["runs", "pairs", *(f"{name} − {value}" for name in metrics)]]
     rows.append(["---"] * len(rows[0]))
     for group, pairs in groups.items():
-        row = [*map(str, group), str(len(pairs))]
+        row = [", ".join(sorted(group - common)), str(len(pairs))]
         for name in metrics:
             ends = [(run.last(name), other.last(name)) for run, other in pairs]
             less = [a - b for a, b in ends if a is not None and b is not None]
-            row.append(_shown(mean(less)) if less else "–")
+            row.append(mean(less).show(".4g", "+") if less else "–")
         rows.append(row)
     return [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _shown(less: Estimate) -> str:
-    """Return a mean with its interval, and what it shows."""
-    is_clear = less.n >= LEAST_PAIRS and less.low * less.high > 0
-    verdict = "inconclusive" if not is_clear else "higher" if less.low > 0 else "lower"
-    return less.show(".4g", "+") + (f" {verdict}" if less.n > 1 else "")

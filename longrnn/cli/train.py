@@ -1,24 +1,34 @@
-"""`longrnn train`."""
+"""`longrnn train`, `longrnn finetune` and `longrnn launch`."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Quiet
+from longrnn.cli.options import lock_output, pick_device
 from longrnn.errors import Terminated, UserError
+from longrnn.options import Options, Tokens
+from longrnn.progress import is_quiet
 
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
 
+# The folder of the run that this process trains: an interrupted command is continued from it.
+CURRENT: list[Path] = []
+# The commands that several processes run together.
+COMMANDS = ("train", "finetune", "eval", "compare")
+# All options before the command are accelerate's, and all behind it the command's, `--help` too.
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
-class Resumable(Quiet):
+
+class Resumable(Options):
     """How a run begins."""
 
     resume: Path | None = None
@@ -60,26 +70,139 @@ def train(training: Training) -> None:
     if training.grid:
         from longrnn.training.grid import run_grid
 
-        for line in run_grid(config, overrides, quiet=training.quiet):
+        for line in run_grid(config, overrides, quiet=is_quiet()):
             typer.echo(line)
     elif training.resume is None:
         run(configured(config, overrides), training)
     else:
-        run(resumed(training.resume, overrides, quiet=training.quiet), training)
+        run(resumed(training.resume, overrides, quiet=is_quiet()), training)
+
+
+class Finetuning(Resumable):
+    """What is fine-tuned on which documents."""
+
+    words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field([])
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then values that
+    override the configuration, such as max_steps=500."""
+    data: list[str] = Field([])
+    """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
+    length: Tokens = 4096
+    """Tokens of a row, or of a segment of a carried state."""
+    initial_state: str = "carry"
+    """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
+    validation: list[str] = Field([])
+    """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
+    output: str | None = None
+    """Folder of the run (default: runs/CHECKPOINT-finetuned)."""
+    evaluate_to: Tokens | None = None
+    """Longest length of the evaluation before and after (default: 16 × --length)."""
+    no_evaluate: bool = False
+    """Train, and leave the evaluation out."""
+
+
+def finetune(options: Finetuning) -> None:
+    """Fine-tune a checkpoint on long documents, and evaluate it before and after.
+
+    The data is tokenized with the tokenizer of the checkpoint, and a part of it is held out. The
+    run validates on that part, and ends with its best model. OUTPUT/train.yaml is the
+    configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss on
+    held-out data and the recall of passkeys before and after.
+
+    Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
+    """
+    from longrnn.config import dump_config
+    from longrnn.training.finetune import finetuning
+    from longrnn.training.train import resumed
+
+    checkpoint, overrides = divided(
+        options.words, options.resume, "finetune CHECKPOINT --data FILE"
+    )
+    end_at_sigterm()
+    if options.resume is not None:
+        config = resumed(options.resume, overrides, quiet=is_quiet())
+    elif options.data:
+        config = finetuning(
+            checkpoint,
+            options.data,
+            length=options.length,
+            initial_state=options.initial_state,
+            validation=options.validation,
+            output_dir=options.output,
+            overrides=overrides,
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+    else:
+        raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
+    if config.validation is None and not options.no_evaluate:
+        raise UserError("there is no validation data to evaluate on: add --no-evaluate")
+    if options.dry_run:
+        echo_main(dump_config(config))
+    if run(config, options) and not options.no_evaluate:
+        _evaluate(config, options.evaluate_to)
+
+
+def _evaluate(config: TrainConfig, longest: int | None) -> None:
+    """Compares the final model of a run with the checkpoint that it started from."""
+    from longrnn.cli.evaluate import measure
+    from longrnn.data import TASKS
+    from longrnn.evaluation.before_after import write_suite
+    from longrnn.hf.opened import open_checkpoint
+    from longrnn.processes import on_main
+    from longrnn.training.models import tokenizer_of
+
+    folder = lock_output(Path(config.output_dir) / "evaluation")
+    tokenizer, device = tokenizer_of(config), pick_device("auto")
+    held_out = TASKS.build(cast(Any, config.validation), tokenizer)
+    how = {"length": config.length.max, "longest": longest}
+    suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
+    sources = {"before": str(config.init_from), "after": config.output_dir}
+    models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
+    measure(models, suite.evaluations, folder)
+
+
+class Launch(Options):
+    """What is started, and how."""
+
+    words: Annotated[list[str], Argument("OPTION... COMMAND ARGUMENT")] = Field([])
+    """Options of `accelerate launch`; then train, finetune, eval or compare, with its arguments."""
+
+
+def launch(launch: Launch) -> None:
+    """Train or evaluate in several processes, on one machine or several.
+
+    The options are those of `accelerate launch`: --config_file takes a YAML file of accelerate or
+    the name of a bundled one such as cpu2 or gpu8 (by default what `accelerate config` wrote, or
+    one process per GPU); --num_processes counts processes on all machines together, --cpu uses no
+    GPU; --num_machines, --machine_rank, --main_process_ip and --main_process_port join machines.
+
+    An error that all processes have is printed once. The exit code is 0 if the command ended, or if
+    its run was saved after SIGTERM; 130 after Ctrl-C; otherwise that of the process that failed.
+
+    Example: longrnn launch --cpu --num_processes 2 train reverse_small
+    """
+    from longrnn.training.launch import launch as start
+
+    places = [launch.words.index(name) for name in COMMANDS if name in launch.words]
+    if not places:
+        raise UserError(
+            "launch takes its options and then train, finetune, eval or compare: write "
+            "`longrnn launch --config_file FILE train CONFIG`"
+        )
+    first = min(places)
+    raise typer.Exit(start(launch.words[:first], launch.words[first:]))
 
 
 def run(config: TrainConfig, options: Resumable) -> bool:
     """Train, or only try one step; return whether the run ended."""
-    from longrnn.programs import continuing
     from longrnn.training.train import dry_run
     from longrnn.training.train import train as start
 
     if options.dry_run:
-        memory = dry_run(config, quiet=options.quiet)
+        memory = dry_run(config, quiet=is_quiet())
         echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
         return False
-    continuing(Path(config.output_dir))
-    done = start(config, resume=options.resume, quiet=options.quiet)
+    CURRENT[:] = [Path(config.output_dir)]
+    done = start(config, resume=options.resume, quiet=is_quiet())
     echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
     return True
 
@@ -97,11 +220,8 @@ def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, lis
     """
     if resume is not None:
         return "", words
-    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
-        raise UserError(
-            f"nothing is named to begin with: write `longrnn {usage}`, or `longrnn "
-            f"{usage.split()[0]} --resume RUN`"
-        )
+    if not words:
+        raise UserError(f"nothing is named to begin with: write `longrnn {usage}`, or --resume RUN")
     return words[0], words[1:]
 
 

@@ -31,7 +31,7 @@ from longrnn.data.stream import (
 )
 from longrnn.errors import UserError
 from longrnn.files import file_name, sync_folder, write_atomic
-from longrnn.locks import Lock
+from longrnn.locks import locked
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
 
@@ -91,7 +91,7 @@ def build(
         )
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
-    with Lock(folder, instead="choose another --out"):
+    with locked(folder, instead="choose another --out"):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
         if folder.exists():

@@ -101,7 +101,7 @@ def in_a_process(job: Mapping[str, Any]) -> dict[str, float] | str:
         capture_output=True,
         text=True,
         check=False,
-        env=module_environment(module),
+        env=module_environment(),
     )
     if done.returncode < 0:
         return f"ended by signal {-done.returncode}, perhaps because memory ran out"

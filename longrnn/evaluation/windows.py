@@ -75,6 +75,8 @@ def cut_windows(
     Raises:
         UserError: the text is too short, or see `shared_places`.
     """
+    if are_alike(texts):  # tokenizers may still disagree on where a token inside a character ends
+        texts = [texts[0]] * len(texts)
     longest, first = lengths[-1], texts[0]
     count = (len(first.tokens) - 1) // longest
     if count < 1:

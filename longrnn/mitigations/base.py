@@ -83,7 +83,7 @@ class Mitigation:
                 "heads='collapsing' needs a diagnosis: give diagnosis=FILE, the diagnosis.yaml "
                 "that `longrnn diagnose states` writes"
             )
-        for name, kind in keyword_options(type(self), annotated=True).items():
+        for name, kind in keyword_options(type(self)).items():
             where = f"mitigation {self.name!r}, option {name!r}"
             self._set(name, frozen(validated(kind, getattr(self, name), where)))
 

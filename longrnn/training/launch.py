@@ -46,7 +46,7 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.update(module_environment("longrnn.cli"))
+    os.environ.update(module_environment())
     os.environ[LAUNCH] = shlex.join(options)
     # accelerate reports defaults, and the agent signals and failures; the processes print what
     # happened.

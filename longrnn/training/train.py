@@ -6,6 +6,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
-from longrnn.locks import Lock
+from longrnn.locks import locked
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distributed import build_accelerator
@@ -53,14 +54,12 @@ def train(
         raise UserError("train needs a configuration, or resume=FOLDER of a run: give one of them")
     accelerator = build_accelerator(settings)
     folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
-    lock = Lock(folder, instead="choose another output_dir")
-    try:
-        found = processes.on_main(lambda: _find(lock, origin))
+    lock = locked(folder, instead="choose another output_dir")
+    with ExitStack() as stack:
+        found = processes.on_main(lambda: stack.enter_context(lock) or _find(folder, origin))
         trainer = Trainer(settings, accelerator, found, quiet=quiet)
         processes.on_main(lambda: record(settings, trainer.step))
         trainer.train()
-    finally:
-        lock.release()
     return Run.of(folder)
 
 
@@ -98,10 +97,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
     return now
 
 
-def _find(lock: Lock, resume: Path | None) -> Path | None:
-    """Locks the folder of a run, and finds the checkpoint to continue from."""
-    lock.acquire()
-    folder = lock.target
+def _find(folder: Path, resume: Path | None) -> Path | None:
+    """Finds the checkpoint from which the run in a folder continues."""
     if resume is None:
         check_new(folder)
         return None

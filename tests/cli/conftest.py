@@ -20,6 +20,7 @@ from longrnn.cli.app import run
 from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
+from longrnn.progress import QUIET
 from tests.hf.foreign import causal, with_bytes
 from tests.training.runs import LSTM, tiny, train, write_config
 
@@ -46,13 +47,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The commands with their parameters, which typer builds anew for every call.
 _commands = cache(typer.main.get_command)
-# Commands that show no progress, and so have no option --quiet.
-WITHOUT_PROGRESS = {"convert", "generate", "info", "launch"}
-
-
-def quietly(words: list[str]) -> list[str]:
-    """Return the words of a command with `--quiet`, if it is a command with progress."""
-    return words if WITHOUT_PROGRESS & set(words[:1]) else [*words, "--quiet"]
 
 
 @pytest.fixture
@@ -73,7 +67,8 @@ def cli(
         printed = capsys.readouterr()
         return Outcome(code or 0, printed.out, printed.err)
 
-    with patch.dict(os.environ):  # `launch` sets variables for its processes
+    # `launch` sets variables for its processes.
+    with patch.dict(os.environ, {QUIET: "1"}):
         yield call
 
 

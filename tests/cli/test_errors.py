@@ -28,7 +28,7 @@ def test_a_full_disk_while_evaluating(
     cli: CLI, models: Path, tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
     """After a full disk, the evaluation resumes from the last complete row."""
-    arguments = ["eval", "passkey", models / "text", "--lengths", "160", "--n", "8", "--quiet"]
+    arguments = ["eval", "passkey", models / "text", "--lengths", "160", "--n", "8"]
     arguments += ["--batch-size", "4", "--output", "out"]
     small_files(1500)
     try:
@@ -48,17 +48,30 @@ def test_a_full_disk_while_evaluating(
 
 
 def test_a_full_disk_while_training(
-    cli: CLI, tmp_path: Path, small_files: Callable[[int], None]
+    cli: CLI,
+    models: Path,
+    tmp_path: Path,
+    small_files: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a full disk no incomplete checkpoint is left, and training resumes."""
+    """After a full disk no incomplete checkpoint is left, and training resumes as launched."""
+    monkeypatch.setenv("LONGRNN_LAUNCH", "--cpu --num_processes 2")
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
     small_files(2000)
     try:
-        result = cli("train", "c.yaml", "--quiet")
+        result = cli("train", "c.yaml")
     finally:
         small_files(0)
-    assert_refused(result, "longrnn train --resume run")
+    assert_refused(result, "longrnn launch --cpu --num_processes 2 train --resume run")
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    words = ["--data", "a.txt", "--length", "16", "--no-evaluate", "--output", "fine"]
+    small_files(2000)
+    try:
+        result = cli("finetune", models / "text", *words, "max_steps=1")
+    finally:
+        small_files(0)
+    assert_refused(result, "finetune --resume fine")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert not list((tmp_path / "run").glob("*.safetensors"))
-    assert cli("train", "--resume", "run", "--quiet").code == 0
+    assert cli("train", "--resume", "run").code == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.cli.options import results_folder
 from longrnn.results import Row, read_rows
 from tests.cli.conftest import CLI
-
-QUIET = "--quiet"
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def test_eval_and_compare_share_their_rows(
     cli: CLI, models: Path, shelf: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One folder takes the rows of any evaluation, model and option; nothing is refused."""
-    out = ["--output", "out", QUIET]
+    out = ["--output", "out"]
     assert cli("compare", models / "text", "--suite", "mine.yaml", *out).code == 0
     before = (shelf / "out/rows.jsonl").read_bytes()
     asked = ["--lengths", "180,240", "--depths", "0,1.0", "--n", "2"]
@@ -56,9 +55,7 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
     """Several suites give one report; two folders of one name keep different names."""
     for name in ("a", "b"):
         shutil.copytree(models / "text", shelf / name / "model")
-    result = cli(
-        "compare", "a/model", "b/model", "--suite", "also.yaml", "--suite", "mine.yaml", QUIET
-    )
+    result = cli("compare", "a/model", "b/model", "--suite", "also.yaml", "--suite", "mine.yaml")
     assert result.code == 0, result.err
     for piece in ("a/model", "b/model", "also passkey", "mine passkey"):
         assert piece in result.out
@@ -84,10 +81,18 @@ def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
     tasks = f"tasks: [mine], include_path: {folder}"
     suite = tmp_path / "own.yaml"
     suite.write_text(f"evaluations: [{{kind: harness, {tasks}}}]")
-    refused = cli("compare", models / "text", "--suite", suite, "--quiet")
+    refused = cli("compare", models / "text", "--suite", suite)
     assert refused.code == 2
     assert "--trust-task-code" in refused.err
     assert not ran.exists()
-    trusted = cli("compare", models / "text", "--suite", suite, "--trust-task-code", "--quiet")
+    trusted = cli("compare", models / "text", "--suite", suite, "--trust-task-code")
     assert "--trust-task-code" not in trusted.err
     assert ran.exists()
+
+
+def test_default_folders_name_models_and_mitigations() -> None:
+    """In characters that need no quotes, and not longer than a line."""
+    specs = ["runs/A", "b+state_norm(threshold=3)"]
+    found = results_folder("compare", specs, "forget_more")
+    assert found == Path("results/compare/a-forget_more--b-state_norm-threshold-3-forget_more")
+    assert len(results_folder("compare", specs * 9).name) < 80

@@ -17,7 +17,7 @@ from tests.training.runs import last_checkpoint, metrics
 
 SMALL = ["max_steps=4", "eval_steps=2", "save_steps=2", "logging_steps=1"]
 SMALL += ["learning_rate=0.01", "eval_length=64", "eval_samples=1", "segments_per_step=2"]
-SMALL += ["per_device_train_batch_size=2", "--length", "32", "--evaluate-to", "64", "--quiet"]
+SMALL += ["per_device_train_batch_size=2", "--length", "32", "--evaluate-to", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     command = ["finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()
-    resume = ["finetune", "--resume", "run", "--evaluate-to", "64", "--quiet"]
+    resume = ["finetune", "--resume", "run", "--evaluate-to", "64"]
     done = cli(*resume)
     assert done.code == 0, done.err
     report = Path("run/evaluation/report.html").read_bytes()
@@ -107,7 +107,7 @@ def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     monkeypatch.setattr(perplexity, "losses", measured)
     assert cli(*resume).code == 0
     assert Path("run/evaluation/report.html").read_bytes() == report
-    assert cli("train", "run/train.yaml", "output_dir=again", "--quiet").code == 0
+    assert cli("train", "run/train.yaml", "output_dir=again").code == 0
     assert load("again").fingerprint() == load("run").fingerprint()
 
 

@@ -14,7 +14,7 @@ TRUST = "--trust-task-code"
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
     """lm-eval evaluates passkey-tiny on passkeys, and writes its results and samples."""
-    options = ["--metadata", SHORT, "--output_path", tmp_path / "out", "--log_samples", "--quiet"]
+    options = ["--metadata", SHORT, "--output_path", tmp_path / "out", "--log_samples"]
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey", *options)
     assert result.code == 0, result.err
     assert "longrnn_passkey" in result.out
@@ -37,7 +37,7 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path) -> None:
         "doc_to_text: '{{txt}}'\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "metric_list: [{metric: acc}]\n"
     )
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST, "--quiet")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST)
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("error: ")

@@ -39,17 +39,15 @@ class Command(NamedTuple):
     again: str | None = None
 
 
-EVAL = "--output {out} --quiet"
+EVAL = "--output {out}"
 BOOK = "--text {shelf}/text.txt"
 FINETUNE = "finetune {shelf}/mamba2 --data {shelf}/text.txt --length 32 max_steps=30 save_steps=3"
 COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "train {shelf}/train.yaml output_dir={out} --quiet", "train --resume {out} --quiet"
-    ),
-    "grid": Command("train {shelf}/short.yaml --grid seed=1,2 output_dir={out} --quiet"),
+    "train": Command("train {shelf}/train.yaml output_dir={out}", "train --resume {out}"),
+    "grid": Command("train {shelf}/short.yaml --grid seed=1,2 output_dir={out}"),
     "finetune": Command(
         f"{FINETUNE} logging_steps=2 eval_length=64 eval_samples=2 --evaluate-to 64 {EVAL}",
-        "finetune --resume {out} --evaluate-to 64 --quiet",
+        "finetune --resume {out} --evaluate-to 64",
     ),
     "passkey": Command(
         f"eval passkey {{shelf}}/model --lengths 160,256 --n 8 --batch-size 2 {EVAL}"
@@ -70,10 +68,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "calibrate": Command(
         f"calibrate {{shelf}}/mamba2 {BOOK} --method scale_decay(steps=4,windows=2) "
-        "--train-length 32 --target-length 128 --output {out}/c.yaml --quiet"
+        "--train-length 32 --target-length 128 --output {out}/c.yaml"
     ),
     "convert": Command("convert {shelf}/mamba2 {out} --to hf"),
-    "data": Command("data build --out {out} --quiet {shelf}/text.txt"),
+    "data": Command("data build --out {out} {shelf}/text.txt"),
 }
 
 

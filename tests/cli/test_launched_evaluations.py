@@ -34,6 +34,7 @@ def rows(folder: Path) -> list[Row]:
 COMMANDS: dict[str, list[str]] = {
     "passkey": ["eval", "passkey", "{m}/text", "{m}/text+forget_more", "--lengths", "160,256",
                 "--n", "3", "--batch-size", "4"],
+    "task": ["eval", "task", "{m}/backwards", "--n", "5"],
     "perplexity": ["eval", "perplexity", "{m}/text", "--text", "{t}", "--lengths", "100",
                    "--batch-size", "2"],
     "overlapping": ["eval", "perplexity", "{m}/text", "{m}/text+forget_more", "--text", "{t}",
@@ -45,6 +46,7 @@ COMMANDS: dict[str, list[str]] = {
     "name",
     [
         "passkey",
+        "task",
         pytest.param("perplexity", marks=pytest.mark.slow),
         pytest.param("overlapping", marks=pytest.mark.slow),
     ],
@@ -54,7 +56,7 @@ def test_two_processes_write_what_one_writes(
 ) -> None:
     """Two processes write the same files with the same rows as one, and print the same once."""
     command = [part.format(m=models, t=text) for part in COMMANDS[name]]
-    command += ["--quiet", "--output"]
+    command += ["--output"]
     one, two = tmp_path / "one", tmp_path / "two"
     alone = run(*command, one)
     assert alone.returncode == 0, alone.stderr
@@ -73,7 +75,7 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     """After the kill of one of two processes, the same command continues with the rows of both."""
     out = tmp_path / "out"
     command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
-    command += ["--batch-size", "2", "--output", out, "--quiet"]
+    command += ["--batch-size", "2", "--output", out]
     process = launch(*command)
     part, deadline = out / "rows-1.jsonl", time.monotonic() + 200
     while not (part.exists() and part.read_bytes().count(b"\n") > 9):
@@ -99,7 +101,7 @@ def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Pat
     metadata = json.dumps({"max_seq_lengths": [300], "n": 5})
     for how, name in ((run, "one"), (launched, "two")):
         command = ["eval", "harness", models / "text", "--tasks", "longrnn_passkey"]
-        command += ["--metadata", metadata, "--quiet", "--log_samples"]
+        command += ["--metadata", metadata, "--log_samples"]
         done = how(*command, "--output_path", tmp_path / name)
         files = list((tmp_path / name).rglob("results_*.json"))
         assert len(files) == 1, done.stderr

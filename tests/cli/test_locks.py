@@ -18,28 +18,27 @@ from tests.training.runs import MAMBA2, tiny, write_config
 
 pytestmark = pytest.mark.core
 
-QUIET = ["--quiet"]
 TEXT = ["--text", "a.txt"]
 OUTPUT = ["--output", "out"]
 TRAINED = ["--train-length", "64"]
 # Arguments of every command that writes a folder `out`, or a file of that name.
 PLACES = {
-    "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
-    "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
-    "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT, *QUIET],
-    "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT, *QUIET],
-    "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
-    "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
-    "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT, *QUIET],
+    "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT],
+    "eval task": ["{run}", "--n", "2", *OUTPUT],
+    "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT],
+    "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT],
+    "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT],
+    "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT],
+    "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT],
     "report": ["{run}", *OUTPUT],
-    "train": ["{config}", "output_dir=out", *QUIET],
+    "train": ["{config}", "output_dir=out"],
 }
 SHORT = ["--length", "16", "--no-evaluate", "max_steps=1", "per_device_train_batch_size=1"]
-PLACES["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT, *QUIET]
+PLACES["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT]
 METHOD = ["--method", "state_norm", "--output", "out.yaml"]
 PLACES |= {
-    "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED, *QUIET],
-    "data build": ["--out", "out", "a.txt", *QUIET],
+    "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED],
+    "data build": ["--out", "out", "a.txt"],
 }
 # lm-eval writes new files, whose names hold the time; a conversion appears whole
 # under its name, which must be new.
@@ -97,9 +96,9 @@ def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> No
     """The processes of one launch share the lock; a second launch is refused."""
     output = tmp_path / "run"
     config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
-    both = pair("train", config, "--quiet", folder=tmp_path / "first")
+    both = pair("train", config, folder=tmp_path / "first")
     assert both[0].when(lambda: any(output.glob("checkpoint-*")))
-    others = pair("train", "--resume", output, "--quiet", folder=tmp_path / "second")
+    others = pair("train", "--resume", output, folder=tmp_path / "second")
     assert [process.end() for process in others] == [2, 2]
     assert str(both[0].process.pid) in others[0].err
     assert [process.end() for process in both] == [0, 0], both[0].err + both[1].err

@@ -14,7 +14,7 @@ from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused, table
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
-SMALL = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]
+SMALL = ["--lengths", "160", "--depths", "1", "--n", "2"]
 PASSKEY = ["eval", "passkey", CHECKPOINT, *SMALL]
 PROSE = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. " * 8
 
@@ -29,7 +29,7 @@ def texts(tmp_path: Path) -> None:
 @pytest.fixture
 def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
     """`norm.yaml`: a state norm for CHECKPOINT, low enough to change its results."""
-    options = ["--method", "state_norm(margin=0.3)", "--output", "norm.yaml", "--quiet"]
+    options = ["--method", "state_norm(margin=0.3)", "--output", "norm.yaml"]
     result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
     assert (result.code, result.err) == (0, "")
     return "norm.yaml"
@@ -84,7 +84,6 @@ def test_a_filler_that_was_calibrated_on(
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     """A mitigation changes the states, and accepts the diagnosis of the plain model."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
-    command += ["--quiet"]
     ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
     assert (ours.code, ours.err) == (0, "")
     limits: Any = mitigation(calibrated).threshold  # type: ignore[attr-defined]

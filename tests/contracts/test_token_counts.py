@@ -21,7 +21,7 @@ COUNTS = [
     pytest.param(family, kind, name, id=f"{family.family}-{kind}-{name}")
     for family in (MITIGATIONS, MIXERS, POSITIONS, TASKS)
     for kind in family
-    for name, hint in keyword_options(family[kind], annotated=True).items()
+    for name, hint in keyword_options(family[kind]).items()
     if Tokens in (hint, *get_args(hint))
 ]
 

@@ -18,6 +18,7 @@ from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.texts import read_documents, shared_places
 from longrnn.evaluation.windows import losses
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.tokenizer import byte_level
 from longrnn.inference import trie
 from longrnn.intervals import ratio
 from longrnn.models import LanguageModel, LMOutput, base
@@ -86,9 +87,10 @@ def test_columns_are_bits_over_bytes(tokenizer: Any, tmp_path: Path) -> None:
     assert len(outcome.found["one"]) == 6
 
 
-def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [PairTokenizer, byte_level])
+def test_models_with_different_tokenizers_score_the_same_bytes(other: Any, tmp_path: Path) -> None:
     """Every sample has the same bytes for both models, so that differences are paired."""
-    models = [small_model("bytes"), small_model("pairs", tokenizer=PairTokenizer())]
+    models = [small_model("bytes"), small_model("pairs", tokenizer=other())]
     outcome = measure(perplexity(tmp_path), tmp_path / "r", *models)
     sizes: dict[str, list[Any]] = {}
     for name, found in outcome.found.items():

@@ -14,6 +14,7 @@ from longrnn import RecurrentConfig, RecurrentLM
 from longrnn import train as train_run
 from longrnn.config import build_config, dump_config
 from longrnn.models.checkpoint import save_model
+from longrnn.progress import QUIET
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.run import Run
@@ -83,7 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 MEASURED = ("tokens_per_second", "peak_memory_gib")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", QUIET: "1"}
 
 
 def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:

@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noqa: F811
     """Every combination has its folder; a diverged one is a result; nothing runs twice."""
-    command = ["train", config, "--grid", "--quiet", "learning_rate=1e-3,1e30", "seed=0,1,2"]
+    command = ["train", config, "--grid", "learning_rate=1e-3,1e30", "seed=0,1,2"]
     done = cli(*command)
     assert done.code == 0, done.err
     folders = sorted(path for path in Path("runs").iterdir() if path.is_dir())
@@ -39,7 +39,9 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
     table = cli("report", *Path("runs").iterdir(), "--baseline", "learning_rate=1e-3")
     assert table.code == 0, table.err
     assert table.out.count("diverged") >= 3
-    row = next(line for line in table.out.splitlines() if line.startswith("| 0.002 | 3 |"))
+    row = next(
+        line for line in table.out.splitlines() if line.startswith("| learning_rate=0.002 | 3 |")
+    )
     ends = [
         metrics(Path(f"runs/learning_rate={rate},seed={seed}"))[-1]["loss"]
         for rate in ("2e-3", "1e-3")

@@ -29,7 +29,7 @@ def trained(config: TrainConfig, folder: Path, flags: tuple[str, ...] = CPU2) ->
     path = write_config(config, folder / "config.yaml")
     begun = (output / "train.yaml").exists()
     words = ["--resume", output, f"max_steps={config.max_steps}"] if begun else [path]
-    done = launched("train", *words, "--quiet", processes=2, flags=flags)
+    done = launched("train", *words, processes=2, flags=flags)
     assert (output / "model.safetensors").is_file() or config.peft, done.stderr
 
 
@@ -59,7 +59,7 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     assert_alike(tmp_path / "one", tmp_path / "two")
     last = tmp_path / "two/checkpoint-00000005"
     assert sorted(path.name for path in last.glob("carry-*")) == ["carry-0.pt", "carry-1.pt"]
-    done = run("train", "--resume", tmp_path / "two", "max_steps=6", "--quiet")
+    done = run("train", "--resume", tmp_path / "two", "max_steps=6")
     assert done.returncode == 2
     assert "2 processes" in done.stderr
 
@@ -103,16 +103,17 @@ def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path
 def test_the_launchers(tmp_path: Path) -> None:
     """`longrnn launch` and accelerate's launcher start two processes; an error is printed once."""
     path = write_config(tiny("reverse", tmp_path / "two", **SHORT), tmp_path / "config.yaml")
-    command = ("launch", "--cpu", "--num_processes", "2", "train", path, "--quiet")
+    command = ("launch", "--cpu", "--num_processes", "2", "train", path)
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained for 5 steps") == 1
     done = run(*command)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
-    _, theirs = launch("train", path, "--quiet").communicate()
+    _, theirs = launch("train", path).communicate()
     assert theirs.count(done.stderr.strip()) == done.stderr.count("\n") == 1
     for words in (("launch", "train"), ("launch", "--cpu", "frain", path)):
         assert run(*words).returncode == 2
+    assert "'compare' is neither a file" in run("launch", "--cpu", "train", "compare").stderr
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_launch_that_cannot_train_is_refused(
 ) -> None:
     """One sentence says why, and nothing is written."""
     path = write_config(tiny("passkey", tmp_path / "run"), tmp_path / "config.yaml")
-    done = run("train", path, "--quiet", **environment)
+    done = run("train", path, **environment)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

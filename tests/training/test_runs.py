@@ -144,7 +144,7 @@ def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: P
     long = {"max_steps": 60, "save_steps": 30, "logging_steps": 1}
     run(tiny("reverse", tmp_path / "one", **long))
     path = write_config(tiny("reverse", tmp_path / "two", **long), tmp_path / "config.yaml")
-    process = Fork("train", path, "--quiet", folder=tmp_path / "log")
+    process = Fork("train", path, folder=tmp_path / "log")
     assert process.when(lambda: forks.rows(tmp_path / "two") >= 3)
     process.send(number)
     assert process.end() == (0 if number == signal.SIGTERM else 130), process.err
@@ -167,9 +167,9 @@ def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
     for number in range(3):
         begun = (folder / "train.yaml").exists()
         command = ("train", "--resume", folder) if begun else ("train", path)
-        process = Fork(*command, "--quiet", folder=tmp_path / f"log{number}")
+        process = Fork(*command, folder=tmp_path / f"log{number}")
         kill_at_random(process, rng, folder, 20)
-    done = forks.run("train", "--resume", folder, "--quiet")
+    done = forks.run("train", "--resume", folder)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "one", folder)
     assert not list(folder.glob(".checkpoint-*"))
@@ -178,7 +178,7 @@ def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
 def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
     """It sets up all of the run, does a step, and prints its peak memory."""
     path = write_config(tiny("fitted_noise", tmp_path / "run"), tmp_path / "config.yaml")
-    done = forks.run("train", path, "--dry-run", "--quiet")
+    done = forks.run("train", path, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "GiB" in done.stdout
     assert not (tmp_path / "run").exists()

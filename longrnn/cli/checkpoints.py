@@ -1,0 +1,104 @@
+"""`longrnn info` and `longrnn convert`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from longrnn.cli.command import Argument
+from longrnn.options import Options
+
+
+class Subject(Options):
+    """What is described."""
+
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder (also of a corpus), or organisation/model."""
+
+
+def info(subject: Subject) -> None:
+    """Describe a checkpoint or a corpus: its sizes, the bytes of a state, the lengths of documents.
+
+    The files that are read are compared with their checksums.
+
+    Example: longrnn info passkey-tiny
+    """
+    from longrnn.data.stream import HEADER
+
+    is_corpus = (Path(subject.checkpoint) / HEADER).is_file()
+    for name, value in (_corpus if is_corpus else _model)(subject.checkpoint).items():
+        typer.echo(f"{name:<18} {value}")
+
+
+def _corpus(folder: str) -> dict[str, Any]:
+    from longrnn.data.stream import Corpus
+
+    found = Corpus(Path(folder))
+    lengths = sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
+    return {
+        **{name: value for name, value in asdict(found.header).items() if name != "sources"},
+        "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
+    }
+
+
+def _model(checkpoint: str) -> dict[str, Any]:
+    import torch
+
+    from longrnn import state
+    from longrnn.hf.load import load
+    from longrnn.hf.names import resolve, split_spec
+    from longrnn.models import RecurrentLM
+
+    model: Any = load(checkpoint)
+    config, limit, cells = model.config, model.max_length, model.cells
+    if isinstance(model, RecurrentLM):
+        position = config.position["kind"]
+        layers = f"{config.n_layers} {config.block} blocks, d_model {config.d_model}, {position=!s}"
+    else:
+        layers = f"{config.num_hidden_layers} of {model.kind}, d_model {config.hidden_size}"
+    one, two = (
+        state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
+    )
+    grows = f" after one token, and {two - one:,} more for each further token"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
+    described = {
+        "checkpoint": resolve(split_spec(checkpoint)[0]),
+        "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
+        "layers": layers,
+        "cells": cells and f"{len(cells)} × {cells[0].kind}, {cells[0].extra_repr()}",
+        "length": limit and f"at most {limit:,} tokens{lifted}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "state": f"{one:,} bytes per sequence{grows if two > one else ', at any length'}",
+        "mitigation": model.mitigation,
+        "fingerprint": model.fingerprint(),
+    }
+    return {name: value for name, value in described.items() if value}
+
+
+class Conversion(Options):
+    """What is written in which layout."""
+
+    source: Annotated[str, Argument("SOURCE")]
+    """A Mamba-2 checkpoint: a name, or a folder in any of the layouts."""
+    destination: Annotated[Path, Argument("DESTINATION")]
+    """A new folder; the tokenizer is copied too."""
+    to: str
+    """Layout to write: ours, native (mamba-ssm), or hf (Mamba2ForCausalLM of transformers)."""
+
+
+def convert(conversion: Conversion) -> None:
+    """Write a Mamba-2 checkpoint in another layout; the weights stay bit for bit the same.
+
+    An adapter (LoRA) is merged into its base model.
+
+    Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
+    """
+    from longrnn.hf.convert import convert as write
+
+    write(conversion.source, conversion.destination, to=conversion.to)
+    typer.echo(str(conversion.destination))
