@@ -15,6 +15,8 @@ class States(Texts):
 
     length: Tokens = 65536
     """Number of tokens of each text to read."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 def states(model: Model, states: States, output: Output) -> None:

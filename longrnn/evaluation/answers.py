@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from pydantic import PrivateAttr
-
 from longrnn.data import Instruct
-from longrnn.data.stream import shuffled
+from longrnn.data.stream import Documents, shuffled
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import Pair, score
 from longrnn.intervals import RATIO, SCORE
@@ -42,10 +40,7 @@ class Answers(Evaluation):
     # Documents in one batch.
     batch_size: Count = 8
 
-    _documents: Any = PrivateAttr()
-    _sha256: str = PrivateAttr()
-
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         first = models[0]
         for other in models:
             if other.tokenizer.fingerprint() != first.tokenizer.fingerprint():
@@ -54,18 +49,16 @@ class Answers(Evaluation):
                     f"{self.title} is that per token: give models that share one"
                 )
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        self._documents, self._sha256 = task.documents, task.data_sha256()
-        lengths = self._documents.lengths
-        chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
-        longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
-        pairs = {document: self._pairs(document) for document in chosen}
-        items = [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
-        for model in models:
-            is_reached = self.reaches(model, longest, self._loss(), None)
-            self._items[model.name] = items if is_reached else []
-
-    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {"data": self._sha256}
+        documents, data = task.documents, task.data_sha256()
+        chosen = shuffled(len(documents.lengths), f"{self.seed}/answers")[: self.n].tolist()
+        longest = int(documents.lengths[chosen].max()) - 1  # the last token is only predicted
+        items = [
+            Item({"data": data, "document": number}, own, work=len(own))
+            for number in chosen
+            for own in [_answers(documents, number)]
+        ]
+        fitting = [within(model, {None: longest}, self._loss()) for model in models]
+        return [Plan(items if reached else [], beyond) for reached, beyond in fitting]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
@@ -77,13 +70,13 @@ class Answers(Evaluation):
             size = self.batch_size
             for index, one in score(model.model, pairs, batch_size=size, progress=progress):
                 scores[index] = one
-            left, found = iter(zip(pairs, scores, strict=True)), []
+            left, found = iter(scores), []
             for item in part:
                 own = [next(left) for _ in item.spec]
                 row = {
-                    "nats": -sum(one.nats for _, one in own),
-                    "tokens": sum(len(pair.continuation) for pair, _ in own),
-                    "right": all(one.greedy for _, one in own),
+                    "nats": -sum(one.nats for one in own),
+                    "tokens": sum(len(pair.continuation) for pair in item.spec),
+                    "right": all(one.greedy for one in own),
                 }
                 found.append((item, row))
             yield found
@@ -97,11 +90,12 @@ class Answers(Evaluation):
     def _loss(self) -> Column:
         return Column(f"{self.title}, nats per token", RATIO, ".3f")
 
-    def _pairs(self, document: int) -> list[Pair]:
-        """Return the answers of a document, each with all tokens before it."""
-        length = int(self._documents.lengths[document])
-        ids = tuple(self._documents.read(document, 0, length).tolist())
-        scored = self._documents.read_scored(document, 0, length).tolist()
-        scored[0] = False  # nothing predicts the first token
-        edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
-        return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+def _answers(documents: Documents, number: int) -> list[Pair]:
+    """Return the answers of a document, each with all tokens before it."""
+    length = int(documents.lengths[number])
+    ids = tuple(documents.read(number, 0, length).tolist())
+    scored = documents.read_scored(number, 0, length).tolist()
+    scored[0] = False  # nothing predicts the first token
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
+    return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]

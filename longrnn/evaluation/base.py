@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pydantic import PrivateAttr
-
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import Estimate, Quantity
@@ -48,13 +46,15 @@ class Column(NamedTuple):
         quantity: how samples become an estimate.
         form: format specification of values.
         drawn: whether it is drawn by length.
-        brief: whether tables show it first and without intervals and differences.
+        listed: whether it is in the table.
+        brief: whether the table has it first, and without intervals and differences.
     """
 
     name: str
     quantity: Quantity
     form: str = ".2f"
     drawn: bool = True
+    listed: bool = True
     brief: bool = False
 
 
@@ -76,6 +76,13 @@ class Sample(NamedTuple):
     reason: str | None = None
 
 
+class Plan(NamedTuple):
+    """What an evaluation measures of one model, and a reason for each cell without items."""
+
+    items: list[Item]
+    unmeasured: list[Sample]
+
+
 class Cell(NamedTuple):
     """One column of one model at one length.
 
@@ -85,8 +92,7 @@ class Cell(NamedTuple):
         model: name of the model.
         at: row of the table; None for a column without rows.
         estimate: the result; None if it could not be measured.
-        difference: from the first model, on the items that both have; None for the first model, and
-            for figures without samples.
+        difference: from the first model, on the items that both have; None for the first model.
         reason: why there is no estimate.
         column: the column.
     """
@@ -105,13 +111,18 @@ class Cell(NamedTuple):
             return self.reason or "–"
         if self.column.brief:
             return format(self.estimate.mean, self.column.form)
-        return self.estimate.show(self.column.form)
+        texts = [self.estimate.show(self.column.form)]
+        if self.difference is not None:
+            texts.append(self.difference.show(self.column.form, "+"))
+        return "\n".join(texts)
 
-    def below(self) -> str:
-        """Return the difference from the first model as text; empty if there is none."""
-        if self.difference is None:
-            return ""
-        return self.difference.show(self.column.form, "+")
+    def plain(self) -> dict[str, Any]:
+        """Return everything but the column, for JSON."""
+        values = self._asdict()
+        del values["column"]
+        for name in ("estimate", "difference"):
+            values[name] = values[name] and values[name]._asdict()
+        return values
 
 
 class Evaluation(Options, ABC):
@@ -132,10 +143,6 @@ class Evaluation(Options, ABC):
     # Whether it needs a tokenizer that fits the model.
     reads_text: ClassVar[bool] = True
 
-    # By the name of the model: what to measure, and a reason for each row of the table without.
-    _items: dict[str, list[Item]] = PrivateAttr(default_factory=dict)
-    _unmeasured: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
-
     @property
     def title(self) -> str:
         """Its name in tables and files."""
@@ -149,8 +156,9 @@ class Evaluation(Options, ABC):
         """Return the user's task files and folders whose Python code it would run."""
         return []
 
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Find the items of all models, and refuse options that cannot be measured.
+    @abstractmethod
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        """Return what to measure of each model, and refuse options that cannot be measured.
 
         Args:
             models: all models; the others are compared with the first one.
@@ -158,27 +166,10 @@ class Evaluation(Options, ABC):
         Raises:
             UserError: the evaluation is not possible with these models.
         """
-        return
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         """Return the settings that values of a model depend on, beside the items."""
         return {}
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        """Return what to measure, without what a model cannot read; `prepare` has found it."""
-        return self._items[model.name]
-
-    def unmeasured(self, model: OpenCheckpoint) -> list[Sample]:
-        """Return a reason for each row of the table that a model has no items for."""
-        return self._unmeasured.get(model.name, [])
-
-    def reaches(self, model: OpenCheckpoint, tokens: int, column: Column, at: int | None) -> bool:
-        """Return whether a model can read so many tokens; if not, note the reason for a cell."""
-        reason = out_of_reach(model.model, tokens)
-        if reason is not None:
-            missing = Sample(column, at, reason=reason)
-            self._unmeasured.setdefault(model.name, []).append(missing)
-        return reason is None
 
     @abstractmethod
     def measure(
@@ -194,8 +185,21 @@ class Evaluation(Options, ABC):
         """Return sentences that belong under the table of a model."""
         return []
 
-    def pictures(
-        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> Iterator[tuple[str, str, Figure]]:
+    def pictures(self, found: Mapping[str, Found]) -> Iterator[tuple[str, str, Figure]]:
         """Yield name, caption and figure of pictures beside those of the columns by length."""
         yield from ()
+
+
+def within(
+    model: OpenCheckpoint, tokens: Mapping[Any, int], column: Column
+) -> tuple[list[Any], list[Sample]]:
+    """Return the rows of the table that a model can read, and a reason for each of the others.
+
+    Args:
+        model: the model.
+        tokens: how many tokens each row needs.
+        column: has the reasons.
+    """
+    reasons = {at: out_of_reach(model.model, count) for at, count in tokens.items()}
+    beyond = [Sample(column, at, reason=why) for at, why in reasons.items() if why is not None]
+    return [at for at, why in reasons.items() if why is None], beyond

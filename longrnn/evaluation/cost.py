@@ -7,6 +7,7 @@ memory of other models and lengths is not included.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -19,24 +20,26 @@ from pydantic import Field
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.hf.load import load
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import SCORED_TOKENS
-from longrnn.intervals import FIGURE
+from longrnn.intervals import MEAN
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.options import Lengths, Tokens
 from longrnn.programs import module_command, module_environment
 from longrnn.progress import Progress
 from longrnn.results import Row
 
+logger = logging.getLogger(__name__)
+
+MODULE = "longrnn.evaluation.cost"
 MIB = 2**20
 COLUMNS = {
-    "prefill": Column("prefill, tokens/s", FIGURE, ",.0f"),
-    "decode": Column("decoding, tokens/s", FIGURE, ",.0f"),
-    "peak": Column("peak memory, MiB", FIGURE, ",.0f"),
-    "peak_over_model": Column("of it above the model, MiB", FIGURE, ",.0f"),
-    "state_bytes": Column("state or cache, bytes", FIGURE, ",.0f"),
+    "prefill": Column("prefill, tokens/s", MEAN, ",.0f"),
+    "decode": Column("decoding, tokens/s", MEAN, ",.0f"),
+    "peak": Column("peak memory, MiB", MEAN, ",.0f"),
+    "state_bytes": Column("state or cache, bytes", MEAN, ",.0f"),
 }
 
 
@@ -60,32 +63,28 @@ class Cost(Evaluation):
             "seed": self.seed,
         }
 
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        self._unmeasured = {}
-        for model in models:
-            self._items[model.name] = [
-                Item({"length": length}, length)
-                for length in self.lengths
-                if self.reaches(model, length + self.decode, COLUMNS["prefill"], length)
-            ]
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        tokens = {length: length + self.decode for length in self.lengths}
+        fitting = [within(model, tokens, COLUMNS["prefill"]) for model in models]
+        return [
+            Plan([Item({"length": length}, length) for length in reached], beyond)
+            for reached, beyond in fitting
+        ]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         if not model.source:
             raise UserError(f"{model.name} was built here: save it, and give its folder")
-        # Otherwise the process would report it as the reason of one length only.
+        # Otherwise the process would fail at every length.
         tokens = torch.arange(8)[None] % model.model.vocab_size
         refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
         for item in items:
             job = {"source": model.source, "length": item.spec, **self.protocol(model)}
-            measured = in_a_process(job)
-            # A failed measurement has no row, so that it is repeated the next time.
-            if isinstance(measured, str):
-                failed = Sample(COLUMNS["prefill"], item.spec, reason=measured)
-                self._unmeasured.setdefault(model.name, []).append(failed)
-            else:
-                yield [(item, measured)]
+            try:
+                yield [(item, in_a_process(job))]
+            except UserError as error:  # memory may be enough for the others
+                logger.warning(f"{self.title} of {model.name} at {item.spec:,} tokens: {error}")
             progress.advance(1, item.spec)
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
@@ -93,20 +92,22 @@ class Cost(Evaluation):
             yield Sample(column, item.spec, value=row[name])
 
 
-def in_a_process(job: Mapping[str, Any]) -> dict[str, float] | str:
-    """Call `measure` with these arguments in a new process; return its result, or an error."""
-    module = "longrnn.evaluation.cost"
+def in_a_process(job: Mapping[str, Any]) -> dict[str, float]:
+    """Call `measure` with these arguments in a new process, and return its result.
+
+    Raises:
+        UserError: the process failed.
+    """
     done = subprocess.run(
-        module_command(module, json.dumps(job)),
+        module_command(MODULE, json.dumps(job)),
         capture_output=True,
         text=True,
         check=False,
-        env=module_environment(module),
+        env=module_environment(MODULE),
     )
-    if done.returncode < 0:
-        return f"ended by signal {-done.returncode}, perhaps because memory ran out"
-    if done.returncode > 0:
-        return f"failed: {''.join(done.stderr.strip().splitlines()[-1:])}"
+    if done.returncode:
+        reason = f"exit code {done.returncode}, perhaps because memory ran out"
+        raise UserError("".join(done.stderr.strip().splitlines()[-1:]) or reason)
     return json.loads(done.stdout)
 
 
@@ -136,7 +137,6 @@ def measure(
     place = str(model.init_state(1).position.device)
     tokens = tokens.to(place)
     model(tokens[:, :8], keep=1)
-    before = _memory(place)[0]
 
     begun, state = _clock(place), model.init_state(1)
     logits = torch.empty(0)
@@ -145,12 +145,10 @@ def measure(
     read, size = _clock(place), states.nbytes(state)
     for _ in range(decode):
         logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
-    decoded, peak = _clock(place), _memory(place)[1]
     return {
         "prefill": length / (read - begun),
-        "decode": decode / (decoded - read),
-        "peak": peak / MIB,
-        "peak_over_model": (peak - before) / MIB,
+        "decode": decode / (_clock(place) - read),
+        "peak": _peak_memory(place) / MIB,
         "state_bytes": size,
     }
 
@@ -164,25 +162,14 @@ def _clock(device: str) -> float:
     return time.perf_counter()
 
 
-def _memory(device: str) -> tuple[int, int]:
-    """Return current and peak memory in bytes: of tensors on CUDA, else of this process.
-
-    Raises:
-        UserError: the operating system does not report them.
-    """
+def _peak_memory(device: str) -> int:
+    """Return the peak memory in bytes: of tensors on CUDA, else of this process, on Linux."""
     if device.startswith("cuda"):
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        raise UserError("memory can be measured only on Linux and on CUDA: use one of them")
+        return torch.cuda.max_memory_allocated(device)
     # Not `ru_maxrss`, which starts from the memory of the parent process.
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return now, most
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 if __name__ == "__main__":
-    try:
-        print(json.dumps(measure(**json.loads(sys.argv[1]))))
-    except UserError as error:
-        print(json.dumps(str(error)))
+    print(json.dumps(measure(**json.loads(sys.argv[1]))))

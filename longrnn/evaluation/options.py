@@ -60,8 +60,6 @@ class PasskeyOptions(Options):
     chunk_select: Tokens | None = None
     """Split the prompt into chunks of this many tokens, and take the answer with the lowest
     entropy."""
-    # Read every prompt separately instead of sharing prefixes, with the same answers: slower.
-    naive: bool = False
     batch_size: Count = 16
     """Prompts in one batch."""
 
@@ -73,8 +71,6 @@ class Texts(Options):
     """A text file; may be given several times."""
     newlines: bool = False
     """Also measure a text of newlines, the simplest one."""
-    train_length: Tokens | None = None
-    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 class PerplexityOptions(Texts):
@@ -135,4 +131,3 @@ class MemoryOptions(Options):
     """T: numbers of tokens after which the prediction is compared."""
     # At most this many stretches of each text, each as long as the longest T.
     stretches: Count = 8
-    batch_size: Count = 4

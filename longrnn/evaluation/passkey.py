@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 from longrnn.data import Passkey
 from longrnn.data.prompts import is_recalled, read
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.evaluation.figures import heat_maps
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.passkey_prompts import build, draw
@@ -30,8 +30,8 @@ from longrnn.units import format_length
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The column of a place, which has too few prompts for a comparison.
-AT_PLACE = Column("", SCORE._replace(difference=None), drawn=False, brief=True)
+# The column of a place, which has too few prompts for an interval.
+AT_PLACE = Column("", SCORE, drawn=False, brief=True)
 # Version of the prompts, which belongs to the protocol.
 VERSION = 3
 
@@ -41,58 +41,54 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
 
     kind: ClassVar[str] = "passkey"
 
-    _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
-    # The most tokens of an answer.
-    _answer: dict[str, int] = PrivateAttr(default_factory=dict)
+    # By the name of the model: its prompts, and the most tokens of an answer.
+    _tasks: dict[str, tuple[Passkey, int]] = PrivateAttr(default_factory=dict)
 
     def files(self) -> list[Path]:
         return [] if self.filler is None else [self.filler]
 
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if self.insert_at is not None and ("depths" in self.model_fields_set or self.n_keys > 1):
             raise UserError(
                 "--insert-at gives the places of one key per prompt: leave out --depths and "
                 "--n-keys, or --insert-at"
             )
-        for model in models:
-            task = Passkey(model.tokenizer, filler=[*map(str, self.files())], n_keys=self.n_keys)
-            self._tasks[model.name] = task
-        least, name = max((task.least_length(), name) for name, task in self._tasks.items())
-        last = 0 if self.insert_at is None else self.insert_at[-1]
+        return [self._plan(model) for model in models]
+
+    def _plan(self, model: OpenCheckpoint) -> Plan:
+        task = Passkey(model.tokenizer, filler=[*map(str, self.files())], n_keys=self.n_keys)
+        least, last = task.least_length(), 0 if self.insert_at is None else self.insert_at[-1]
         if self.lengths[0] < least or self.lengths[-1] < last + least:
             raise UserError(
-                f"with the tokenizer of {name} a prompt has at least {least} tokens, and "
+                f"with the tokenizer of {model.name} a prompt has at least {least} tokens, and "
                 f"{last + least:,} with a key after {format_length(last)} tokens of filler: give "
                 f"greater lengths than {', '.join(map(format_length, self.lengths))}"
             )
+        drawn = [
+            draw(task, length, place, number, self.seed, self.n_keys)
+            for length, place, number in product(self.lengths, self._places(), range(self.n))
+            # A length that is too short for an insertion point has no prompt with it.
+            if self.insert_at is None or place + least <= length
+        ]
+        answer = max(len(task.answer(q.needle)) for q in drawn)
+        self._tasks[model.name] = task, answer
+        # With chunk selection, the most that is read before an answer.
+        most = task.n_header + (self.chunk_select or math.inf)
+        most += max(len(task.question(q.needle)) for q in drawn)
+        tokens = {length: int(min(length, most)) + answer for length in self.lengths}
+        reached, beyond = within(model, tokens, self._recalled())
         place_name = "depth" if self.insert_at is None else "insert_at"
-        for model in models:
-            task = self._tasks[model.name]
-            drawn = [
-                draw(task, length, place, number, self.seed, self.n_keys)
-                for length, place, number in product(self.lengths, self._places(), range(self.n))
-                # A length that is too short for an insertion point has no prompt with it.
-                if self.insert_at is None or place + least <= length
-            ]
-            question = max(len(task.question(q.needle)) for q in drawn)
-            answer = self._answer[model.name] = max(len(task.answer(q.needle)) for q in drawn)
-            # With chunk selection, the most that is read before a question.
-            most = task.n_header + (self.chunk_select or math.inf) + question
-            reached = {
-                length
-                for length in self.lengths
-                if self.reaches(model, int(min(length, most)) + answer, self._recalled(), length)
-            }
-            self._items[model.name] = [
-                Item(
-                    {"length": q.length, place_name: q.place, "index": q.number},
-                    q,
-                    # Prompts with the same index begin at the same place and share keys.
-                    (q.number, q.place),
-                )
-                for q in drawn
-                if q.length in reached
-            ]
+        items = [
+            Item(
+                {"length": q.length, place_name: q.place, "index": q.number},
+                q,
+                # Prompts with the same index begin at the same place and share keys.
+                (q.number, q.place),
+            )
+            for q in drawn
+            if q.length in reached
+        ]
+        return Plan(items, beyond)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
@@ -106,9 +102,8 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        task, questions = self._tasks[model.name], [item.spec for item in items]
-        prompts = build(task, questions, naive=self.naive)
-        longest = self._answer[model.name]
+        (task, longest), questions = self._tasks[model.name], [item.spec for item in items]
+        prompts = build(task, questions)
         if self.chunk_select is None:
             how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
             found = answers(model.model, prompts, max_new_tokens=longest, **how)
@@ -139,28 +134,23 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         return Column(f"{self.title}, keys recalled", quantity)
 
     def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        if not found or self.chunk_select is not None or self.naive:
+        if not found or self.chunk_select is not None:
             return []
-        prompts = build(self._tasks[model.name], [item.spec for item, _ in found], naive=False)
-        cost = count_tokens(prompts, max_new_tokens=self._answer[model.name])
+        task, longest = self._tasks[model.name]
+        cost = count_tokens(build(task, [q.spec for q, _ in found]), max_new_tokens=longest)
         return [
             f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
             f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
         ]
 
-    def pictures(
-        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> Iterator[tuple[str, str, Figure]]:
-        right: dict[str, dict[tuple[float, float], list[bool]]] = {}
+    def pictures(self, found: Mapping[str, Found]) -> Iterator[tuple[str, str, Figure]]:
+        shares: dict[str, dict[tuple[float, float], float]] = {}
         for name, own in found.items():
             for item, row in own:
                 length, place = item.spec[:2]
                 at = (length if self.insert_at is None else length - place, place)
-                right.setdefault(name, {}).setdefault(at, []).append(row["correct"])
-        shares = {
-            name: {at: sum(one) / len(one) for at, one in own.items()}
-            for name, own in right.items()
-        }
+                cells = shares.setdefault(name, {})
+                cells[at] = cells.get(at, 0.0) + row["correct"] / self.n
         axes = "prompt length (tokens)", "depth of the key"
         if self.insert_at is not None:
             axes = "distance since the key (tokens)", "filler before the key (tokens)"

@@ -71,22 +71,15 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     return Question(length, place, number, [needle], 0, start, covers)
 
 
-def build(task: Passkey, questions: Sequence[Question], *, naive: bool) -> list[Prompt]:
-    """Return prompts for the engine.
-
-    Args:
-        task: makes the ids.
-        questions: the keys.
-        naive: read every prompt separately instead of sharing prefixes.
-    """
+def build(task: Passkey, questions: Sequence[Question]) -> list[Prompt]:
+    """Return prompts for the engine, which reads what they share once."""
     prompts = []
-    for index, asked in enumerate(questions):
+    for asked in questions:
         start = int(asked.start * task.n_filler) if task.own_filler else 0
         context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
         # The fork is after header and filler, at the first key line. Prompts with the same single
         # key share a branch; with several keys, the text after the first depends on the length.
         fork = context[0].size + context[1].size
         branch = asked.needles[0].key if len(asked.needles) == 1 else asked[:3]
-        shared = (None, 0, index) if naive else (start, fork, branch)
-        prompts.append(Prompt(context, task.question(asked.needle), *shared))
+        prompts.append(Prompt(context, task.question(asked.needle), start, fork, branch))
     return prompts

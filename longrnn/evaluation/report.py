@@ -1,18 +1,17 @@
-"""Reports of evaluations: cells as a table, Markdown and JSON, and one page with all pictures."""
+"""Reports of evaluations: cells as a table and as JSON, and one page with all pictures."""
 
 from __future__ import annotations
 
 import base64
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic_core import to_json
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 
 from longrnn.console import print_table
 from longrnn.evaluation.base import Cell, Evaluation
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 # A longer text in a cell is broken into lines of this many characters.
 MAX_CELL_WIDTH = 26
-# A wider table is printed in several parts.
-WIDTH = 100
 CELLS, REPORT = "cells.json", "report.html"
 
 
@@ -45,63 +42,45 @@ class Picture(NamedTuple):
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
 
 
-def table(outcome: Outcome, metrics: Sequence[str] = ()) -> list[list[str]]:
+def table(outcome: Outcome) -> list[list[str]]:
     """Return the titles and rows of a table as texts, with differences below their values.
 
-    Args:
-        outcome: rows have its lengths, ascending, and models in their order.
-        metrics: columns; by default all.
+    Rows have the lengths, ascending, and models in their order; the brief columns come first.
     """
-    own = {(cell.at, cell.model, cell.metric): cell for cell in outcome.cells}
-    places = sorted({cell.at for cell in outcome.cells}, key=lambda at: -1 if at is None else at)
+    own = {(one.at, one.model, one.metric): one for one in outcome.cells if one.column.listed}
+    columns = dict.fromkeys(cell.column for cell in own.values())
+    metrics = [column.name for column in sorted(columns, key=lambda column: not column.brief)]
+    places = sorted({at for at, *_ in own}, key=lambda at: -1 if at is None else at)
     counts = {(at, model.name): 0 for at in places for model in outcome.models}
-    for cell in outcome.cells:
+    for cell in own.values():
         n = cell.estimate.n if cell.estimate else 0
         counts[cell.at, cell.model] = max(counts[cell.at, cell.model], n)
     shown = [places != [None], len(outcome.models) > 1, max(counts.values(), default=0) > 1]
-    metrics = metrics or titles(outcome)
     rows = [[*compress([outcome.evaluation.across, "model", "n"], shown), *metrics]]
     for (at, model), n in counts.items():
         first = ["–" if at is None else format_length(at), model, str(n or "–")]
-        cells = [own.get((at, model, metric)) for metric in metrics]
-        texts = ["–" if cell is None else f"{cell}\n{cell.below()}".strip() for cell in cells]
-        rows.append([*compress(first, shown), *texts])
+        rows.append(
+            [*compress(first, shown), *(str(own.get((at, model, m), "–")) for m in metrics)]
+        )
     return rows
 
 
-def titles(outcome: Outcome) -> list[str]:
-    """Return the names of the columns of a table, the brief ones first."""
-    columns = dict.fromkeys(cell.column for cell in outcome.cells)
-    return [column.name for column in sorted(columns, key=lambda column: not column.brief)]
-
-
 def show(outcome: Outcome) -> None:
-    """Print the table of an evaluation, in several parts if it is wide, and what belongs to it."""
-    names, part = titles(outcome), []
-    for name in names:
-        if part and _grid(outcome, [*part, name])[1] > WIDTH:
-            print_table(*_grid(outcome, part))
-            part = []
-        part.append(name)
-    print_table(*_grid(outcome, part))
+    """Print the table of an evaluation, and what belongs to it."""
+    head, *rows = table(outcome)
+    grid = Table(title=outcome.evaluation.title, title_justify="left")
+    for name in head:
+        is_model = name == "model"
+        most = None if is_model else MAX_CELL_WIDTH
+        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
+    for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
+        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
+    print_table(grid, Console(width=10_000).measure(grid).maximum)
     for note in outcome.notes():
         print(note)
     if len(outcome.models) > 1:
         name = outcome.models[0].name
         print(f"[95 % intervals]; below a value, its difference from {name}, paired")
-
-
-def _grid(outcome: Outcome, metrics: Sequence[str]) -> tuple[Grid, int]:
-    """Return some columns of a table for the terminal, and their width in characters."""
-    head, *rows = table(outcome, metrics)
-    grid = Grid(title=outcome.evaluation.title, title_justify="left")
-    for name in head:
-        is_model = name == "model"
-        most = None if is_model else MAX_CELL_WIDTH
-        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
-    for row, after in zip(rows, [*rows[1:], rows[-1]], strict=True):
-        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
-    return grid, Console(width=10_000).measure(grid).maximum
 
 
 def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> Iterator[tuple[str, str, Figure]]:
@@ -111,11 +90,10 @@ def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> Iterator[tuple[s
         for cell in cells:
             if cell.column == column and cell.at is not None and cell.estimate is not None:
                 points.setdefault(cell.model, []).append((cell.at, cell.estimate))
-        drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
-        if drawn:
-            ticks = sorted({cell.at for cell in cells if cell.at is not None})
+        if points:
+            drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
             axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
-            figure = lines(drawn, across=axis, up=column.name, ticks=ticks)
+            figure = lines(drawn, across=axis, up=column.name)
             yield column.name.removeprefix(evaluation.title), f"{column.name}.", figure
 
 
@@ -128,7 +106,7 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     models = outcomes[0].models
     pictures = []
     for evaluation, _, found, own in outcomes:
-        drawn = chain(by_length(evaluation, own), evaluation.pictures(found, models))
+        drawn = chain(by_length(evaluation, own), evaluation.pictures(found))
         for words, caption, figure in drawn:
             name = file_name("_".join(re.findall(r"[^\W_]+", f"{evaluation.title} {words}")))
             pictures.append(Picture(name, caption, png(figure)))
@@ -152,31 +130,14 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
             for outcome in outcomes
         },
     }
-    record = {**about, "cells": [plain(cell) for cell in cells]}
-    write_atomic(folder / CELLS, json.dumps(record, indent=1, allow_nan=False))
-    written = write_page(
-        "report.html",
-        folder,
-        pictures,
-        {
-            **about,
-            "tables": [table(outcome) for outcome in outcomes],
-            "outcomes": outcomes,
-            "failed": sum(cell.estimate is None for cell in cells),
-        },
-    )
-    return [folder / CELLS, *written]
-
-
-def plain(cell: Cell) -> dict[str, Any]:
-    """Return a cell for JSON, with None for what is not a finite number."""
-    values = cell._asdict()
-    del values["column"]
-    for name in ("estimate", "difference"):
-        if (one := values[name]) is not None:
-            numbers = one._asdict().items()
-            values[name] = {key: value if math.isfinite(value) else None for key, value in numbers}
-    return values
+    record = {**about, "cells": [cell.plain() for cell in cells]}
+    write_atomic(folder / CELLS, to_json(record, indent=1, inf_nan_mode="null"))
+    values = {
+        **about,
+        "tables": [(one.evaluation.title, table(one), one.notes()) for one in outcomes],
+        "failed": sum(cell.estimate is None for cell in cells),
+    }
+    return [folder / CELLS, *write_page("report.html", folder, pictures, values)]
 
 
 def write_page(

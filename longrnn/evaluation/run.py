@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Cell, Column, Evaluation, Found
+from longrnn.evaluation.base import Cell, Column, Evaluation, Found, Item, Plan
 from longrnn.evaluation.task_code import refuse_task_code
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
@@ -76,28 +76,30 @@ def run(
             refuse_unfit(model.tokenizer, model.model, model.name)
     if not trust_task_code:
         refuse_task_code(path for one in evaluations for path in one.task_code())
+    plans = [evaluation.plan(models) for evaluation in evaluations]
     for evaluation in evaluations:
-        evaluation.prepare(models)
         names = {read_text(path)[1]: path.name for path in evaluation.files()}
         for model in models:
             warn_if_calibrated_on(model.model, names)
-    if not any(evaluation.items(model) for evaluation in evaluations for model in models):
-        for reason in (one.reason for each in evaluations for one in each.unmeasured(models[0])):
-            raise UserError(str(reason))
+    if not any(plan.items for own in plans for plan in own):
+        for sample in (one for own in plans for plan in own for one in plan.unmeasured):
+            raise UserError(str(sample.reason))
     store = Store(folder)
     outcomes = []
-    for evaluation in evaluations:
-        found = {model.name: _measured(evaluation, model, store, quiet) for model in models}
-        cells = list(_cells(evaluation, models, found)) if processes.is_main() else []
+    for evaluation, own in zip(evaluations, plans, strict=True):
+        found = {
+            model.name: _measured(evaluation, model, plan.items, store, quiet)
+            for model, plan in zip(models, own, strict=True)
+        }
+        cells = list(_cells(evaluation, models, own, found)) if processes.is_main() else []
         outcomes.append(Outcome(evaluation, models, found, cells))
     return outcomes
 
 
 def _measured(
-    evaluation: Evaluation, model: OpenCheckpoint, store: Store, quiet: bool
-) -> list[Any]:
+    evaluation: Evaluation, model: OpenCheckpoint, items: list[Item], store: Store, quiet: bool
+) -> Found:
     """Measure the missing items of one model, and return the results of all items."""
-    items = evaluation.items(model)
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
     todo = [item for item in items if store.get(origin, item.key) is None]
@@ -116,33 +118,34 @@ def _measured(
 
 
 def _cells(
-    evaluation: Evaluation, models: Sequence[OpenCheckpoint], found: Mapping[str, Found]
+    evaluation: Evaluation,
+    models: Sequence[OpenCheckpoint],
+    plans: Sequence[Plan],
+    found: Mapping[str, Found],
 ) -> Iterator[Cell]:
     """Yield the cells of one evaluation, model by model."""
-    reference: dict[tuple[Column, int | None], dict[str, Any]] = {}
-    for model in models:
+    reference: dict[tuple[Column, int | None], dict[str, Any]] | None = None
+    for model, plan in zip(models, plans, strict=True):
         values: dict[tuple[Column, int | None], dict[str, Any]] = {}
-        reasons: dict[tuple[Column, int | None], str] = {}
+        reasons: dict[tuple[Column, int | None], str | None] = {}
         measured = (one for pair in found[model.name] for one in evaluation.samples(*pair))
-        for column, at, name, value, reason in chain(measured, evaluation.unmeasured(model)):
+        for column, at, name, value, reason in chain(measured, plan.unmeasured):
             own = values.setdefault((column, at), {})
             if reason is None:
                 own[name] = value
             else:
                 reasons[column, at] = reason
-        if model is models[0]:
-            reference = values
         for (column, at), own in values.items():
             estimate = column.quantity.estimate([*own.values()]) if own else None
-            others, difference = reference.get((column, at), {}), None
-            shared = own.keys() & others.keys()
-            if model is not models[0] and shared and column.quantity.difference is not None:
-                pairs = [(own[key], others[key]) for key in own if key in shared]
+            others, difference = (reference or {}).get((column, at), {}), None
+            pairs = [(own[key], others[key]) for key in own if key in others]
+            if pairs and not column.brief:
                 difference = column.quantity.difference(*zip(*pairs, strict=True))
             why = reasons.get((column, at))
             yield Cell(
                 evaluation.title, column.name, model.name, at, estimate, difference, why, column
             )
+        reference = values if reference is None else reference
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Texts of evaluations: reading, tokenizing, and tokens of several models that end at one byte."""
+"""Texts of evaluations, and windows of them that end at the same bytes for all models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from longrnn.errors import UserError
 from longrnn.hf.opened import refuse_unfit
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer, read_text
+from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +38,53 @@ class Document(NamedTuple):
     byte_ends: Tensor | None = None
 
 
+class Window(NamedTuple):
+    """Tokens of a text that are read from an empty state.
+
+    Attributes:
+        document: the text.
+        number: which window of it, the same for all models.
+        ends: index of the token at each position of the window, ascending. Positions count tokens
+            of the first model, from 0. The last token is only predicted.
+    """
+
+    document: Document
+    number: int
+    ends: dict[int, int]
+
+    @property
+    def name(self) -> str:
+        """Its name, the same for all models."""
+        return f"{self.document.sha256[:16]}/{self.number}"
+
+    @property
+    def edges(self) -> list[int]:
+        """The positions, counted in tokens of its own model."""
+        return [end - self.ends[0] for end in self.ends.values()]
+
+    def tokens(self) -> Tensor:
+        """Return the tokens, `(length + 1,)`."""
+        return self.document.tokens[self.ends[0] :][: self.edges[-1] + 1]
+
+
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
 ) -> list[Document]:
     """Read text files, one document per file.
 
     Raises:
-        UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
-            has more ids than the model.
+        UserError: a file is missing, empty or not text, or the tokenizer has more ids than the
+            model.
     """
     refuse_unfit(tokenizer, model)
-    documents: dict[str, Document] = {}
+    documents = []
     for path in paths:
         text, digest = read_text(path)
-        if digest in documents:
-            raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
-        documents[digest] = tokenised(path.name, digest, text, tokenizer)
-    return list(documents.values())
-
-
-def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Document:
-    """Tokenize a text."""
-    ends = tokenizer.byte_ends(text)
-    return Document(
-        name, sha256, _integers(tokenizer.encode(text)), None if ends is None else _integers(ends)
-    )
+        ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
+        documents.append(
+            Document(path.name, digest, ids, None if ends is None else _integers(ends))
+        )
+    return documents
 
 
 def newlines(tokenizer: Tokenizer, count: int) -> Document:
@@ -100,6 +123,38 @@ def warn_if_calibrated_on(model: LanguageModel, names: Mapping[str, str]) -> Non
 def are_alike(documents: Sequence[Document]) -> bool:
     """Return whether a text has the same tokens for every model."""
     return all(torch.equal(one.tokens, documents[0].tokens) for one in documents)
+
+
+def cut_windows(
+    texts: Sequence[Document], positions: Sequence[int], most: int | None = None
+) -> list[list[Window]]:
+    """Return the windows of a text for each model.
+
+    Args:
+        texts: the text, tokenized for each model.
+        positions: of a window, in tokens of the first model, ascending. The last is its length.
+        most: at most this many windows, spread evenly; None for all.
+
+    Raises:
+        UserError: the text is too short, or see `shared_places`.
+    """
+    longest, first = positions[-1], texts[0]
+    count = (len(first.tokens) - 1) // longest
+    if count < 1:
+        raise UserError(
+            f"{first.name} has {len(first.tokens):,} tokens and a window of "
+            f"{format_length(longest)} needs {longest + 1:,} (the last one is only predicted): "
+            "give a longer text or a smaller last length"
+        )
+    most = min(most or count, count)
+    numbers, here = [number * count // most for number in range(most)], [0, *positions]
+    places = sorted({number * longest + position for number in numbers for position in here})
+    found = []
+    for text, shared in zip(texts, shared_places(texts, places), strict=True):
+        index = dict(zip(places, shared, strict=True))
+        ends = ({at: index[number * longest + at] for at in here} for number in numbers)
+        found.append([Window(text, *one) for one in zip(numbers, ends, strict=True)])
+    return found
 
 
 def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from longrnn import state as states
@@ -27,9 +28,7 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     model = small_model("one", folder=folder).model
     held = torch.ones(2**30 // 4)  # 1 GiB
     found = in_a_process(job(f"{folder}+sliding_window(window=50)", 200))
-    assert isinstance(found, dict), found
     assert 50 < found["peak"] < held.nbytes / MIB
-    assert 0 <= found["peak_over_model"] < found["peak"] / 2
     assert found["prefill"] > 0
     assert found["decode"] > 0
     assert isinstance(model, RecurrentLM)
@@ -38,8 +37,8 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     assert found["state_bytes"] == states.nbytes(read)
 
 
-def test_each_length_is_measured_once(tmp_path: Path) -> None:
-    """A length out of reach has a reason, and so has a failed measurement, which is repeated."""
+def test_each_length_is_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A length out of reach has a reason; a failed measurement is named, and not recorded."""
     one = small_model("one", folder=tmp_path / "one", position=SHORT)
     gone = one._replace(name="gone", source=str(tmp_path / "gone"))
     evaluation = Cost(lengths=[64, 4096], decode=2)
@@ -52,7 +51,8 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
     assert cells(measure(evaluation, tmp_path / "r", one)) == found
     assert (tmp_path / "r/rows.jsonl").read_bytes() == content
     failed = cells(measure(evaluation, tmp_path / "s", gone))
-    assert "gone" in str(failed["prefill, tokens/s", 64, "gone"])
+    assert list(failed) == [("prefill, tokens/s", 4096, "gone")]
+    assert "gone at 64 tokens" in caplog.text
     assert not (tmp_path / "s/rows.jsonl").exists()
 
 
@@ -60,6 +60,5 @@ def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
     """The cache of a transformer grows with the length, and `beyond` reaches the child process."""
     with_bytes(causal("llama", vocab_size=256, max_position_embeddings=64), tmp_path / "llama")
     found = in_a_process(job(f"{tmp_path / 'llama'}+beyond", 100))
-    assert isinstance(found, dict), found
     # Keys and values of two layers with two heads of 8, in float32, and the position.
     assert found["state_bytes"] == 100 * 2 * 2 * 2 * 8 * 4 + 8

@@ -24,7 +24,7 @@ def test_lines(models: int) -> None:
     drawn = [
         Line(f"model {k}", lengths, [proportion(k % 5, 5)] * len(lengths)) for k in range(models)
     ]
-    figure = lines(drawn, across="length (tokens)", up="keys recalled", ticks=lengths)
+    figure = lines(drawn, across="length (tokens)", up="keys recalled")
     (panel,) = figure.axes
     assert labels(panel, "x") == ["256", "1k", "4k", "16k", "64k"]
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("length (tokens)", "keys recalled")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample
 from longrnn.evaluation.task_code import task_code
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import SCORE
@@ -49,12 +49,14 @@ class Harness(Evaluation):
     def task_code(self) -> list[str]:
         return task_code(self.tasks, self.include_path)
 
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if find_spec("lm_eval") is None:
             raise UserError("lm-eval is not installed: pip install lm-eval")
         from longrnn.evaluation.harness import find_tasks
 
         find_tasks(self.tasks, self.include_path, self.metadata)
+        items = [Item({"task": task}, task) for task in dict.fromkeys(self.tasks)]
+        return [Plan(items, []) for _ in models]
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
@@ -63,9 +65,6 @@ class Harness(Evaluation):
             "metadata": self.metadata,
             "seed": self.seed,
         }
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        return [Item({"task": task}, task) for task in dict.fromkeys(self.tasks)]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
