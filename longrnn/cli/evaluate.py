@@ -37,8 +37,6 @@ class Suites(Options):
 
     suites: list[str] = Field(["quick"])
     """Name of a bundled suite, or a YAML file; may be given several times."""
-    trust_task_code: bool = False
-    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
 def enter(app: typer.Typer, kind: str) -> None:
@@ -73,7 +71,7 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
         for evaluation in suite.evaluations:
             evaluation.name = f"{suite.name} {evaluation.title}"
     evaluations = [evaluation for suite in read for evaluation in suite.evaluations]
-    _measure("compare", models, evaluations, output, trust_task_code=suites.trust_task_code)
+    _measure("compare", models, evaluations, output)
 
 
 def _measure(

@@ -102,7 +102,7 @@ def _overview(diagnosis: Diagnosis) -> bytes:
                     style = {"lw": 1.8, "zorder": 3} if strong else {"lw": 0.8}
                     panel.plot(positions, line.tolist(), color=colour, **style)
             panel.axvline(trained, color="black", linestyle=":", lw=1.2)
-            lengths_axis(panel, [4**k for k in range(32) if positions[0] <= 4**k <= positions[-1]])
+            lengths_axis(panel, positions[-1], least=positions[0])
             if name in levels:
                 panel.axhline(levels[name], color="gray", linestyle="--", lw=1)
             if name in ("norm", "deviation", "gate"):

@@ -137,8 +137,7 @@ class Evaluation(Options, ABC):
     kind: ClassVar[str]
     # What the rows of the table are.
     across: ClassVar[str] = "length"
-    # How processes share the work: "items" are divided among them, "main" measures alone, and with
-    # "inside" every process measures all items with a part of the data of each.
+    # How processes share the work: "items" are divided among them, "main" measures alone.
     sharing: ClassVar[str] = "items"
     # Whether it needs a tokenizer that fits the model.
     reads_text: ClassVar[bool] = True
@@ -150,10 +149,6 @@ class Evaluation(Options, ABC):
 
     def files(self) -> list[Path]:
         """Return the texts that it reads."""
-        return []
-
-    def task_code(self) -> list[str]:
-        """Return the user's task files and folders whose Python code it would run."""
         return []
 
     @abstractmethod

@@ -60,7 +60,8 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
         bars[~np.isfinite(bars)] = math.nan  # not drawn
         style = {"marker": "o", "linewidth": width, "alpha": 0.8, "elinewidth": 1, "capsize": 3}
         panel.errorbar(line.at, means, yerr=bars, label=line.label, **style)
-    lengths_axis(panel, {place for line in drawn for place in line.at})
+    places = {place for line in drawn for place in line.at}
+    lengths_axis(panel, max(places), measured=places)
     values = [value.mean for line in drawn for value in line.values]
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
@@ -115,9 +116,12 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def lengths_axis(panel: Axes, lengths: Collection[int]) -> None:
-    """Give a panel a logarithmic axis of token counts, with a label such as `4k` at each length."""
-    ticks = sorted(lengths)
+def lengths_axis(panel: Axes, last: int, first: int = 1, measured: Collection[int] = ()) -> None:
+    """Give a panel a logarithmic axis of token counts, with labels such as `4k`.
+
+    Labels are at the measured lengths if they are given, else at powers of 4.
+    """
+    ticks = sorted(measured) or [4**k for k in range(32) if first <= 4**k <= last]
     panel.set_xscale("log", base=2)
     names = [format_length(tick) for tick in ticks]
     panel.set_xticks(ticks, names, rotation=45 * (len(ticks) > UPRIGHT))

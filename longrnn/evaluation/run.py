@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Cell, Column, Evaluation, Found, Item, Plan
-from longrnn.evaluation.task_code import refuse_task_code
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
 from longrnn.progress import Progress
@@ -50,7 +49,6 @@ def run(
     evaluations: Sequence[Evaluation],
     folder: Path,
     *,
-    trust_task_code: bool = False,
     quiet: bool = False,
 ) -> list[Outcome]:
     """Measure every model with every evaluation; results that the folder has are not repeated.
@@ -61,12 +59,11 @@ def run(
         models: models with different names.
         evaluations: with different titles.
         folder: of the store; created if missing.
-        trust_task_code: whether to run Python code in task files of the user.
         quiet: show no progress.
 
     Raises:
-        UserError: duplicate names, a tokenizer that does not fit, code that is not trusted, options
-            that an evaluation refuses, or logits that are not finite.
+        UserError: duplicate names, a tokenizer that does not fit, options that an evaluation
+            refuses, or logits that are not finite.
     """
     for names in [one.title for one in evaluations], [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
@@ -74,8 +71,6 @@ def run(
     if any(evaluation.reads_text for evaluation in evaluations):
         for model in models:
             refuse_unfit(model.tokenizer, model.model, model.name)
-    if not trust_task_code:
-        refuse_task_code(path for one in evaluations for path in one.task_code())
     plans = [evaluation.plan(models) for evaluation in evaluations]
     for evaluation in evaluations:
         names = {read_text(path)[1]: path.name for path in evaluation.files()}
@@ -105,13 +100,13 @@ def _measured(
     todo = [item for item in items if store.get(origin, item.key) is None]
     if evaluation.sharing == "items":
         todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
+    elif not processes.is_main():
+        todo = []
     title, total = f"{evaluation.title} {model.name}", sum(item.work for item in todo)
-    is_writer = evaluation.sharing == "items" or processes.is_main()
-    if todo and (is_writer or evaluation.sharing == "inside"):
+    if todo:
         with Progress(title, total, unit="tokens", quiet=quiet) as progress:
             for batch in evaluation.measure(model, todo, progress):
-                if is_writer:
-                    store.append(origin, [(item.key, row) for item, row in batch])
+                store.append(origin, [(item.key, row) for item, row in batch])
     store.collect()
     pairs = ((item, store.get(origin, item.key)) for item in items)
     return [(item, row) for item, row in pairs if row is not None]
@@ -154,7 +149,6 @@ def evaluate(
     output: str | Path,
     *,
     device: str | None = None,
-    trust_task_code: bool = False,
     quiet: bool = True,
 ) -> list[Cell]:
     """Evaluate models, and write tables, pictures and a report.
@@ -164,7 +158,6 @@ def evaluate(
         evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
         output: a folder, which is resumed; models, lengths, texts and prompts may be added.
         device: of the models; None for the CPU.
-        trust_task_code: whether to run Python code in lm-eval task files of your own.
         quiet: show no progress.
 
     Returns:
@@ -187,7 +180,7 @@ def evaluate(
         else:
             built.append(one if isinstance(one, Evaluation) else build_evaluation(one))
     folder = Path(output)
-    outcomes = run(opened, built, folder, trust_task_code=trust_task_code, quiet=quiet)
+    outcomes = run(opened, built, folder, quiet=quiet)
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]

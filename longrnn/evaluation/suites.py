@@ -16,7 +16,6 @@ SUITES = "eval/suites"
 KINDS = {
     "answers": "answers.Answers",
     "cost": "cost.Cost",
-    "harness": "harness.evaluation.Harness",
     "memory": "memory.Memory",
     "passkey": "passkey.PasskeyRetrieval",
     "perplexity": "perplexity.Perplexity",

@@ -55,7 +55,7 @@ CASES = """
     eval perplexity TEXT --newlines --stride 9 | --context
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
-    compare TEXT --suite bad.yaml | longrnn_passkey
+    compare TEXT --suite bad.yaml | 'paskey' | did you mean 'passkey'
     generate TEXT | give either --prompt or --prompt-file
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
     generate TEXT --prompt '' | no token
@@ -124,10 +124,9 @@ CASES = """
     eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
     HARNESS --fewshot_num 1 | unrecognized
-    HARNESS --include_path no | --trust-task-code
+    HARNESS,longrnn_passky | longrnn_passky
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | 'n' | not 0
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token

@@ -100,7 +100,7 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
         ("evaluations: [{kind: passkeys}]", ("passkeys", "passkey")),
         ("evaluations: [{kind: passkey, depth: 3}]", ("depth", "depths")),
         ("evaluations: [{kind: cost, lengths: [0]}]", ("lengths", 0)),
-        ("evaluations: [{kind: harness}]", ("tasks",)),
+        ("evaluations: [{kind: answers}]", ("data",)),
         ("seed: -1\nevaluations: [{kind: passkey}]", ("seed", -1)),
         ("{broken", ("mine.yaml",)),
     ],
