@@ -10,7 +10,7 @@ from longrnn.data import Instruct
 from longrnn.data.stream import Documents, shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
-from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.engine import Pair, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.options import Count
@@ -48,6 +48,7 @@ class Answers(Evaluation):
                     f"{first.name} and {other.name} have different tokenizers, and the loss of "
                     f"{self.title} is that per token: give models that share one"
                 )
+            refuse_unfit(other.tokenizer, other.model, other.name)
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
         documents, data = task.documents, task.data_sha256()
         chosen = shuffled(len(documents.lengths), f"{self.seed}/answers")[: self.n].tolist()
@@ -58,7 +59,7 @@ class Answers(Evaluation):
             for own in [_answers(documents, number)]
         ]
         fitting = [within(model, {None: longest}, self._loss()) for model in models]
-        return [Plan(items if reached else [], beyond) for reached, beyond in fitting]
+        return [Plan(items if reached else [], reasons) for reached, reasons in fitting]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress

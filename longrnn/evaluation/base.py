@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
@@ -13,9 +12,6 @@ from longrnn.intervals import Estimate, Quantity
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.results import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Item(NamedTuple):
@@ -59,28 +55,30 @@ class Column(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One value of one column, or the reason why there is none.
+    """One value of one column.
 
     Attributes:
         column: the column.
         at: row of the table, usually a length in tokens; None for a column without rows.
         name: of the sample, the same for every model, by which differences are paired.
         value: as the quantity of the column takes it.
-        reason: why a model has no samples in this cell.
     """
 
     column: Column
     at: int | None
-    name: str = ""
-    value: Any = None
-    reason: str | None = None
+    name: str
+    value: Any
+
+
+# Why cells of a table have no samples, by column and row.
+Reasons = dict[tuple[Column, int | None], str]
 
 
 class Plan(NamedTuple):
-    """What an evaluation measures of one model, and a reason for each cell without items."""
+    """What an evaluation measures of one model, and why it does not measure the rest."""
 
     items: list[Item]
-    unmeasured: list[Sample]
+    reasons: Reasons
 
 
 class Cell(NamedTuple):
@@ -137,19 +135,13 @@ class Evaluation(Options, ABC):
     kind: ClassVar[str]
     # What the rows of the table are.
     across: ClassVar[str] = "length"
-    # How processes share the work: "items" are divided among them, "main" measures alone.
-    sharing: ClassVar[str] = "items"
-    # Whether it needs a tokenizer that fits the model.
-    reads_text: ClassVar[bool] = True
+    # Whether the main process measures alone; else items are divided among the processes.
+    alone: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
         """Its name in tables and files."""
         return self.name or self.kind
-
-    def files(self) -> list[Path]:
-        """Return the texts that it reads."""
-        return []
 
     @abstractmethod
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
@@ -176,19 +168,15 @@ class Evaluation(Options, ABC):
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
 
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        """Return sentences that belong under the table of a model."""
+    def notes(self, found: Mapping[str, Found]) -> list[str]:
+        """Return sentences that belong under the table, from the results by model."""
         return []
-
-    def pictures(self, found: Mapping[str, Found]) -> Iterator[tuple[str, str, Figure]]:
-        """Yield name, caption and figure of pictures beside those of the columns by length."""
-        yield from ()
 
 
 def within(
     model: OpenCheckpoint, tokens: Mapping[Any, int], column: Column
-) -> tuple[list[Any], list[Sample]]:
-    """Return the rows of the table that a model can read, and a reason for each of the others.
+) -> tuple[list[Any], Reasons]:
+    """Return the rows of the table that a model can read, and why it cannot read the others.
 
     Args:
         model: the model.
@@ -196,5 +184,5 @@ def within(
         column: has the reasons.
     """
     reasons = {at: out_of_reach(model.model, count) for at, count in tokens.items()}
-    beyond = [Sample(column, at, reason=why) for at, why in reasons.items() if why is not None]
+    beyond = {(column, at): why for at, why in reasons.items() if why is not None}
     return [at for at, why in reasons.items() if why is None], beyond

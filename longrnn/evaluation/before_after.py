@@ -73,7 +73,7 @@ def write_suite(
     least = Passkey(tokenizer).least_length()
     prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
     if prompts:
-        evaluations.append({"kind": "passkey", "lengths": prompts, "depths": 5, "n": PROMPTS})
+        evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
     write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -44,9 +43,6 @@ class Memory(MemoryOptions, Evaluation):
     kind: ClassVar[str] = "memory"
     across: ClassVar[str] = "last tokens kept"
 
-    def files(self) -> list[Path]:
-        return list(self.texts)
-
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if self.positions[0] < 2:
             raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
@@ -55,10 +51,10 @@ class Memory(MemoryOptions, Evaluation):
     def _plan(self, model: OpenCheckpoint) -> Plan:
         documents = read_documents(self.texts, model.tokenizer, model.model)
         cut = [cut_windows([one], self.positions[-1:])[0][: self.stretches] for one in documents]
-        plan = Plan([], [])
+        plan = Plan([], {})
         for position in self.positions:
-            reached, beyond = within(model, {position: position}, self._column(position))
-            plan.unmeasured.extend(beyond)
+            reached, reasons = within(model, {position: position}, self._column(position))
+            plan.reasons.update(reasons)
             for window in chain(*cut) if reached else ():
                 key = {"text": window.document.sha256[:16], "start": window.ends[0]}
                 work = position + sum(kept_tokens(position))

@@ -7,19 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from longrnn.options import Count, Lengths, Options, Seed, Tokens
+from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, listed
 from longrnn.units import parse_length
-
-
-def evenly_spaced(count: int) -> list[float]:
-    """Return `count` depths from 0 to 1; a single depth is 0.5."""
-    return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
-
-
-def _depths(value: Any) -> Any:
-    if isinstance(value, str):
-        value = int(value) if value.isdecimal() else value.split(",")
-    return evenly_spaced(value) if isinstance(value, int) else value
 
 
 def _places(value: Any) -> Any:
@@ -27,9 +16,7 @@ def _places(value: Any) -> Any:
     return sorted({0 if count == "0" else parse_length(count) for count in counts})
 
 
-Depths = Annotated[
-    list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_depths), Field(min_length=1)
-]
+Depths = Annotated[list[Share], BeforeValidator(listed), Field(min_length=1)]
 Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
 
 
@@ -45,8 +32,8 @@ class PasskeyOptions(Options):
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
-    depths: Depths = Field(default=evenly_spaced(5))
-    """Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1."""
+    depths: Depths = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    """Where the key is, as shares of the prompt, from 0 (its start) to 1."""
     insert_at: Places | None = None
     """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""
     n: Count = 10
@@ -111,8 +98,8 @@ class SequenceOptions(Options):
     """Vocabulary size of the task (default: as in training)."""
     lengths: Lengths | None = None
     """Lengths of the sequences in tokens (default: as in training)."""
-    n: Count | None = None
-    """Number of held-out sequences (default: all, at most 1,024)."""
+    n: Count = 1024
+    """At most this many held-out sequences."""
     batch_size: Count = 64
 
 

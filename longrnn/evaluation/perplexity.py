@@ -16,9 +16,8 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +29,9 @@ from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import Window, are_alike, cut_windows, newlines, read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.overlapping import Overlap, overlapping_losses
-from longrnn.intervals import RATIO, mean
+from longrnn.intervals import RATIO
 from longrnn.progress import Progress
 from longrnn.results import Row
-from longrnn.units import format_length
 
 # The first power of 2 that divides windows.
 FIRST = 16
@@ -43,9 +41,6 @@ class Perplexity(PerplexityOptions, Evaluation):
     """Loss by position, see `PerplexityOptions`."""
 
     kind: ClassVar[str] = "perplexity"
-
-    def files(self) -> list[Path]:
-        return list(self.texts)
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if (self.context is None) != (self.stride is None):
@@ -73,14 +68,14 @@ class Perplexity(PerplexityOptions, Evaluation):
         }
         known = windows[0].document.byte_ends is not None
         read = {length: min(size, self.context or size) for length, size in sizes.items()}
-        reached, beyond = within(model, read, self._column(known))
+        reached, reasons = within(model, read, self._column(known))
         items = []
         for window in windows if reached else ():
             ends = {at: end for at, end in window.ends.items() if at <= reached[-1]}
             own, digest = window._replace(ends=ends), window.document.sha256
             key = {"text": digest[:16], "start": ends[0], "edges": own.edges}
             items.append(Item(key, own, (digest, window.number), own.edges[-1]))
-        return Plan(items, beyond)
+        return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {"context": self.context, "stride": self.stride} if self.context else {}
@@ -135,15 +130,13 @@ class Perplexity(PerplexityOptions, Evaluation):
         unit = "bits per byte" if known else "nats per token"
         return Column(f"{self.title}, {unit}", RATIO, ".3f", drawn=False)
 
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        if not found:
-            return []
-        nats = mean([sum(row["nats"]) / item.spec.edges[-1] for item, row in found])
-        return [
-            f"{nats.show('.3f')} nats per token over {len(found)} windows of "
-            f"{format_length(_length(found[0][0]))} tokens, perplexity "
-            f"{math.exp(min(nats.mean, 700)):,.2f}."
+    def notes(self, found: Mapping[str, Found]) -> list[str]:
+        nats = {name: sum(sum(row["nats"]) for _, row in own) for name, own in found.items() if own}
+        each = [
+            f"{math.exp(min(total / sum(item.work for item, _ in found[name]), 700)):,.2f} ({name})"
+            for name, total in nats.items()
         ]
+        return [f"Perplexity per token over all windows: {', '.join(each)}."]
 
 
 def _length(item: Item) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longrnn.console import print_table
-from longrnn.evaluation.base import Cell, Evaluation
-from longrnn.evaluation.figures import Line, lines, png
+from longrnn.evaluation.figures import Line, heat_maps, lines, png
 from longrnn.files import file_name, write_atomic
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
@@ -83,18 +82,32 @@ def show(outcome: Outcome) -> None:
         print(f"[95 % intervals]; below a value, its difference from {name}, paired")
 
 
-def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> Iterator[tuple[str, str, Figure]]:
-    """Draw every column by length, one line per model."""
-    for column in dict.fromkeys(cell.column for cell in cells if cell.column.drawn):
+def pictures(outcome: Outcome) -> Iterator[Picture]:
+    """Draw every column by length, one line per model, and the brief columns as heat maps."""
+    title, columns = outcome.evaluation.title, dict.fromkeys(one.column for one in outcome.cells)
+    lengths = outcome.evaluation.across == "length"
+    across = "length (tokens)" if lengths else outcome.evaluation.across
+
+    def picture(name: str, words: str, figure: Figure) -> Picture:
+        file = file_name("_".join(re.findall(r"[^\W_]+", f"{title} {name.removeprefix(title)}")))
+        return Picture(file, f"{words}.", png(figure))
+
+    for column in columns:
         points: dict[str, list[tuple[int, Estimate]]] = {}
-        for cell in cells:
+        for cell in outcome.cells if column.drawn else ():
             if cell.column == column and cell.at is not None and cell.estimate is not None:
                 points.setdefault(cell.model, []).append((cell.at, cell.estimate))
         if points:
             drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
-            axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
-            figure = lines(drawn, across=axis, up=column.name)
-            yield column.name.removeprefix(evaluation.title), f"{column.name}.", figure
+            yield picture(column.name, column.name, lines(drawn, across=across, up=column.name))
+    shares: dict[str, dict[tuple[int, str], float]] = {}
+    for cell in outcome.cells:
+        if cell.column.brief and cell.at is not None and cell.estimate is not None:
+            shares.setdefault(cell.model, {})[cell.at, cell.metric] = cell.estimate.mean
+    if shares:
+        meaning = next(column.name for column in columns if column.drawn)
+        figure = heat_maps(shares, across, meaning)
+        yield picture("by position", f"{title} by {across} and position", figure)
 
 
 def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -104,12 +117,6 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
         The files: `cells.json`, `report.html` and the pictures.
     """
     models = outcomes[0].models
-    pictures = []
-    for evaluation, _, found, own in outcomes:
-        drawn = chain(by_length(evaluation, own), evaluation.pictures(found))
-        for words, caption, figure in drawn:
-            name = file_name("_".join(re.findall(r"[^\W_]+", f"{evaluation.title} {words}")))
-            pictures.append(Picture(name, caption, png(figure)))
     cells = [cell for outcome in outcomes for cell in outcome.cells]
     about = {
         "models": {
@@ -137,7 +144,8 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
         "tables": [(one.evaluation.title, table(one), one.notes()) for one in outcomes],
         "failed": sum(cell.estimate is None for cell in cells),
     }
-    return [folder / CELLS, *write_page("report.html", folder, pictures, values)]
+    drawn = [picture for outcome in outcomes for picture in pictures(outcome)]
+    return [folder / CELLS, *write_page("report.html", folder, drawn, values)]
 
 
 def write_page(

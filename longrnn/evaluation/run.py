@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Cell, Column, Evaluation, Found, Item, Plan
-from longrnn.evaluation.texts import warn_if_calibrated_on
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.progress import Progress
 from longrnn.results import Origin, Store
-from longrnn.text import read_text
 
 
 class Outcome(NamedTuple):
@@ -33,15 +30,8 @@ class Outcome(NamedTuple):
     cells: list[Cell]
 
     def notes(self) -> list[str]:
-        """Return the sentences under the table; models with equal ones share them."""
-        notes: dict[str, list[str]] = {}
-        for model in self.models:
-            for note in self.evaluation.notes(model, self.found[model.name]):
-                notes.setdefault(note, []).append(model.name)
-        return [
-            note if len(names) == len(self.models) else f"{', '.join(names)}: {note}"
-            for note, names in notes.items()
-        ]
+        """Return the sentences under the table."""
+        return self.evaluation.notes(self.found)
 
 
 def run(
@@ -62,23 +52,15 @@ def run(
         quiet: show no progress.
 
     Raises:
-        UserError: duplicate names, a tokenizer that does not fit, options that an evaluation
-            refuses, or logits that are not finite.
+        UserError: duplicate names, options that an evaluation refuses, or logits that are not
+            finite.
     """
     for names in [one.title for one in evaluations], [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{double[0]!r} is the name of two: give each its own name")
-    if any(evaluation.reads_text for evaluation in evaluations):
-        for model in models:
-            refuse_unfit(model.tokenizer, model.model, model.name)
     plans = [evaluation.plan(models) for evaluation in evaluations]
-    for evaluation in evaluations:
-        names = {read_text(path)[1]: path.name for path in evaluation.files()}
-        for model in models:
-            warn_if_calibrated_on(model.model, names)
     if not any(plan.items for own in plans for plan in own):
-        for sample in (one for own in plans for plan in own for one in plan.unmeasured):
-            raise UserError(str(sample.reason))
+        raise UserError(next(why for own in plans for plan in own for why in plan.reasons.values()))
     store = Store(folder)
     outcomes = []
     for evaluation, own in zip(evaluations, plans, strict=True):
@@ -98,7 +80,7 @@ def _measured(
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
     todo = [item for item in items if store.get(origin, item.key) is None]
-    if evaluation.sharing == "items":
+    if not evaluation.alone:
         todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
     elif not processes.is_main():
         todo = []
@@ -122,23 +104,19 @@ def _cells(
     reference: dict[tuple[Column, int | None], dict[str, Any]] | None = None
     for model, plan in zip(models, plans, strict=True):
         values: dict[tuple[Column, int | None], dict[str, Any]] = {}
-        reasons: dict[tuple[Column, int | None], str | None] = {}
-        measured = (one for pair in found[model.name] for one in evaluation.samples(*pair))
-        for column, at, name, value, reason in chain(measured, plan.unmeasured):
-            own = values.setdefault((column, at), {})
-            if reason is None:
-                own[name] = value
-            else:
-                reasons[column, at] = reason
-        for (column, at), own in values.items():
+        for item, row in found[model.name]:
+            for column, at, name, value in evaluation.samples(item, row):
+                values.setdefault((column, at), {})[name] = value
+        for column, at in values | plan.reasons:
+            own = values.get((column, at), {})
             estimate = column.quantity.estimate([*own.values()]) if own else None
             others, difference = (reference or {}).get((column, at), {}), None
             pairs = [(own[key], others[key]) for key in own if key in others]
             if pairs and not column.brief:
                 difference = column.quantity.difference(*zip(*pairs, strict=True))
-            why = reasons.get((column, at))
+            reason = plan.reasons.get((column, at))
             yield Cell(
-                evaluation.title, column.name, model.name, at, estimate, difference, why, column
+                evaluation.title, column.name, model.name, at, estimate, difference, reason, column
             )
         reference = values if reference is None else reference
 

@@ -21,24 +21,15 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Row
 
-# Default number of sequences, if there are as many held-out ones.
-MAX_SEQUENCES = 1024
-
 
 class Sequences(SequenceOptions, Evaluation):
     """A task of random sequences, see `SequenceOptions`."""
 
     kind: ClassVar[str] = "task"
-    reads_text: ClassVar[bool] = False
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         spec, lengths = self._task(models[0])
         task: Any = TASKS.build(spec, None)
-        n = min(task.n_held_out, MAX_SEQUENCES) if self.n is None else self.n
-        if n > task.n_held_out:
-            raise UserError(
-                f"there are {task.n_held_out} held-out sequences: give n of at most that, not {n}"
-            )
         widths = {length: task.width(length) for length in lengths}
         plans = []
         for model in models:
@@ -48,13 +39,13 @@ class Sequences(SequenceOptions, Evaluation):
                     f"{task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: give "
                     "the vocab_size that it was trained with"
                 )
-            reached, beyond = within(model, widths, self._column("exact_match"))
+            reached, reasons = within(model, widths, self._column("exact_match"))
             items = [
                 Item({"task": spec, "length": length, "index": index}, (task, length, index))
                 for length in reached
-                for index in range(n)
+                for index in range(min(self.n, task.n_held_out))
             ]
-            plans.append(Plan(items, beyond))
+            plans.append(Plan(items, reasons))
         return plans
 
     def _task(self, first: OpenCheckpoint) -> tuple[dict[str, Any], Sequence[int]]:
@@ -63,12 +54,10 @@ class Sequences(SequenceOptions, Evaluation):
         trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
         recorded = trained.get("task", {})
         kind, lengths = given.get("kind", recorded.get("kind")), self.lengths
-        known = sorted(name for name, task in TASKS.items() if issubclass(task, SequenceTask))
+        known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
         if kind not in known:
-            what = f"{first.name} was not trained on a sequence task"
-            if "kind" in given:
-                what = f"unknown sequence task {kind!r}: {nearest(str(kind), known)}"
-            raise UserError(f"{what}; --task is one of {', '.join(known)}")
+            hint = nearest(str(kind), known)
+            raise UserError(f"{kind!r} is not a task of random sequences: give --task, {hint}")
         if kind == recorded.get("kind"):
             given, lengths = recorded | given, lengths or [trained["length"]["max"]]
         if self.vocab_size is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Window(NamedTuple):
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
 ) -> list[Document]:
-    """Read text files, one document per file.
+    """Read text files, one document per file; warn of those the model was calibrated on.
 
     Raises:
         UserError: a file is missing, empty or not text, or the tokenizer has more ids than the
@@ -80,6 +80,7 @@ def read_documents(
     documents = []
     for path in paths:
         text, digest = read_text(path)
+        warn_if_calibrated_on(path.name, digest, model)
         ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
         documents.append(
             Document(path.name, digest, ids, None if ends is None else _integers(ends))
@@ -105,19 +106,11 @@ def newlines(tokenizer: Tokenizer, count: int) -> Document:
     return Document("newlines", hashlib.sha256(b"\n").hexdigest(), tokens, ends)
 
 
-def warn_if_calibrated_on(model: LanguageModel, names: Mapping[str, str]) -> None:
-    """Warn of every text that the model's mitigation was calibrated on.
-
-    Args:
-        model: any model.
-        names: names of texts by their SHA-256.
-    """
+def warn_if_calibrated_on(name: str, sha256: str, model: LanguageModel) -> None:
+    """Warn that the mitigation of a model was calibrated on a text."""
     parts = () if model.mitigation is None else model.mitigation.parts()
-    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
-    for digest in used & names.keys():
-        logger.warning(
-            f"the mitigation was calibrated on {names[digest]}: measure it on another text"
-        )
+    if any(one.calibration and sha256 in one.calibration.text_sha256 for one in parts):
+        logger.warning(f"the mitigation was calibrated on {name}: measure it on another text")
 
 
 def are_alike(documents: Sequence[Document]) -> bool:

@@ -31,18 +31,16 @@ CASES = """
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | 156 tokens
-    PASSKEY --depths 0 | --depths
+    PASSKEY --depths '' | --depths
     PASSKEY --depths 0.5,1.5 | --depths | 1.5
     PASSKEY --n 0 | --n
     PASSKEY --device cuda:99 | device 'cuda:99' cannot be used
     PASSKEY --output file/below | file | choose another folder
     PASSKEY TEXT+forgetmore | forget_more
     eval passkey TEXT --lengths 256 --insert-at 0,1M | tokens | length
-    eval passkey TEXT --lengths 256 --insert-at 0 --depths 5 | --depths
     eval passkey TEXT --lengths 256 --insert-at 0 --n-keys 2 | prompt
     eval passkey LLAMA --lengths 300 --n 1 | 256
     eval passkey LLAMA+state_norm(threshold=3) |
-    eval reverse RUN --n 17 | 16 | 17
     eval reverse RUN --vocab-size 9 | 10 ids
     eval reverse TEXT --lengths 4 | was not trained on reverse | --vocab-size and --lengths
     eval task TEXT | task | --task

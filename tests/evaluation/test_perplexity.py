@@ -218,7 +218,8 @@ def test_newlines(tmp_path: Path) -> None:
     bits = {at: cell.estimate.mean for (name, at, _), cell in cells(outcome).items() if at != 150}
     total = 16 * bits[16] + 16 * bits[32] + 32 * bits[64] + 64 * bits[128]
     assert total * math.log(2) == pytest.approx(sum(row["nats"][:4]))
-    assert "windows of 150 tokens" in outcome.notes()[0]
+    each = math.exp(sum(row["nats"]) / 150)
+    assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
 def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
 from longrnn.data import Passkey
 from longrnn.data.prompts import read
-from longrnn.evaluation.passkey import PasskeyRetrieval
-from longrnn.evaluation.passkey_prompts import build
+from longrnn.evaluation.passkey import PasskeyRetrieval, build
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LanguageModel, generate
