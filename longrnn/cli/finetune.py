@@ -102,7 +102,7 @@ def _evaluate(config: TrainConfig, options: Finetuning) -> None:
     tokenizer = tokenizer_of(config)
     held_out = TASKS.build(config.validation, tokenizer)
     how = {"length": config.length.max, "longest": options.evaluate_to}
-    suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
+    evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     sources, device = {"before": config.init_from, "after": config.output_dir}, pick_device("auto")
     models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
-    measure(models, suite.evaluations, folder, quiet=options.quiet)
+    measure(models, evaluations, folder, quiet=options.quiet)

@@ -11,14 +11,11 @@ from longrnn.data.stream import Documents, shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
-from longrnn.inference.engine import Pair, score
+from longrnn.inference.engine import Pair, Score, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.options import Count
 from longrnn.progress import Progress
 from longrnn.results import Row
-
-# Documents whose rows are written together, and whose common beginnings are read once.
-TOGETHER = 64
 
 
 class Answers(Evaluation):
@@ -64,23 +61,20 @@ class Answers(Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        for first in range(0, len(items), TOGETHER):
-            part = items[first : first + TOGETHER]
-            pairs = [pair for item in part for pair in item.spec]
-            scores: list[Any] = [None] * len(pairs)
-            size = self.batch_size
-            for index, one in score(model.model, pairs, batch_size=size, progress=progress):
-                scores[index] = one
-            left, found = iter(scores), []
-            for item in part:
-                own = [next(left) for _ in item.spec]
+        owners = [number for number, item in enumerate(items) for _ in item.spec]
+        pairs = [pair for item in items for pair in item.spec]
+        scores: list[list[Score]] = [[] for _ in items]
+        how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
+        for index, one in score(model.model, pairs, **how):
+            item, own = items[owners[index]], scores[owners[index]]
+            own.append(one)
+            if len(own) == len(item.spec):
                 row = {
                     "nats": -sum(one.nats for one in own),
                     "tokens": sum(len(pair.continuation) for pair in item.spec),
                     "right": all(one.greedy for one in own),
                 }
-                found.append((item, row))
-            yield found
+                yield [(item, row)]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         name = str(item.key["document"])

@@ -50,8 +50,13 @@ class Perplexity(PerplexityOptions, Evaluation):
             raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
         longest = self.lengths[-1]
         of_model = [read_documents(self.texts, model.tokenizer, model.model) for model in models]
-        for documents, model in zip(of_model, models, strict=True) if self.newlines else ():
-            documents.append(newlines(model.tokenizer, longest + 1))
+        for documents, model in zip(of_model, models, strict=True):
+            documents += [newlines(model.tokenizer, longest + 1)] if self.newlines else []
+            if documents[0].byte_ends is None:
+                raise UserError(
+                    f"the tokenizer of {model.name} does not know which bytes a token stands for: "
+                    "use the fast tokenizer of the checkpoint, which has a tokenizer.json"
+                )
         powers = [2**k for k in range(longest.bit_length()) if FIRST <= 2**k < longest]
         windows: list[list[Window]] = [[] for _ in models]
         for texts in zip(*of_model, strict=True):
@@ -62,13 +67,9 @@ class Perplexity(PerplexityOptions, Evaluation):
         return [self._plan(*one) for one in zip(models, windows, strict=True)]
 
     def _plan(self, model: OpenCheckpoint, windows: Sequence[Window]) -> Plan:
-        sizes = {
-            length: max(window.ends[length] - window.ends[0] for window in windows)
-            for length in self.lengths
-        }
-        known = windows[0].document.byte_ends is not None
-        read = {length: min(size, self.context or size) for length, size in sizes.items()}
-        reached, reasons = within(model, read, self._column(known))
+        sizes = {length: max(one.size(length) for one in windows) for length in self.lengths}
+        tokens = {length: min(size, self.context or size) for length, size in sizes.items()}
+        reached, reasons = within(model, tokens, self._column())
         items = []
         for window in windows if reached else ():
             ends = {at: end for at, end in window.ends.items() if at <= reached[-1]}
@@ -106,29 +107,24 @@ class Perplexity(PerplexityOptions, Evaluation):
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         window: Window = item.spec
-        name, byte_ends = window.name, window.document.byte_ends
         nats = dict(zip(window.ends, accumulate(row["nats"], initial=0.0), strict=True))
-        sizes = window.ends
-        if byte_ends is not None:
-            nats = {at: total / math.log(2) for at, total in nats.items()}
-            sizes = {at: int(byte_ends[end]) for at, end in window.ends.items()}
 
-        def between(start: int, stop: int) -> tuple[float, int]:
-            return nats[stop] - nats[start], sizes[stop] - sizes[start]
+        def sample(column: Column, start: int, stop: int) -> Sample:
+            bits, size = (nats[stop] - nats[start]) / math.log(2), window.bytes_between(start, stop)
+            return Sample(column, stop, window.name, (bits, size))
 
-        column = self._column(byte_ends is not None)
+        column = self._column()
         by_position = column._replace(name=f"{column.name} by position", drawn=True, listed=False)
         for start, stop in pairwise(nats):
-            yield Sample(by_position, stop, name, between(start, stop))
+            yield sample(by_position, start, stop)
+        whole = column._replace(name=f"{column.name} from the start")
         for start, stop in pairwise([0, *(length for length in self.lengths if length in nats)]):
-            yield Sample(column, stop, name, between(start, stop))
+            yield sample(column, start, stop)
             if len(self.lengths) > 1:
-                whole = column._replace(name=f"{column.name} from the start")
-                yield Sample(whole, stop, name, between(0, stop))
+                yield sample(whole, 0, stop)
 
-    def _column(self, known: bool) -> Column:
-        unit = "bits per byte" if known else "nats per token"
-        return Column(f"{self.title}, {unit}", RATIO, ".3f", drawn=False)
+    def _column(self) -> Column:
+        return Column(f"{self.title}, bits per byte", RATIO, ".3f", drawn=False)
 
     def notes(self, found: Mapping[str, Found]) -> list[str]:
         nats = {name: sum(sum(row["nats"]) for _, row in own) for name, own in found.items() if own}

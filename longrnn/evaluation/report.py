@@ -116,36 +116,25 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     Returns:
         The files: `cells.json`, `report.html` and the pictures.
     """
-    models = outcomes[0].models
-    cells = [cell for outcome in outcomes for cell in outcome.cells]
     about = {
         "models": {
-            model.name: {
-                "checkpoint": model.checkpoint,
-                "mitigation": model.mitigation,
-                "fingerprint": model.model.fingerprint(),
-                "device": model.device,
+            one.name: {
+                "fingerprint": one.model.fingerprint(),
+                **{name: getattr(one, name) for name in ("checkpoint", "mitigation", "device")},
             }
-            for model in models
+            for one in outcomes[0].models
         },
         "evaluations": {
-            outcome.evaluation.title: {
-                "kind": outcome.evaluation.kind,
-                **outcome.evaluation.model_dump(mode="json", exclude_none=True),
-                "notes": outcome.notes(),
-            }
-            for outcome in outcomes
+            one.title: {"kind": one.kind, **one.model_dump(mode="json", exclude_none=True)}
+            for one, *_ in outcomes
         },
     }
-    record = {**about, "cells": [cell.plain() for cell in cells]}
-    write_atomic(folder / CELLS, to_json(record, indent=1, inf_nan_mode="null"))
-    values = {
-        **about,
-        "tables": [(one.evaluation.title, table(one), one.notes()) for one in outcomes],
-        "failed": sum(cell.estimate is None for cell in cells),
-    }
+    cells = [cell.plain() for outcome in outcomes for cell in outcome.cells]
+    record = to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null")
+    write_atomic(folder / CELLS, record)
+    tables = [(one.evaluation.title, table(one), one.notes()) for one in outcomes]
     drawn = [picture for outcome in outcomes for picture in pictures(outcome)]
-    return [folder / CELLS, *write_page("report.html", folder, drawn, values)]
+    return [folder / CELLS, *write_page("report.html", folder, drawn, {**about, "tables": tables})]
 
 
 def write_page(

@@ -122,8 +122,8 @@ def _cells(
 
 
 def evaluate(
-    models: Sequence[str | OpenCheckpoint] | str,
-    evaluations: Sequence[Evaluation | Mapping[str, Any] | str] | Mapping[str, Any] | str,
+    models: Sequence[str] | str,
+    evaluations: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str,
     output: str | Path,
     *,
     device: str | None = None,
@@ -147,16 +147,11 @@ def evaluate(
     from longrnn.evaluation.report import write_report
     from longrnn.evaluation.suites import build_evaluation, read_suite
 
-    opened = [
-        model if isinstance(model, OpenCheckpoint) else open_checkpoint(model, device=device)
-        for model in ([models] if isinstance(models, str | OpenCheckpoint) else models)
-    ]
+    names = [models] if isinstance(models, str) else models
+    opened = [open_checkpoint(name, device=device) for name in names]
     built: list[Evaluation] = []
     for one in [evaluations] if isinstance(evaluations, str | Mapping) else evaluations:
-        if isinstance(one, str):
-            built += read_suite(one).evaluations
-        else:
-            built.append(one if isinstance(one, Evaluation) else build_evaluation(one))
+        built += read_suite(one) if isinstance(one, str) else [build_evaluation(one)]
     folder = Path(output)
     outcomes = run(opened, built, folder, quiet=quiet)
     if processes.is_main():

@@ -62,6 +62,16 @@ class Window(NamedTuple):
         """The positions, counted in tokens of its own model."""
         return [end - self.ends[0] for end in self.ends.values()]
 
+    def size(self, position: int) -> int:
+        """Return the tokens of its own model up to a position."""
+        return self.ends[position] - self.ends[0]
+
+    def bytes_between(self, start: int, stop: int) -> int:
+        """Return the bytes of the tokens between two positions."""
+        assert self.document.byte_ends is not None
+        first, last = self.document.byte_ends[[self.ends[start], self.ends[stop]]].tolist()
+        return last - first
+
     def tokens(self) -> Tensor:
         """Return the tokens, `(length + 1,)`."""
         return self.document.tokens[self.ends[0] :][: self.edges[-1] + 1]
@@ -154,7 +164,7 @@ def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list
     """Return tokens of several tokenizers that end at the same bytes of one text.
 
     Args:
-        texts: the text, tokenized for each model.
+        texts: the text, tokenized for each model, with the bytes of its tokens.
         places: indices of tokens of the first model, ascending.
 
     Returns:
@@ -163,17 +173,11 @@ def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list
         token. If all models have the same tokens, these are `places`.
 
     Raises:
-        UserError: the byte offsets of a tokenizer are not known, or there are too few common
-            borders.
+        UserError: there are too few common borders.
     """
     if are_alike(texts):
         return [list(places) for _ in texts]
     ends = [text.byte_ends for text in texts if text.byte_ends is not None]
-    if len(ends) < len(texts):
-        raise UserError(
-            f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
-            "and one of the tokenizers has no byte offsets: measure these models one by one"
-        )
     common = ends[0]
     for end in ends[1:]:
         common = common[torch.isin(common, end)]

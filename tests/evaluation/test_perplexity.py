@@ -123,8 +123,6 @@ def test_places_of_two_tokenizers(tmp_path: Path) -> None:
         ]
         assert ends[0] == ends[1] == sorted(set(ends[0]))
     assert shared_places([one, one], wanted) == [wanted, wanted]
-    with pytest.raises(UserError, match=naming("a.txt")):
-        shared_places([one, other._replace(byte_ends=None)], wanted)
     with pytest.raises(UserError, match="--lengths"):
         shared_places([one, other], list(range(9)))
 
@@ -222,15 +220,13 @@ def test_newlines(tmp_path: Path) -> None:
     assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
-def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
-    """A tokenizer without byte offsets gets a loss in nats per token, with Student's t."""
+def test_a_tokenizer_without_byte_offsets_is_refused(tmp_path: Path) -> None:
+    """Bits per byte are not known without the bytes of tokens."""
     one = small_model("one")
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:
             return None
 
-    outcome = measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))
-    assert {cell.metric.split(", ")[1] for cell in outcome.cells} == {
-        f"nats per token{which}" for which in ("", " from the start", " by position")
-    }
+    with pytest.raises(UserError, match="one.*fast tokenizer"):
+        measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))
