@@ -27,9 +27,6 @@ class Estimate(NamedTuple):
         mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in self[:3])
         return f"{mean} [{low}, {high}]" if math.isfinite(self.high - self.low) else mean
 
-    def __str__(self) -> str:
-        return self.show()
-
 
 def proportion(right: float, n: int, independent: float | None = None) -> Estimate:
     """Return a share with its Wilson score interval.

@@ -94,11 +94,6 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
     return list(items[own::count])
 
 
-def batch_size(items: int, most: int) -> int:
-    """Return a batch size of at most `most` with which every process gets work, if possible."""
-    return max(1, min(most, -(-items // _group.size)))
-
-
 def wait() -> None:
     """Wait for all processes."""
     gather(None)

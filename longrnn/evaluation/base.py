@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 from longrnn.hf.opened import OpenCheckpoint
@@ -186,3 +188,10 @@ def within(
     reasons = {at: out_of_reach(model.model, count) for at, count in tokens.items()}
     beyond = {(column, at): why for at, why in reasons.items() if why is not None}
     return [at for at, why in reasons.items() if why is None], beyond
+
+
+def batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    """Yield items of equal `work`, which can be read together, in batches of at most `size`."""
+    for _, same in groupby(sorted(items, key=attrgetter("work")), attrgetter("work")):
+        alike = list(same)
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))

@@ -15,14 +15,14 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, batches, within
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import cut_windows, read_documents
 from longrnn.hf.opened import OpenCheckpoint
@@ -65,16 +65,14 @@ class Memory(MemoryOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        for _, same in groupby(items, lambda item: len(item.spec)):
-            alike = list(same)
-            for batch in (alike[first : first + BATCH] for first in range(0, len(alike), BATCH)):
-                texts = torch.stack([item.spec for item in batch])
-                found = remembrance(model.model, texts, progress)
-                rows = zip(*(values.tolist() for values in found.values()), strict=True)
-                yield [
-                    (item, dict(zip(map(str, found), row, strict=True)))
-                    for item, row in zip(batch, rows, strict=True)
-                ]
+        for batch in batches(items, BATCH):
+            texts = torch.stack([item.spec for item in batch])
+            found = remembrance(model.model, texts, progress)
+            rows = zip(*(values.tolist() for values in found.values()), strict=True)
+            yield [
+                (item, dict(zip(map(str, found), row, strict=True)))
+                for item, row in zip(batch, rows, strict=True)
+            ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         name = f"{item.key['text']}/{item.key['start']}"

@@ -38,8 +38,6 @@ from longrnn.units import format_length
 
 # The column of a place, which has too few prompts for an interval.
 AT_PLACE = Column("", SCORE, drawn=False, brief=True)
-# Version of the prompts, which belongs to the protocol.
-VERSION = 3
 # A prompt is short if everything but its filler is more than 1 / SHORT of it.
 SHORT = 8
 
@@ -132,7 +130,6 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "version": VERSION,
             "n_keys": self.n_keys,
             "filler": None if self.filler is None else read_text(self.filler)[1],
             "chunk_select": self.chunk_select,

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
 
-from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, batches, within
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import Window, are_alike, cut_windows, newlines, read_documents
 from longrnn.hf.opened import OpenCheckpoint
@@ -84,26 +83,18 @@ class Perplexity(PerplexityOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        # With different tokenizers, windows of the same bytes have different lengths.
-        for length, same in groupby(sorted(items, key=_length), _length):
-            overlap = Overlap(self.context or length, self.stride or length)
-            alike = list(same)
-            for batch in (alike[first : first + most] for first in range(0, len(alike), most)):
-                tokens = torch.stack([item.spec.tokens() for item in batch])
-                nats = torch.zeros(tokens.shape, dtype=torch.float64)
-                for start, part in overlapping_losses(
-                    model.model, tokens, overlap, rows=self.batch_size, progress=progress
-                ):
-                    nats[:, start + 1 : start + 1 + part.shape[1]] = part
-                sums = nats.cumsum(1)
-                yield [
-                    (
-                        item,
-                        {"nats": [round(one, 6) for one in own[item.spec.edges].diff().tolist()]},
-                    )
-                    for item, own in zip(batch, sums, strict=True)
-                ]
+        for batch in batches(items, self.batch_size):
+            tokens = torch.stack([item.spec.tokens() for item in batch])
+            overlap = Overlap(self.context or batch[0].work, self.stride or batch[0].work)
+            nats = torch.zeros(tokens.shape, dtype=torch.float64)
+            for start, part in overlapping_losses(
+                model.model, tokens, overlap, rows=self.batch_size, progress=progress
+            ):
+                nats[:, start + 1 : start + 1 + part.shape[1]] = part
+            yield [
+                (item, {"nats": [round(one, 6) for one in sums[item.spec.edges].diff().tolist()]})
+                for item, sums in zip(batch, nats.cumsum(1), strict=True)
+            ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         window: Window = item.spec
@@ -133,7 +124,3 @@ class Perplexity(PerplexityOptions, Evaluation):
             for name, total in nats.items()
         ]
         return [f"Perplexity per token over all windows: {', '.join(each)}."]
-
-
-def _length(item: Item) -> int:
-    return item.spec.edges[-1]

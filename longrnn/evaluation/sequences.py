@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
@@ -72,7 +71,7 @@ class Sequences(SequenceOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        most = processes.batch_size(len(items) * processes.size(), self.batch_size)
+        most = self.batch_size
         for (length, _), same in groupby(items, lambda i: (i.spec[1], i.spec[2] // most)):
             part = list(same)
             # Sequences between them that are already measured are computed again.
