@@ -259,7 +259,7 @@ def evaluated(name: str, evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 def passkeys() -> Numbers:
     """The answers of checkpoints to prompts of three lengths."""
     how = {"kind": "passkey", "lengths": "256,1k,4k", "n": 2, "depths": "0,0.5,1"}
-    keys = ("length", "depth", "key", "said")
+    keys = ("length", "place", "key", "said")
     return {
         name: [list(one) for one in sorted(tuple(row[k] for k in keys) for row in found)]
         for name in ("passkey-tiny", "passkey-tiny-short", "recall-tiny")

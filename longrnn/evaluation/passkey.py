@@ -114,14 +114,9 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         most += max(len(task.question(q.needle)) for q in drawn)
         tokens = {length: int(min(length, most)) + answer for length in self.lengths}
         reached, reasons = within(model, tokens, self._recalled())
-        place_name = "depth" if self.insert_at is None else "insert_at"
+        # Prompts with the same index begin at the same place and share keys.
         items = [
-            Item(
-                {"length": q.length, place_name: q.place, "index": q.number},
-                q,
-                # Prompts with the same index begin at the same place and share keys.
-                (q.number, q.place),
-            )
+            Item({"length": q.length, "place": q.place, "index": q.number}, q, (q.number, q.place))
             for q in drawn
             if q.length in reached
         ]
