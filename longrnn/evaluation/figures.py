@@ -86,7 +86,7 @@ def heat_maps(
         grid = [[cells.get((at, name), math.nan) for at in lengths] for name in names]
         panel.set_facecolor("lightgray")
         # Pale colours, on which black can be read.
-        panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.7)
+        panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.6)
         for (at, name), value in cells.items():
             place = lengths.index(at), names.index(name)
             panel.text(*place, f"{value:.2f}", ha="center", va="center", fontsize=9)
