@@ -27,9 +27,6 @@ class Estimate(NamedTuple):
         mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in self[:3])
         return f"{mean} [{low}, {high}]" if math.isfinite(self.high - self.low) else mean
 
-    def __str__(self) -> str:
-        return self.show()
-
 
 def proportion(right: float, n: int, independent: float | None = None) -> Estimate:
     """Return a share with its Wilson score interval.
@@ -128,22 +125,19 @@ class Quantity(NamedTuple):
 
     Attributes:
         estimate: of samples.
-        difference: of samples and those of another model on the same items; None for figures that
-            are measured once.
+        difference: of samples and those of another model on the same items.
     """
 
     estimate: Callable[[Sequence[Any]], Estimate]
-    difference: Callable[[Sequence[Any], Sequence[Any]], Estimate] | None
+    difference: Callable[[Sequence[Any], Sequence[Any]], Estimate]
 
 
 def _score(values: Sequence[float]) -> Estimate:
     # Equal scores have no spread to estimate an interval from.
-    if set(values) <= {0, 1} or (len(set(values)) == 1 and 0 <= values[0] <= 1):
+    if set(values) <= {0, 1} or len(set(values)) == 1:
         return proportion(sum(values), len(values))
     found = mean(values)
-    if min(values) >= 0 and max(values) <= 1:
-        return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
-    return found
+    return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
 def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
@@ -151,8 +145,8 @@ def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
 
 
 def _score_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    share = {*values, *others} <= {0, 1}
-    return (paired_proportion if share else _difference)(values, others)
+    is_share = {*values, *others} <= {0, 1}
+    return (paired_proportion if is_share else _difference)(values, others)
 
 
 def _share(samples: Sequence[Any]) -> Estimate:
@@ -167,18 +161,14 @@ def _share_difference(samples: Sequence[Any], others: Sequence[Any]) -> Estimate
 
 
 def _ratio_difference(values: Sequence[Any], others: Sequence[Any]) -> Estimate:
-    pairs = list(zip(values, others, strict=True))
-    if any(one[1] != other[1] for one, other in pairs):
-        raise ValueError("ratios are compared on equal denominators, such as the same bytes")
-    return ratio([(one[0] - other[0], one[1]) for one, other in pairs])
+    pairs = zip(values, others, strict=True)
+    return ratio([(top - other, bottom) for (top, bottom), (other, _) in pairs])
 
 
-# Scores, mostly from 0 to 1, as is their interval: a share if all are 0 or 1, else a mean.
+# Scores from 0 to 1, as is their interval: a share if all are 0 or 1, else a mean.
 SCORE = Quantity(_score, _score_difference)
 # Right (1) or wrong (0), with the stretch of text that was read: see `independent_stretches`.
 SHARE_OF_STRETCHES = Quantity(_share, _share_difference)
 MEAN = Quantity(mean, _difference)
-# Pairs of numerator and denominator, such as bits and bytes.
+# Pairs of numerator and denominator, such as bits and bytes; both models have the denominators.
 RATIO = Quantity(ratio, _ratio_difference)
-# One number that is measured once.
-FIGURE = Quantity(lambda values: Estimate(values[0], -math.inf, math.inf, 1), None)

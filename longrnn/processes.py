@@ -86,11 +86,6 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
     return list(items[_rank::_size])
 
 
-def batch_size(items: int, most: int) -> int:
-    """Return a batch size of at most `most` with which every process gets work, if possible."""
-    return max(1, min(most, -(-items // _size)))
-
-
 def wait() -> None:
     """Wait for all processes."""
     gather(None)

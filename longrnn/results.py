@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
-BEGIN = b'{"evaluation": '
 # The end of a line: 8 hexadecimal digits of the SHA-256 of the row without them.
 CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{8})"\}$')
 
@@ -78,8 +77,6 @@ class Store:
     def append(self, origin: Origin, found: Iterable[tuple[Mapping[str, Any], Row]]) -> None:
         """Add the results of items, and make them durable."""
         rows = [{**origin._asdict(), "item": item, "result": result} for item, result in found]
-        if not rows:
-            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self._file, "ab") as file:
             file.write(b"".join(map(line_of, rows)))
@@ -109,47 +106,39 @@ class Store:
 def line_of(row: Row) -> bytes:
     """Return a row as a line; its last key is a checksum of what is before it."""
     text = json.dumps(row).encode()
-    return text[:-1] + b', "sha256": "' + _checksum(text).encode() + b'"}\n'
+    return text[:-1] + b', "sha256": "' + _checksum(text) + b'"}\n'
 
 
-def read_rows(path: Path) -> tuple[list[Row], dict[int, str]]:
-    """Return the rows of a file, and the reason for each damaged line by its number.
+def read_rows(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the rows of a file, and the numbers of its damaged lines.
 
     What follows the last line end is a torn row and is left out.
     """
-    rows, damaged = [], {}
+    rows, damaged = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         end = CHECKSUM.search(line)
-        if end is None:
-            damaged[number] = "it has no checksum"
-        elif _checksum(text := line[: end.start()] + b"}") != end[1].decode():
-            damaged[number] = "its checksum does not fit"
-        else:
+        if end is not None and _checksum(text := line[: end.start()] + b"}") == end[1]:
             rows.append(json.loads(text))
+        else:
+            damaged.append(number)
     return rows, damaged
-
-
-def is_store(path: Path) -> bool:
-    """Return whether a file is one of a store, though it may be damaged."""
-    with open(path, "rb") as file:
-        return path.suffix == ".jsonl" and BEGIN.startswith(file.read(len(BEGIN)))
 
 
 def _repair(path: Path) -> None:
     """Remove torn and damaged lines from a file, and name the damaged ones."""
     rows, damaged = read_rows(path)
-    content = path.read_bytes()
-    if not rows and not is_store(path):
-        raise UserError(f"{path} is not a file of results: choose another --output")
-    for number, reason in damaged.items():
-        logger.warning(f"{path}, line {number} is damaged ({reason}): it is measured again")
-    if damaged or not content.endswith(b"\n"):
-        write_atomic(path, b"".join(map(line_of, rows)))
+    if damaged and not rows:
+        raise UserError(f"{path} has no row of results: remove it, or choose another --output")
+    for number in damaged:
+        logger.warning(f"{path}, line {number} is damaged: it is measured again")
+    whole = b"".join(map(line_of, rows))
+    if whole != path.read_bytes():
+        write_atomic(path, whole)
 
 
 def _entry(row: Row) -> tuple[str, Row]:
     return Origin(*(row[name] for name in Origin._fields)).key(row["item"]), row["result"]
 
 
-def _checksum(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:8]
+def _checksum(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:8].encode()

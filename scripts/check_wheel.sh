@@ -36,7 +36,7 @@ notebooks=$!
   cd empty
   run longrnn --quiet compare passkey-tiny
   test -s results/compare/passkey-tiny/report.html
-  run longrnn eval harness passkey-tiny --tasks longrnn_passkey --metadata '{"max_seq_lengths": [1024], "n": 2}'
+  run longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 2
   run longrnn --quiet train reverse_small max_steps=20 warmup_steps=2
   test -s runs/reverse-small/model.safetensors
   text=$(python -c 'from longrnn.bundled import bundled; print(bundled("eval/data/moby_dick_excerpt.txt"))')

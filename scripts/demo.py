@@ -11,6 +11,7 @@ per head. Writes the results and pictures. A demo that was stopped continues wit
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -26,9 +27,8 @@ from longrnn.bundled import bundled
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
-from longrnn.evaluation.base import Found
 from longrnn.evaluation.passkey import PasskeyRetrieval
-from longrnn.evaluation.perplexity import Perplexity, by_bucket
+from longrnn.evaluation.perplexity import Perplexity
 from longrnn.evaluation.report import show, write_report
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.texts import read_documents
@@ -74,11 +74,11 @@ def collapse(length: int, output: Path) -> None:
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = Mitigated(plain, mitigation(options))
-    loss = Perplexity(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length], train_length=ROW)
+    loss = Perplexity(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length])
     opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
     outcomes = run(opened, [loss], output / "loss")
     report = write_report(outcomes, output / "loss")[1]
-    inside, beyond = print_losses(outcomes[0].found, {name: speed(models[name]) for name in models})
+    inside, beyond = print_losses(outcomes[0], {name: speed(models[name]) for name in models})
     worst = max(beyond[name] / inside[name] for name in models if name != "plain")
     typer.echo(
         f"{report}\n"
@@ -89,25 +89,33 @@ def collapse(length: int, output: Path) -> None:
     )
 
 
+def by_position(outcome: Outcome) -> dict[str, dict[int, float]]:
+    """Returns nats per byte between a power of 2 and the one before it, by model and power."""
+    found: dict[str, dict[int, float]] = {}
+    for cell in outcome.cells:
+        if cell.metric.endswith("by position") and cell.at and cell.estimate:
+            found.setdefault(cell.model, {})[cell.at] = cell.estimate.mean * math.log(2)
+    return found
+
+
 def print_losses(
-    found: Mapping[str, Found], speeds: Mapping[str, float]
+    outcome: Outcome, speeds: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Prints the losses; returns those of the last bucket inside the training length, and last."""
-    buckets = {name: by_bucket(one) for name, one in found.items()}
-    stops = [stop for _, stop, _ in buckets["plain"]]
-    shown = [i for i, stop in enumerate(stops) if stop in (ROW, 512, 4096) or stop > ROW * 64]
+    """Prints the losses; returns those at the end of the training length, and the last ones."""
+    found = by_position(outcome)
+    stops = list(found["plain"])
+    shown = [stop for stop in stops if stop in (ROW, 512, 4096) or stop > ROW * 64]
     name_width = 16
     typer.echo("".join(f"{title:>{name_width}}" for title in ("nats per byte at", *found)))
-    for index in shown:
-        start, stop, _ = buckets["plain"][index]
+    for stop in shown:
+        start = stops[stops.index(stop) - 1]
         cells = [f"{format_length(start)} to {format_length(stop)}"]
-        cells += [f"{one[index][2].mean:.2f}" for one in buckets.values()]
+        cells += [f"{one[stop]:.2f}" for one in found.values()]
         typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
     cells = ["tokens/s", *(f"{speeds[name]:,.0f}" for name in found)]
     typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
-    end = stops.index(ROW)
-    inside = {name: one[end][2].mean for name, one in buckets.items()}
-    return inside, {name: one[-1][2].mean for name, one in buckets.items()}
+    inside = {name: one[ROW] for name, one in found.items()}
+    return inside, {name: one[stops[-1]] for name, one in found.items()}
 
 
 def speed(model: LanguageModel) -> float:
@@ -182,13 +190,13 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         for name, repair in repairs.items()
     ]
     depths = [0.1, 0.3, 0.5, 0.7, 0.9]
-    loss = Perplexity(texts=[novel], lengths=[length], train_length=BOTH_ROW)
+    loss = Perplexity(texts=[novel], lengths=[length])
     keys = PasskeyRetrieval(lengths=[length], n=max(1, n // 5), depths=depths, filler=novel)
     losses, recalls = run(models, [loss, keys], output)
     report = write_report([losses, recalls], output)[1]
     recalled = {model: share for (model, _), share in shares(recalls).items()}
     typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
-    nats = {name: by_bucket(found)[-1][2].mean for name, found in losses.found.items()}
+    nats = {name: found[length] for name, found in by_position(losses).items()}
     for name, value in nats.items():
         typer.echo(f"{name:>30}{value:>16.2f}{recalled[name]:>8.0%}")
     typer.echo(

@@ -259,7 +259,7 @@ def evaluated(name: str, evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 def passkeys() -> Numbers:
     """The answers of checkpoints to prompts of three lengths."""
     how = {"kind": "passkey", "lengths": "256,1k,4k", "n": 2, "depths": "0,0.5,1"}
-    keys = ("length", "depth", "key", "said")
+    keys = ("length", "place", "key", "said")
     return {
         name: [list(one) for one in sorted(tuple(row[k] for k in keys) for row in found)]
         for name in ("passkey-tiny", "passkey-tiny-short", "recall-tiny")
@@ -271,12 +271,11 @@ def perplexities() -> Numbers:
     """The loss of checkpoints in windows of the text: of all tokens, then between powers of 2."""
     found = {}
     for name in ("collapse-tiny", "recall-tiny"):
-        how = {"kind": "perplexity", "texts": [str(BOOK)], "lengths": "2k"}
+        how = {"kind": "perplexity", "texts": [str(BOOK)], "lengths": "1,2,4,8,2k"}
         for row in evaluated(name, how):
-            length, nats = row["length"], row["nats"]
+            edges, nats = row["edges"], row["nats"]
             # A row has sums from each power of 2 to the next.
-            edges = [0, *(2**k for k in range(12) if 2**k <= length)]
-            found[f"{name} {row['start']}"] = [sum(nats) / length] + [
+            found[f"{name} {row['start']}"] = [sum(nats) / edges[-1]] + [
                 part / (stop - start)
                 for part, (start, stop) in zip(nats, pairwise(edges), strict=True)
             ]

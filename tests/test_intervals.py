@@ -29,7 +29,7 @@ def test_wilson_by_its_formula(right: int, n: int) -> None:
     assert estimate.n == n
     assert estimate.low == pytest.approx(center - half, abs=1e-12)
     assert estimate.high == pytest.approx(center + half, abs=1e-12)
-    assert str(proportion(8, 10)) == "0.80 [0.49, 0.94]"
+    assert proportion(8, 10).show() == "0.80 [0.49, 0.94]"
 
 
 def test_an_interval_of_fewer_independent_questions_is_that_of_their_number() -> None:

@@ -15,6 +15,8 @@ class States(Texts):
 
     length: Tokens = 65536
     """Number of tokens of each text to read."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 def states(model: Model, states: States, output: Output) -> None:
@@ -27,7 +29,7 @@ def states(model: Model, states: States, output: Output) -> None:
     """
     from longrnn.diagnostics.states import diagnose
     from longrnn.diagnostics.states_report import summary, write_report
-    from longrnn.evaluation.texts import newlines, read_documents, warn_if_calibrated_on
+    from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.load import load
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
@@ -40,7 +42,6 @@ def states(model: Model, states: States, output: Output) -> None:
     diagnosed = load(spec, device=pick_device(model.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(states.texts, tokenizer, diagnosed)
-    warn_if_calibrated_on(diagnosed, {document.sha256: document.name for document in documents})
     if states.newlines:
         documents.append(newlines(tokenizer, states.length))
     folder = output.output or results_folder("states", [checkpoint], model.mitigation)

@@ -32,8 +32,6 @@ class Suites(Options):
 
     suites: list[str] = Field(["quick"])
     """Name of a bundled suite, or a YAML file; may be given several times."""
-    trust_task_code: bool = False
-    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
 def command_of(kind: str) -> Callable[..., None]:
@@ -62,12 +60,11 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
     from longrnn.evaluation.suites import read_suite
 
     start()
-    read = [read_suite(name) for name in dict.fromkeys(suites.suites)]
-    for suite in read if len(read) > 1 else ():
-        for evaluation in suite.evaluations:
-            evaluation.name = f"{suite.name} {evaluation.title}"
-    evaluations = [evaluation for suite in read for evaluation in suite.evaluations]
-    _measure("compare", models, evaluations, output, trust_task_code=suites.trust_task_code)
+    read = [(Path(name).stem, read_suite(name)) for name in dict.fromkeys(suites.suites)]
+    for name, own in read if len(read) > 1 else ():
+        for evaluation in own:
+            evaluation.name = f"{name} {evaluation.title}"
+    _measure("compare", models, [one for _, own in read for one in own], output)
 
 
 def _measure(

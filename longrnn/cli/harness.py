@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Annotated
 
 from pydantic import Field
@@ -21,8 +22,6 @@ class Tasks(Options):
 
     options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
     """Options of `lm-eval run`."""
-    trust_task_code: bool = False
-    """Allow lm-eval task files of your own, which can run any Python code."""
 
 
 def harness(model: Model, tasks: Tasks) -> None:
@@ -31,22 +30,18 @@ def harness(model: Model, tasks: Tasks) -> None:
     The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
     --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
-    --model_args takes max_length, tokenizer, prefix_token_id and add_bos_token.
-    This package adds the task longrnn_passkey.
+    --model_args takes max_length, tokenizer and add_bos_token. This package adds the task
+    longrnn_passkey. Task files can contain Python code, which lm-eval runs.
 
-    Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey
-    --metadata '{"max_seq_lengths": [1024, 4096]}' --limit 20
+    Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 10
     """
     if model.checkpoint.startswith("-"):
         raise UserError("give the checkpoint before lm-eval's options: longrnn eval harness NAME …")
-    try:
-        from longrnn.evaluation.harness import run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise UserError("lm-eval is not installed: pip install lm-eval") from error
+    if find_spec("lm_eval") is None:
+        raise UserError("lm-eval is not installed: pip install lm-eval")
+    from longrnn.evaluation.harness import run
 
     checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
     given = json.dumps({"pretrained": checkpoint})
     ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
-    run([*ours, *tasks.options, "--model", "longrnn"], trust_task_code=tasks.trust_task_code)
+    run([*ours, *tasks.options, "--model", "longrnn"])

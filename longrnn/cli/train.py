@@ -154,10 +154,10 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     tokenizer, device = tokenizer_of(config), pick_device("auto")
     held_out = TASKS.build(cast(Any, config.validation), tokenizer)
     how = {"length": config.length.max, "longest": longest}
-    suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
+    evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     sources = {"before": str(config.init_from), "after": config.output_dir}
     models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
-    measure(models, suite.evaluations, folder)
+    measure(models, evaluations, folder)
 
 
 class Launch(Options):

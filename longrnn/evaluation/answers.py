@@ -6,21 +6,16 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from pydantic import PrivateAttr
-
 from longrnn.data import Instruct
-from longrnn.data.stream import shuffled
+from longrnn.data.stream import Documents, shuffled
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
-from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import Pair, score
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
+from longrnn.inference.engine import Pair, Score, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.options import Count
 from longrnn.progress import Progress
 from longrnn.results import Row
-
-# Documents whose rows are written together, and whose common beginnings are read once.
-TOGETHER = 64
 
 
 class Answers(Evaluation):
@@ -42,10 +37,7 @@ class Answers(Evaluation):
     # Documents in one batch.
     batch_size: Count = 8
 
-    _documents: Any = PrivateAttr()
-    _sha256: str = PrivateAttr()
-
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         first = models[0]
         for other in models:
             if other.tokenizer.fingerprint() != first.tokenizer.fingerprint():
@@ -53,40 +45,36 @@ class Answers(Evaluation):
                     f"{first.name} and {other.name} have different tokenizers, and the loss of "
                     f"{self.title} is that per token: give models that share one"
                 )
+            refuse_unfit(other.tokenizer, other.model, other.name)
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        self._documents, self._sha256 = task.documents, task.data_sha256()
-        lengths = self._documents.lengths
-        chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
-        longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
-        pairs = {document: self._pairs(document) for document in chosen}
-        items = [Item({"document": d}, own, work=len(own)) for d, own in pairs.items()]
-        for model in models:
-            is_reached = self.reaches(model, longest, self._loss(), None)
-            self._items[model.name] = items if is_reached else []
-
-    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {"data": self._sha256}
+        documents, data = task.documents, task.data_sha256()
+        chosen = shuffled(len(documents.lengths), f"{self.seed}/answers")[: self.n].tolist()
+        longest = int(documents.lengths[chosen].max()) - 1  # the last token is only predicted
+        items = [
+            Item({"data": data, "document": number}, own, work=len(own))
+            for number in chosen
+            for own in [_answers(documents, number)]
+        ]
+        fitting = [within(model, {None: longest}, self._loss()) for model in models]
+        return [Plan(items if reached else [], reasons) for reached, reasons in fitting]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        for first in range(0, len(items), TOGETHER):
-            part = items[first : first + TOGETHER]
-            pairs = [pair for item in part for pair in item.spec]
-            scores: list[Any] = [None] * len(pairs)
-            size = self.batch_size
-            for index, one in score(model.model, pairs, batch_size=size, progress=progress):
-                scores[index] = one
-            left, found = iter(zip(pairs, scores, strict=True)), []
-            for item in part:
-                own = [next(left) for _ in item.spec]
+        owners = [number for number, item in enumerate(items) for _ in item.spec]
+        pairs = [pair for item in items for pair in item.spec]
+        scores: list[list[Score]] = [[] for _ in items]
+        how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
+        for index, one in score(model.model, pairs, **how):
+            item, own = items[owners[index]], scores[owners[index]]
+            own.append(one)
+            if len(own) == len(item.spec):
                 row = {
-                    "nats": -sum(one.nats for _, one in own),
-                    "tokens": sum(len(pair.continuation) for pair, _ in own),
-                    "right": all(one.greedy for _, one in own),
+                    "nats": -sum(one.nats for one in own),
+                    "tokens": sum(len(pair.continuation) for pair in item.spec),
+                    "right": all(one.greedy for one in own),
                 }
-                found.append((item, row))
-            yield found
+                yield [(item, row)]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         name = str(item.key["document"])
@@ -97,11 +85,12 @@ class Answers(Evaluation):
     def _loss(self) -> Column:
         return Column(f"{self.title}, nats per token", RATIO, ".3f")
 
-    def _pairs(self, document: int) -> list[Pair]:
-        """Return the answers of a document, each with all tokens before it."""
-        length = int(self._documents.lengths[document])
-        ids = tuple(self._documents.read(document, 0, length).tolist())
-        scored = self._documents.read_scored(document, 0, length).tolist()
-        scored[0] = False  # nothing predicts the first token
-        edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
-        return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+def _answers(documents: Documents, number: int) -> list[Pair]:
+    """Return the answers of a document, each with all tokens before it."""
+    length = int(documents.lengths[number])
+    ids = tuple(documents.read(number, 0, length).tolist())
+    scored = documents.read_scored(number, 0, length).tolist()
+    scored[0] = False  # nothing predicts the first token
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
+    return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-
-from pydantic import PrivateAttr
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
@@ -15,9 +14,6 @@ from longrnn.intervals import Estimate, Quantity
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.results import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Item(NamedTuple):
@@ -48,32 +44,43 @@ class Column(NamedTuple):
         quantity: how samples become an estimate.
         form: format specification of values.
         drawn: whether it is drawn by length.
-        brief: whether tables show it first and without intervals and differences.
+        listed: whether it is in the table.
+        brief: whether the table has it first, and without intervals and differences.
     """
 
     name: str
     quantity: Quantity
     form: str = ".2f"
     drawn: bool = True
+    listed: bool = True
     brief: bool = False
 
 
 class Sample(NamedTuple):
-    """One value of one column, or the reason why there is none.
+    """One value of one column.
 
     Attributes:
         column: the column.
         at: row of the table, usually a length in tokens; None for a column without rows.
         name: of the sample, the same for every model, by which differences are paired.
         value: as the quantity of the column takes it.
-        reason: why a model has no samples in this cell.
     """
 
     column: Column
     at: int | None
-    name: str = ""
-    value: Any = None
-    reason: str | None = None
+    name: str
+    value: Any
+
+
+# Why cells of a table have no samples, by column and row.
+Reasons = dict[tuple[Column, int | None], str]
+
+
+class Plan(NamedTuple):
+    """What an evaluation measures of one model, and why it does not measure the rest."""
+
+    items: list[Item]
+    reasons: Reasons
 
 
 class Cell(NamedTuple):
@@ -85,8 +92,7 @@ class Cell(NamedTuple):
         model: name of the model.
         at: row of the table; None for a column without rows.
         estimate: the result; None if it could not be measured.
-        difference: from the first model, on the items that both have; None for the first model, and
-            for figures without samples.
+        difference: from the first model, on the items that both have; None for the first model.
         reason: why there is no estimate.
         column: the column.
     """
@@ -105,13 +111,18 @@ class Cell(NamedTuple):
             return self.reason or "–"
         if self.column.brief:
             return format(self.estimate.mean, self.column.form)
-        return self.estimate.show(self.column.form)
+        texts = [self.estimate.show(self.column.form)]
+        if self.difference is not None:
+            texts.append(self.difference.show(self.column.form, "+"))
+        return "\n".join(texts)
 
-    def below(self) -> str:
-        """Return the difference from the first model as text; empty if there is none."""
-        if self.difference is None:
-            return ""
-        return self.difference.show(self.column.form, "+")
+    def plain(self) -> dict[str, Any]:
+        """Return everything but the column, for JSON."""
+        values = self._asdict()
+        del values["column"]
+        for name in ("estimate", "difference"):
+            values[name] = values[name] and values[name]._asdict()
+        return values
 
 
 class Evaluation(Options, ABC):
@@ -126,31 +137,17 @@ class Evaluation(Options, ABC):
     kind: ClassVar[str]
     # What the rows of the table are.
     across: ClassVar[str] = "length"
-    # How processes share the work: "items" are divided among them, "main" measures alone, and with
-    # "inside" every process measures all items with a part of the data of each.
-    sharing: ClassVar[str] = "items"
-    # Whether it needs a tokenizer that fits the model.
-    reads_text: ClassVar[bool] = True
-
-    # By the name of the model: what to measure, and a reason for each row of the table without.
-    _items: dict[str, list[Item]] = PrivateAttr(default_factory=dict)
-    _unmeasured: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
+    # Whether the main process measures alone; else items are divided among the processes.
+    alone: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
         """Its name in tables and files."""
         return self.name or self.kind
 
-    def files(self) -> list[Path]:
-        """Return the texts that it reads."""
-        return []
-
-    def task_code(self) -> list[str]:
-        """Return the user's task files and folders whose Python code it would run."""
-        return []
-
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Find the items of all models, and refuse options that cannot be measured.
+    @abstractmethod
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        """Return what to measure of each model, and refuse options that cannot be measured.
 
         Args:
             models: all models; the others are compared with the first one.
@@ -158,27 +155,10 @@ class Evaluation(Options, ABC):
         Raises:
             UserError: the evaluation is not possible with these models.
         """
-        return
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         """Return the settings that values of a model depend on, beside the items."""
         return {}
-
-    def items(self, model: OpenCheckpoint) -> list[Item]:
-        """Return what to measure, without what a model cannot read; `prepare` has found it."""
-        return self._items[model.name]
-
-    def unmeasured(self, model: OpenCheckpoint) -> list[Sample]:
-        """Return a reason for each row of the table that a model has no items for."""
-        return self._unmeasured.get(model.name, [])
-
-    def reaches(self, model: OpenCheckpoint, tokens: int, column: Column, at: int | None) -> bool:
-        """Return whether a model can read so many tokens; if not, note the reason for a cell."""
-        reason = out_of_reach(model.model, tokens)
-        if reason is not None:
-            missing = Sample(column, at, reason=reason)
-            self._unmeasured.setdefault(model.name, []).append(missing)
-        return reason is None
 
     @abstractmethod
     def measure(
@@ -190,12 +170,28 @@ class Evaluation(Options, ABC):
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
 
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        """Return sentences that belong under the table of a model."""
+    def notes(self, found: Mapping[str, Found]) -> list[str]:
+        """Return sentences that belong under the table, from the results by model."""
         return []
 
-    def pictures(
-        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> Iterator[tuple[str, str, Figure]]:
-        """Yield name, caption and figure of pictures beside those of the columns by length."""
-        yield from ()
+
+def within(
+    model: OpenCheckpoint, tokens: Mapping[Any, int], column: Column
+) -> tuple[list[Any], Reasons]:
+    """Return the rows of the table that a model can read, and why it cannot read the others.
+
+    Args:
+        model: the model.
+        tokens: how many tokens each row needs.
+        column: has the reasons.
+    """
+    reasons = {at: out_of_reach(model.model, count) for at, count in tokens.items()}
+    beyond = {(column, at): why for at, why in reasons.items() if why is not None}
+    return [at for at, why in reasons.items() if why is None], beyond
+
+
+def batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    """Yield items of equal `work`, which can be read together, in batches of at most `size`."""
+    for _, same in groupby(sorted(items, key=attrgetter("work")), attrgetter("work")):
+        alike = list(same)
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))

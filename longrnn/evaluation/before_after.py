@@ -18,7 +18,8 @@ import numpy as np
 
 from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Documents
-from longrnn.evaluation.suites import Suite, read_suite
+from longrnn.evaluation.base import Evaluation
+from longrnn.evaluation.suites import read_suite
 from longrnn.files import write_atomic
 from longrnn.text import Tokenizer, yaml_text
 from longrnn.units import format_length
@@ -37,8 +38,8 @@ SUITE, TEXT = "before_after.yaml", "held_out.txt"
 
 def write_suite(
     task: Task, tokenizer: Tokenizer, folder: Path, *, length: int, longest: int | None = None
-) -> Suite:
-    """Write the suite of an evaluation with its text, and return it.
+) -> list[Evaluation]:
+    """Write the suite of an evaluation with its text, and return its evaluations.
 
     Args:
         task: the validation of the run, whose documents are held out.
@@ -57,23 +58,22 @@ def write_suite(
         data = str(task.documents.corpus.folder)
         evaluations.append({"kind": "answers", "data": data, "part": task.documents.part})
     elif isinstance(task, Text):
-        tokens = int(task.documents.lengths.sum())
-        fitting = [one for one in lengths if tokens >= LEAST * _with_margin(one)]
-        if not fitting and tokens >= _with_margin(length):
-            fitting = [length]
+        text = held_out_text(task.documents, tokenizer, lengths[-1])
+        tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
+        fitting = [one for one in lengths if tokens >= LEAST * one] or lengths[: tokens >= length]
         if fitting != lengths:
             logger.warning(
-                f"the held-out documents have {tokens:,} tokens, too few for the loss at "
+                f"the held-out text has {tokens:,} tokens, too few for the loss at "
                 f"{format_length(longest)}: give more with --validation"
             )
         if fitting:
-            write_atomic(folder / TEXT, held_out_text(task.documents, tokenizer, fitting[-1]))
+            write_atomic(folder / TEXT, text)
             what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
             evaluations.append({"kind": "perplexity", **what, "windows": MOST})
     least = Passkey(tokenizer).least_length()
     prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
     if prompts:
-        evaluations.append({"kind": "passkey", "lengths": prompts, "depths": 5, "n": PROMPTS})
+        evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
     write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
 
@@ -89,18 +89,12 @@ def held_out_text(documents: Documents, tokenizer: Tokenizer, length: int) -> st
         tokenizer: of the documents.
         length: tokens of a window.
     """
-    size, left = _with_margin(length), MOST * _with_margin(length)
-    order = np.argsort(-documents.lengths, kind="stable").tolist()
+    order, left = np.argsort(-documents.lengths, kind="stable").tolist(), MOST * length
     parts = []
-    for start, document in product(range(0, int(documents.lengths.max()), size), order):
-        stop = min(start + size, int(documents.lengths[document]))
+    for start, document in product(range(0, int(documents.lengths.max()), length), order):
+        stop = min(start + length, int(documents.lengths[document]))
         if start < stop and left > 0:
             parts.append(tokenizer.decode(documents.read(document, start, stop).tolist()))
             left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)
-
-
-def _with_margin(length: int) -> int:
-    """Return tokens of a text that has at least `length` + 1 when it is tokenized again."""
-    return length + length // 64 + 16

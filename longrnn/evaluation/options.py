@@ -7,19 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from longrnn.options import Count, Lengths, Options, Seed, Tokens
+from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, listed
 from longrnn.units import parse_length
-
-
-def evenly_spaced(count: int) -> list[float]:
-    """Return `count` depths from 0 to 1; a single depth is 0.5."""
-    return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
-
-
-def _depths(value: Any) -> Any:
-    if isinstance(value, str):
-        value = int(value) if value.isdecimal() else value.split(",")
-    return evenly_spaced(value) if isinstance(value, int) else value
 
 
 def _places(value: Any) -> Any:
@@ -27,9 +16,7 @@ def _places(value: Any) -> Any:
     return sorted({0 if count == "0" else parse_length(count) for count in counts})
 
 
-Depths = Annotated[
-    list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_depths), Field(min_length=1)
-]
+Depths = Annotated[list[Share], BeforeValidator(listed), Field(min_length=1)]
 Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
 
 
@@ -45,8 +32,8 @@ class PasskeyOptions(Options):
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
-    depths: Depths = Field(default=evenly_spaced(5))
-    """Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1."""
+    depths: Depths = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    """Where the key is, as shares of the prompt, from 0 (its start) to 1."""
     insert_at: Places | None = None
     """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""
     n: Count = 10
@@ -60,8 +47,6 @@ class PasskeyOptions(Options):
     chunk_select: Tokens | None = None
     """Split the prompt into chunks of this many tokens, and take the answer with the lowest
     entropy."""
-    # Read every prompt separately instead of sharing prefixes, with the same answers: slower.
-    naive: bool = False
     batch_size: Count = 16
     """Prompts in one batch."""
 
@@ -73,8 +58,6 @@ class Texts(Options):
     """A text file; may be given several times."""
     newlines: bool = False
     """Also measure a text of newlines, the simplest one."""
-    train_length: Tokens | None = None
-    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 class PerplexityOptions(Texts):
@@ -115,8 +98,8 @@ class SequenceOptions(Options):
     """Vocabulary size of the task (default: as in training)."""
     lengths: Lengths | None = None
     """Lengths of the sequences in tokens (default: as in training)."""
-    n: Count | None = None
-    """Number of held-out sequences (default: all, at most 1,024)."""
+    n: Count = 1024
+    """At most this many held-out sequences."""
     batch_size: Count = 64
 
 
@@ -135,4 +118,3 @@ class MemoryOptions(Options):
     """T: numbers of tokens after which the prediction is compared."""
     # At most this many stretches of each text, each as long as the longest T.
     stretches: Count = 8
-    batch_size: Count = 4

@@ -1,23 +1,32 @@
-"""Passkey retrieval over lengths × positions of the key, with greedy answers and held-out keys."""
+"""Passkey retrieval over lengths × positions of the key, with greedy answers and held-out keys.
+
+Notable choices:
+- A relative depth puts the key at a share of the filler, so that its position grows with the
+  prompt. An absolute insertion point puts the key after a fixed number of filler tokens at every
+  length, which separates the position of the key from its distance to the question.
+- If header, key and question are a small part of a prompt, a depth is a share of the whole length,
+  so that half of 4k and a quarter of 8k are the same position.
+- A key depends on its position and index only: a longer prompt with a key at the same position
+  begins with a shorter one, and the common beginning is read once.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import PrivateAttr
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import is_recalled, read
+from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
-from longrnn.evaluation.figures import heat_maps
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
-from longrnn.evaluation.passkey_prompts import build, draw
-from longrnn.hf.opened import OpenCheckpoint
+from longrnn.evaluation.texts import warn_if_calibrated_on
+from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import Answer, Prompt, answers, count_tokens
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
@@ -27,13 +36,43 @@ from longrnn.results import Row
 from longrnn.text import read_text
 from longrnn.units import format_length
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+# The column of a place, which has too few prompts for an interval.
+AT_PLACE = Column("", SCORE, drawn=False, brief=True)
+# A prompt is short if everything but its filler is more than 1 / SHORT of it.
+SHORT = 8
 
-# The column of a place, which has too few prompts for a comparison.
-AT_PLACE = Column("", SCORE._replace(difference=None), drawn=False, brief=True)
-# Version of the prompts, which belongs to the protocol.
-VERSION = 3
+
+class Question(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        length: exact length of the prompt in tokens.
+        place: a depth from 0 to 1 (float), or the tokens of filler before the key (int).
+        number: which of the prompts of this length and place.
+        needles: the keys.
+        asked: index of the key that is queried.
+        start: where in the filler the prompt begins, as a share of it.
+        covers: length of the prompt, as a share of the filler.
+    """
+
+    length: int
+    place: Any
+    number: int
+    needles: list[Needle]
+    asked: int
+    start: float
+    covers: float
+
+    @property
+    def needle(self) -> Needle:
+        """The key that is queried."""
+        return self.needles[self.asked]
+
+    @property
+    def label(self) -> str:
+        """The place as text."""
+        is_depth = isinstance(self.place, float)
+        return f"depth {self.place:.0%}" if is_depth else format_length(self.place)
 
 
 class PasskeyRetrieval(PasskeyOptions, Evaluation):
@@ -41,74 +80,61 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
 
     kind: ClassVar[str] = "passkey"
 
-    _tasks: dict[str, Passkey] = PrivateAttr(default_factory=dict)
-    # The most tokens of an answer.
-    _answer: dict[str, int] = PrivateAttr(default_factory=dict)
+    # By the name of the model: its prompts, and the most tokens of an answer.
+    _tasks: dict[str, tuple[Passkey, int]] = PrivateAttr(default_factory=dict)
 
-    def files(self) -> list[Path]:
-        return [] if self.filler is None else [self.filler]
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        if self.insert_at is not None and self.n_keys > 1:
+            raise UserError("--insert-at is for one key per prompt: leave --n-keys out")
+        return [self._plan(model) for model in models]
 
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        if self.insert_at is not None and ("depths" in self.model_fields_set or self.n_keys > 1):
-            raise UserError(
-                "--insert-at gives the places of one key per prompt: leave out --depths and "
-                "--n-keys, or --insert-at"
-            )
-        for model in models:
-            task = Passkey(model.tokenizer, filler=[*map(str, self.files())], n_keys=self.n_keys)
-            self._tasks[model.name] = task
-        least, name = max((task.least_length(), name) for name, task in self._tasks.items())
-        last = 0 if self.insert_at is None else self.insert_at[-1]
+    def _plan(self, model: OpenCheckpoint) -> Plan:
+        refuse_unfit(model.tokenizer, model.model, model.name)
+        filler = [] if self.filler is None else [self.filler]
+        for path in filler:
+            warn_if_calibrated_on(path.name, read_text(path)[1], model.model)
+        task = Passkey(model.tokenizer, filler=[*map(str, filler)], n_keys=self.n_keys)
+        least, last = task.least_length(), max(self.insert_at or [0])
         if self.lengths[0] < least or self.lengths[-1] < last + least:
             raise UserError(
-                f"with the tokenizer of {name} a prompt has at least {least} tokens, and "
+                f"with the tokenizer of {model.name} a prompt has at least {least} tokens, and "
                 f"{last + least:,} with a key after {format_length(last)} tokens of filler: give "
                 f"greater lengths than {', '.join(map(format_length, self.lengths))}"
             )
-        place_name = "depth" if self.insert_at is None else "insert_at"
-        for model in models:
-            task = self._tasks[model.name]
-            drawn = [
-                draw(task, length, place, number, self.seed, self.n_keys)
-                for length, place, number in product(self.lengths, self._places(), range(self.n))
-                # A length that is too short for an insertion point has no prompt with it.
-                if self.insert_at is None or place + least <= length
-            ]
-            question = max(len(task.question(q.needle)) for q in drawn)
-            answer = self._answer[model.name] = max(len(task.answer(q.needle)) for q in drawn)
-            # With chunk selection, the most that is read before a question.
-            most = task.n_header + (self.chunk_select or math.inf) + question
-            reached = {
-                length
-                for length in self.lengths
-                if self.reaches(model, int(min(length, most)) + answer, self._recalled(), length)
-            }
-            self._items[model.name] = [
-                Item(
-                    {"length": q.length, place_name: q.place, "index": q.number},
-                    q,
-                    # Prompts with the same index begin at the same place and share keys.
-                    (q.number, q.place),
-                )
-                for q in drawn
-                if q.length in reached
-            ]
+        drawn = [
+            draw(task, length, place, number, self.seed, self.n_keys)
+            for length, place, number in product(self.lengths, self._places(), range(self.n))
+            # A length that is too short for an insertion point has no prompt with it.
+            if self.insert_at is None or place + least <= length
+        ]
+        answer = max(len(task.answer(q.needle)) for q in drawn)
+        self._tasks[model.name] = task, answer
+        # With chunk selection, the most that is read before an answer.
+        most = task.n_header + (self.chunk_select or math.inf)
+        most += max(len(task.question(q.needle)) for q in drawn)
+        tokens = {length: int(min(length, most)) + answer for length in self.lengths}
+        reached, reasons = within(model, tokens, self._recalled())
+        # Prompts with the same index begin at the same place and share keys.
+        items = [
+            Item({"length": q.length, "place": q.place, "index": q.number}, q, (q.number, q.place))
+            for q in drawn
+            if q.length in reached
+        ]
+        return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "version": VERSION,
             "n_keys": self.n_keys,
-            "fillers": [read_text(path)[1] for path in self.files()],
+            "filler": None if self.filler is None else read_text(self.filler)[1],
             "chunk_select": self.chunk_select,
         }
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        task, questions = self._tasks[model.name], [item.spec for item in items]
-        prompts = build(task, questions, naive=self.naive)
-        longest = self._answer[model.name]
+        (task, longest), questions = self._tasks[model.name], [item.spec for item in items]
+        prompts = build(task, questions)
         if self.chunk_select is None:
             how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
             found = answers(model.model, prompts, max_new_tokens=longest, **how)
@@ -127,9 +153,7 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         asked, right = item.spec, float(row["correct"])
         name = f"{asked.place}/{asked.number}"
         if len(self._places()) > 1:
-            label = _label(asked.place)
-            title = f"depth {label}" if self.insert_at is None else label
-            yield Sample(AT_PLACE._replace(name=title), asked.length, name, right)
+            yield Sample(AT_PLACE._replace(name=asked.label), asked.length, name, right)
         # With the built-in filler, all prompts have the same text and only the key is sampled.
         value = right if self.filler is None else (right, asked.start, asked.covers)
         yield Sample(self._recalled(), asked.length, name, value)
@@ -138,39 +162,54 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
 
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        if not found or self.chunk_select is not None or self.naive:
+    def notes(self, found: Mapping[str, Found]) -> list[str]:
+        name, own = next(iter(found.items()))
+        if self.chunk_select is not None or not own:
             return []
-        prompts = build(self._tasks[model.name], [item.spec for item, _ in found], naive=False)
-        cost = count_tokens(prompts, max_new_tokens=self._answer[model.name])
+        task, longest = self._tasks[name]
+        cost = count_tokens(build(task, [item.spec for item, _ in own]), max_new_tokens=longest)
         return [
             f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
             f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
         ]
 
-    def pictures(
-        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> Iterator[tuple[str, str, Figure]]:
-        right: dict[str, dict[tuple[float, float], list[bool]]] = {}
-        for name, own in found.items():
-            for item, row in own:
-                length, place = item.spec[:2]
-                at = (length if self.insert_at is None else length - place, place)
-                right.setdefault(name, {}).setdefault(at, []).append(row["correct"])
-        shares = {
-            name: {at: sum(one) / len(one) for at, one in own.items()}
-            for name, own in right.items()
-        }
-        axes = "prompt length (tokens)", "depth of the key"
-        if self.insert_at is not None:
-            axes = "distance since the key (tokens)", "filler before the key (tokens)"
-        if shares:
-            caption = f"Keys recalled by {axes[0]} and {axes[1]}, means over prompts."
-            yield "by position", caption, heat_maps(shares, axes, _label, "keys recalled")
-
     def _places(self) -> list[Any]:
         """Return the insertion points, or the depths."""
-        return list(dict.fromkeys(self.depths if self.insert_at is None else self.insert_at))
+        return self.depths if self.insert_at is None else self.insert_at
+
+
+def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys: int) -> Question:
+    """Return a prompt's keys, all held out from training; the queried one is at `place`."""
+    start, covers = random.Random(f"{seed}/{number}").random(), length / task.n_filler
+    if n_keys > 1:
+        rng = random.Random(f"{seed}/{place}/{number}")
+        needles = draw_needles(rng, n_keys, held_out=True)
+        asked = rng.randrange(n_keys)
+        needles[asked] = needles[asked]._replace(depth=place)
+        return Question(length, place, number, needles, asked, start, covers)
+    is_depth = isinstance(place, float)
+    token = round(place * length) if is_depth else place
+    key = random.Random(f"{seed}/{token}/{number}").choice(keys(True))
+    free = task.free(key, length)
+    if is_depth and (length - free) * SHORT > length:
+        needle = Needle(key, place)
+    else:
+        needle = task.needle_at(key, min(token, free) if is_depth else token, length=length)
+    return Question(length, place, number, [needle], 0, start, covers)
+
+
+def build(task: Passkey, questions: Sequence[Question]) -> list[Prompt]:
+    """Return prompts for the engine, which reads what they share once."""
+    prompts = []
+    for asked in questions:
+        start = int(asked.start * task.n_filler) if task.own_filler else 0
+        context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
+        # The fork is after header and filler, at the first key line. Prompts with the same single
+        # key share a branch; with several keys, the text after the first depends on the length.
+        fork = context[0].size + context[1].size
+        branch = asked.needles[0].key if len(asked.needles) == 1 else asked[:3]
+        prompts.append(Prompt(context, task.question(asked.needle), start, fork, branch))
+    return prompts
 
 
 def by_chunk(
@@ -185,8 +224,3 @@ def by_chunk(
         ids = question[None].to(chosen.state.position.device)
         generated = generate(model, ids, chosen.state, max_new_tokens=longest)
         yield [Answer(index, generated.tokens[0])]
-
-
-def _label(place: float) -> str:
-    """Return a depth, which is a float, or an insertion point as text."""
-    return f"{place:.0%}" if isinstance(place, float) else format_length(place)

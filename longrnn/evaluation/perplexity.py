@@ -4,9 +4,8 @@ Notable choices:
 - A window of length L reads L tokens from an empty state and predicts the token after each of them:
   the loss at position i is that of the token that follows the first i + 1 tokens. A text of n
   tokens has (n − 1) // L disjoint windows, each of which is one sample.
-- Losses are summed piece by piece, so that neither logits nor losses of a whole window are in
-  memory at once. A row has the sums between powers of 2 and lengths: such lengths can be added
-  without a measurement.
+- A row has the sums of losses between powers of 2 and lengths: such lengths can be added without a
+  measurement.
 - Bits per byte is the loss of the scored tokens over the bytes of these tokens; for several windows
   it is the sum of their bits over the sum of their bytes. Models with different tokenizers score
   the same bytes: windows are cut at token borders of all of them.
@@ -18,29 +17,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise, product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 
-from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
-from longrnn.evaluation.figures import Line, lines
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, batches, within
 from longrnn.evaluation.options import PerplexityOptions
-from longrnn.evaluation.texts import newlines, read_documents
-from longrnn.evaluation.windows import Window, cut_windows, losses, powers
+from longrnn.evaluation.texts import Window, are_alike, cut_windows, newlines, read_documents
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.training_length import training_length
-from longrnn.inference.overlapping import Overlap
-from longrnn.intervals import RATIO, Estimate, mean
+from longrnn.inference.overlapping import Overlap, overlapping_losses
+from longrnn.intervals import RATIO
 from longrnn.progress import Progress
 from longrnn.results import Row
-from longrnn.units import format_length
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+# The first power of 2 that divides windows.
+FIRST = 16
 
 
 class Perplexity(PerplexityOptions, Evaluation):
@@ -48,144 +41,86 @@ class Perplexity(PerplexityOptions, Evaluation):
 
     kind: ClassVar[str] = "perplexity"
 
-    def files(self) -> list[Path]:
-        return list(self.texts)
-
-    @property
-    def overlap(self) -> Overlap | None:
-        """The overlapping windows, if any."""
-        if self.context is None or self.stride is None:
-            return None
-        return Overlap(self.context, self.stride)
-
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if (self.context is None) != (self.stride is None):
             raise UserError("overlapping windows need both --context and --stride: give both")
-        if self.overlap is not None:
-            self.overlap.check()
+        Overlap(self.context or 1, self.stride or 1).check()
         if not self.texts and not self.newlines:
             raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
+        longest = self.lengths[-1]
         of_model = [read_documents(self.texts, model.tokenizer, model.model) for model in models]
-        if self.newlines:
-            for documents, model in zip(of_model, models, strict=True):
-                documents.append(newlines(model.tokenizer, self.lengths[-1] + 1))
-        self._items = {model.name: [] for model in models}
-        for model, length in product(models, self.lengths):
-            self.reaches(model, min(length, self.context or length), self._column(), length)
-        # How many tokens of a window each model can score.
-        most = [model.model.max_length or math.inf for model in models]
-        reach = [math.inf if self.context and self.context <= limit else limit for limit in most]
+        for documents, model in zip(of_model, models, strict=True):
+            documents += [newlines(model.tokenizer, longest + 1)] if self.newlines else []
+            if documents[0].byte_ends is None:
+                raise UserError(
+                    f"the tokenizer of {model.name} does not know which bytes a token stands for: "
+                    "use the fast tokenizer of the checkpoint, which has a tokenizer.json"
+                )
+        powers = [2**k for k in range(longest.bit_length()) if FIRST <= 2**k < longest]
+        windows: list[list[Window]] = [[] for _ in models]
         for texts in zip(*of_model, strict=True):
-            cut = cut_windows(texts, self.lengths, self.windows, reach)
-            for model, windows in zip(models, cut, strict=True):
-                self._items[model.name] += map(_item, windows)
+            positions = {*self.lengths, *(powers if are_alike(texts) else ())}
+            cut = cut_windows(texts, sorted(positions), self.windows)
+            for own, further in zip(windows, cut, strict=True):
+                own += further
+        return [self._plan(*one) for one in zip(models, windows, strict=True)]
+
+    def _plan(self, model: OpenCheckpoint, windows: Sequence[Window]) -> Plan:
+        sizes = {length: max(one.size(length) for one in windows) for length in self.lengths}
+        tokens = {length: min(size, self.context or size) for length, size in sizes.items()}
+        reached, reasons = within(model, tokens, self._column())
+        items = []
+        for window in windows if reached else ():
+            ends = {at: end for at, end in window.ends.items() if at <= reached[-1]}
+            own, digest = window._replace(ends=ends), window.document.sha256
+            key = {"text": digest[:16], "start": ends[0], "edges": own.edges}
+            items.append(Item(key, own, (digest, window.number), own.edges[-1]))
+        return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {} if self.overlap is None else self.overlap._asdict()
+        return {"context": self.context, "stride": self.stride} if self.context else {}
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        # With different tokenizers, windows of the same bytes have different lengths.
-        for _, same in groupby(sorted(items, key=_shape), _shape):
-            alike = list(same)
-            for batch in (alike[first : first + most] for first in range(0, len(alike), most)):
-                tokens = torch.stack([item.spec.tokens() for item in batch])
-                edges = torch.tensor([item.spec.edges for item in batch])
-                nats = losses(
-                    model.model, tokens, edges, progress, self.overlap, rows=self.batch_size
-                )
-                yield [
-                    (item, {"nats": [round(value, 6) for value in row]})
-                    for item, row in zip(batch, nats.tolist(), strict=True)
-                ]
+        for batch in batches(items, self.batch_size):
+            tokens = torch.stack([item.spec.tokens() for item in batch])
+            overlap = Overlap(self.context or batch[0].work, self.stride or batch[0].work)
+            nats = torch.zeros(tokens.shape, dtype=torch.float64)
+            for start, part in overlapping_losses(
+                model.model, tokens, overlap, rows=self.batch_size, progress=progress
+            ):
+                nats[:, start + 1 : start + 1 + part.shape[1]] = part
+            yield [
+                (item, {"nats": [round(one, 6) for one in sums[item.spec.edges].diff().tolist()]})
+                for item, sums in zip(batch, nats.cumsum(1), strict=True)
+            ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         window: Window = item.spec
-        known = window.document.byte_ends is not None
-        here = self._column(known)
-        whole = here._replace(name=f"{here.name} from the start", drawn=False)
-        for length, (start, stop) in zip(self.lengths, pairwise(window.cuts), strict=False):
-            yield Sample(here, length, window.name, window.sample(row["nats"], start, stop))
+        nats = dict(zip(window.ends, accumulate(row["nats"], initial=0.0), strict=True))
+
+        def sample(column: Column, start: int, stop: int) -> Sample:
+            bits, size = (nats[stop] - nats[start]) / math.log(2), window.bytes_between(start, stop)
+            return Sample(column, stop, window.name, (bits, size))
+
+        column = self._column()
+        by_position = column._replace(name=f"{column.name} by position", drawn=True, listed=False)
+        for start, stop in pairwise(nats):
+            yield sample(by_position, start, stop)
+        whole = column._replace(name=f"{column.name} from the start")
+        for start, stop in pairwise([0, *(length for length in self.lengths if length in nats)]):
+            yield sample(column, start, stop)
             if len(self.lengths) > 1:
-                yield Sample(whole, length, window.name, window.sample(row["nats"], 0, stop))
+                yield sample(whole, 0, stop)
 
-    def _column(self, known: bool = True) -> Column:
-        unit = "bits per byte" if known else "nats per token"
-        return Column(f"{self.title}, {unit}", RATIO, ".3f")
+    def _column(self) -> Column:
+        return Column(f"{self.title}, bits per byte", RATIO, ".3f", drawn=False)
 
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        if not found:
-            return []
-        buckets, length = by_bucket(found), found[0][0].spec.length
-        nats = mean([sum(row["nats"]) / item.spec.length for item, row in found])
-        notes = [
-            f"{nats.show('.3f')} nats per token over {len(found)} windows of "
-            f"{format_length(length)} tokens, perplexity {math.exp(min(nats.mean, 700)):,.2f}."
+    def notes(self, found: Mapping[str, Found]) -> list[str]:
+        nats = {name: sum(sum(row["nats"]) for _, row in own) for name, own in found.items() if own}
+        each = [
+            f"{math.exp(min(total / sum(item.work for item, _ in found[name]), 700)):,.2f} ({name})"
+            for name, total in nats.items()
         ]
-        if self.overlap is not None:
-            share = self.overlap.tokens_read(length) / length
-            notes.append(f"The overlapping windows read {share:.2f} tokens per scored token.")
-        trained = self.trained(model)
-        inside = [value.mean for _, stop, value in buckets if stop <= (trained or 0)]
-        beyond = [(value.mean, start) for start, _, value in buckets if start >= (trained or 0)]
-        if inside and beyond and self.overlap is None:
-            worst, start = max(beyond)
-            notes.append(
-                f"Beyond the training length of {trained:,} the loss reaches {worst:.3f} nats per "
-                f"token (from position {start:,}), {worst / inside[-1]:.2f} × the loss at its end "
-                f"({inside[-1]:.3f})."
-            )
-        return notes
-
-    def trained(self, model: OpenCheckpoint) -> int | None:
-        """Return the training length of a model; None if it is not known."""
-        return self.train_length or (training_length(model.source) if model.source else None)
-
-    def pictures(
-        self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
-    ) -> Iterator[tuple[str, str, Figure]]:
-        drawn = []
-        for name, buckets in ((name, by_bucket(own)) for name, own in found.items()):
-            middles = [(start + 1 + stop) / 2 for start, stop, _ in buckets]
-            if buckets:
-                drawn.append(Line(name, middles, [estimate for *_, estimate in buckets]))
-        marks = sorted({one for model in models if (one := self.trained(model)) is not None})
-        if drawn:
-            ticks = [*(4**k for k in range(12) if 4**k < self.lengths[0]), *self.lengths]
-            figure = lines(
-                drawn,
-                across="tokens read",
-                up="nats per token",
-                ticks=ticks,
-                marks={mark: f"training length of {mark:,}" for mark in marks},
-            )
-            yield "by position", "Loss by position, means over windows.", figure
-
-
-def _item(window: Window) -> Item:
-    digest = window.document.sha256
-    key = {"text": digest[:16], "start": window.start, "length": window.length}
-    if further := sorted(set(window.edges) - set(powers(window.length))):
-        key["edges"] = further
-    return Item(key, window, (digest, window.number), window.length)
-
-
-def _shape(item: Item) -> tuple[int, int]:
-    return item.spec.length, len(item.spec.edges)
-
-
-def by_bucket(found: Found) -> list[tuple[int, int, Estimate]]:
-    """Return the mean loss in nats per token between the powers of 2, with its interval.
-
-    Args:
-        found: results of windows of one length; the list is empty if there are none, or they were
-            cut for models with different tokenizers.
-    """
-    if not found or found[0][0].spec.edges == found[0][0].spec.cuts:
-        return []
-    return [
-        (a, b, mean([item.spec.sum(row["nats"], a, b) / (b - a) for item, row in found]))
-        for a, b in pairwise(powers(found[0][0].spec.length))
-    ]
+        return [f"Perplexity per token over all windows: {', '.join(each)}."]

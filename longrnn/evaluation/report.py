@@ -1,22 +1,20 @@
-"""Reports of evaluations: cells as a table, Markdown and JSON, and one page with all pictures."""
+"""Reports of evaluations: cells as a table and as JSON, and one page with all pictures."""
 
 from __future__ import annotations
 
 import base64
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic_core import to_json
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 
 from longrnn.console import print_table
-from longrnn.evaluation.base import Cell, Evaluation
-from longrnn.evaluation.figures import Line, lines, png
+from longrnn.evaluation.figures import Line, heat_maps, lines, png
 from longrnn.files import file_name, write_atomic
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 # A longer text in a cell is broken into lines of this many characters.
 MAX_CELL_WIDTH = 26
-# A wider table is printed in several parts.
-WIDTH = 100
 CELLS, REPORT = "cells.json", "report.html"
 
 
@@ -45,45 +41,40 @@ class Picture(NamedTuple):
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
 
 
-def table(outcome: Outcome, metrics: Sequence[str] = ()) -> list[list[str]]:
+def table(outcome: Outcome) -> list[list[str]]:
     """Return the titles and rows of a table as texts, with differences below their values.
 
-    Args:
-        outcome: rows have its lengths, ascending, and models in their order.
-        metrics: columns; by default all.
+    Rows have the lengths, ascending, and models in their order; the brief columns come first.
     """
-    own = {(cell.at, cell.model, cell.metric): cell for cell in outcome.cells}
-    places = sorted({cell.at for cell in outcome.cells}, key=lambda at: -1 if at is None else at)
+    own = {(one.at, one.model, one.metric): one for one in outcome.cells if one.column.listed}
+    columns = dict.fromkeys(cell.column for cell in own.values())
+    metrics = [column.name for column in sorted(columns, key=lambda column: not column.brief)]
+    places = sorted({at for at, *_ in own}, key=lambda at: -1 if at is None else at)
     counts = {(at, model.name): 0 for at in places for model in outcome.models}
-    for cell in outcome.cells:
+    for cell in own.values():
         n = cell.estimate.n if cell.estimate else 0
         counts[cell.at, cell.model] = max(counts[cell.at, cell.model], n)
     shown = [places != [None], len(outcome.models) > 1, max(counts.values(), default=0) > 1]
-    metrics = metrics or titles(outcome)
     rows = [[*compress([outcome.evaluation.across, "model", "n"], shown), *metrics]]
     for (at, model), n in counts.items():
         first = ["–" if at is None else format_length(at), model, str(n or "–")]
-        cells = [own.get((at, model, metric)) for metric in metrics]
-        texts = ["–" if cell is None else f"{cell}\n{cell.below()}".strip() for cell in cells]
-        rows.append([*compress(first, shown), *texts])
+        rows.append(
+            [*compress(first, shown), *(str(own.get((at, model, m), "–")) for m in metrics)]
+        )
     return rows
 
 
-def titles(outcome: Outcome) -> list[str]:
-    """Return the names of the columns of a table, the brief ones first."""
-    columns = dict.fromkeys(cell.column for cell in outcome.cells)
-    return [column.name for column in sorted(columns, key=lambda column: not column.brief)]
-
-
 def show(outcome: Outcome) -> None:
-    """Print the table of an evaluation, in several parts if it is wide, and what belongs to it."""
-    names, part = titles(outcome), []
-    for name in names:
-        if part and _grid(outcome, [*part, name])[1] > WIDTH:
-            print_table(*_grid(outcome, part))
-            part = []
-        part.append(name)
-    print_table(*_grid(outcome, part))
+    """Print the table of an evaluation, and what belongs to it."""
+    head, *rows = table(outcome)
+    grid = Table(title=outcome.evaluation.title, title_justify="left")
+    for name in head:
+        is_model = name == "model"
+        most = None if is_model else MAX_CELL_WIDTH
+        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
+    for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
+        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
+    print_table(grid, Console(width=10_000).measure(grid).maximum)
     for note in outcome.notes():
         print(note)
     if len(outcome.models) > 1:
@@ -91,32 +82,32 @@ def show(outcome: Outcome) -> None:
         print(f"[95 % intervals]; below a value, its difference from {name}, paired")
 
 
-def _grid(outcome: Outcome, metrics: Sequence[str]) -> tuple[Grid, int]:
-    """Return some columns of a table for the terminal, and their width in characters."""
-    head, *rows = table(outcome, metrics)
-    grid = Grid(title=outcome.evaluation.title, title_justify="left")
-    for name in head:
-        is_model = name == "model"
-        most = None if is_model else MAX_CELL_WIDTH
-        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
-    for row, after in zip(rows, [*rows[1:], rows[-1]], strict=True):
-        grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
-    return grid, Console(width=10_000).measure(grid).maximum
+def pictures(outcome: Outcome) -> Iterator[Picture]:
+    """Draw every column by length, one line per model, and the brief columns as heat maps."""
+    title, columns = outcome.evaluation.title, dict.fromkeys(one.column for one in outcome.cells)
+    lengths = outcome.evaluation.across == "length"
+    across = "length (tokens)" if lengths else outcome.evaluation.across
 
+    def picture(name: str, words: str, figure: Figure) -> Picture:
+        file = file_name("_".join(re.findall(r"[^\W_]+", f"{title} {name.removeprefix(title)}")))
+        return Picture(file, f"{words}.", png(figure))
 
-def by_length(evaluation: Evaluation, cells: Sequence[Cell]) -> Iterator[tuple[str, str, Figure]]:
-    """Draw every column by length, one line per model."""
-    for column in dict.fromkeys(cell.column for cell in cells if cell.column.drawn):
+    for column in columns:
         points: dict[str, list[tuple[int, Estimate]]] = {}
-        for cell in cells:
+        for cell in outcome.cells if column.drawn else ():
             if cell.column == column and cell.at is not None and cell.estimate is not None:
                 points.setdefault(cell.model, []).append((cell.at, cell.estimate))
-        drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
-        if drawn:
-            ticks = sorted({cell.at for cell in cells if cell.at is not None})
-            axis = "length (tokens)" if evaluation.across == "length" else evaluation.across
-            figure = lines(drawn, across=axis, up=column.name, ticks=ticks)
-            yield column.name.removeprefix(evaluation.title), f"{column.name}.", figure
+        if points:
+            drawn = [Line(model, *zip(*own, strict=True)) for model, own in points.items()]
+            yield picture(column.name, column.name, lines(drawn, across=across, up=column.name))
+    shares: dict[str, dict[tuple[int, str], float]] = {}
+    for cell in outcome.cells:
+        if cell.column.brief and cell.at is not None and cell.estimate is not None:
+            shares.setdefault(cell.model, {})[cell.at, cell.metric] = cell.estimate.mean
+    if shares:
+        meaning = next(column.name for column in columns if column.drawn)
+        figure = heat_maps(shares, across, meaning)
+        yield picture("by position", f"{title} by {across} and position", figure)
 
 
 def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -125,58 +116,25 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     Returns:
         The files: `cells.json`, `report.html` and the pictures.
     """
-    models = outcomes[0].models
-    pictures = []
-    for evaluation, _, found, own in outcomes:
-        drawn = chain(by_length(evaluation, own), evaluation.pictures(found, models))
-        for words, caption, figure in drawn:
-            name = file_name("_".join(re.findall(r"[^\W_]+", f"{evaluation.title} {words}")))
-            pictures.append(Picture(name, caption, png(figure)))
-    cells = [cell for outcome in outcomes for cell in outcome.cells]
     about = {
         "models": {
-            model.name: {
-                "checkpoint": model.checkpoint,
-                "mitigation": model.mitigation,
-                "fingerprint": model.model.fingerprint(),
-                "device": model.device,
+            one.name: {
+                "fingerprint": one.model.fingerprint(),
+                **{name: getattr(one, name) for name in ("checkpoint", "mitigation", "device")},
             }
-            for model in models
+            for one in outcomes[0].models
         },
         "evaluations": {
-            outcome.evaluation.title: {
-                "kind": outcome.evaluation.kind,
-                **outcome.evaluation.model_dump(mode="json", exclude_none=True),
-                "notes": outcome.notes(),
-            }
-            for outcome in outcomes
+            one.title: {"kind": one.kind, **one.model_dump(mode="json", exclude_none=True)}
+            for one, *_ in outcomes
         },
     }
-    record = {**about, "cells": [plain(cell) for cell in cells]}
-    write_atomic(folder / CELLS, json.dumps(record, indent=1, allow_nan=False))
-    written = write_page(
-        "report.html",
-        folder,
-        pictures,
-        {
-            **about,
-            "tables": [table(outcome) for outcome in outcomes],
-            "outcomes": outcomes,
-            "failed": sum(cell.estimate is None for cell in cells),
-        },
-    )
-    return [folder / CELLS, *written]
-
-
-def plain(cell: Cell) -> dict[str, Any]:
-    """Return a cell for JSON, with None for what is not a finite number."""
-    values = cell._asdict()
-    del values["column"]
-    for name in ("estimate", "difference"):
-        if (one := values[name]) is not None:
-            numbers = one._asdict().items()
-            values[name] = {key: value if math.isfinite(value) else None for key, value in numbers}
-    return values
+    cells = [cell.plain() for outcome in outcomes for cell in outcome.cells]
+    record = to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null")
+    write_atomic(folder / CELLS, record)
+    tables = [(one.evaluation.title, table(one), one.notes()) for one in outcomes]
+    drawn = [picture for outcome in outcomes for picture in pictures(outcome)]
+    return [folder / CELLS, *write_page("report.html", folder, drawn, {**about, "tables": tables})]
 
 
 def write_page(

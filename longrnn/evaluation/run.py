@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Cell, Column, Evaluation, Found
-from longrnn.evaluation.task_code import refuse_task_code
-from longrnn.evaluation.texts import warn_if_calibrated_on
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint, refuse_unfit
+from longrnn.evaluation.base import Cell, Column, Evaluation, Found, Item, Plan
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.progress import Progress
 from longrnn.results import Origin, Store
-from longrnn.text import read_text
 
 
 class Outcome(NamedTuple):
@@ -34,15 +30,8 @@ class Outcome(NamedTuple):
     cells: list[Cell]
 
     def notes(self) -> list[str]:
-        """Return the sentences under the table; models with equal ones share them."""
-        notes: dict[str, list[str]] = {}
-        for model in self.models:
-            for note in self.evaluation.notes(model, self.found[model.name]):
-                notes.setdefault(note, []).append(model.name)
-        return [
-            note if len(names) == len(self.models) else f"{', '.join(names)}: {note}"
-            for note, names in notes.items()
-        ]
+        """Return the sentences under the table."""
+        return self.evaluation.notes(self.found)
 
 
 def run(
@@ -50,7 +39,6 @@ def run(
     evaluations: Sequence[Evaluation],
     folder: Path,
     *,
-    trust_task_code: bool = False,
     quiet: bool = False,
 ) -> list[Outcome]:
     """Measure every model with every evaluation; results that the folder has are not repeated.
@@ -61,97 +49,84 @@ def run(
         models: models with different names.
         evaluations: with different titles.
         folder: of the store; created if missing.
-        trust_task_code: whether to run Python code in task files of the user.
         quiet: show no progress.
 
     Raises:
-        UserError: duplicate names, a tokenizer that does not fit, code that is not trusted, options
-            that an evaluation refuses, or logits that are not finite.
+        UserError: duplicate names, options that an evaluation refuses, or logits that are not
+            finite.
     """
     for names in [one.title for one in evaluations], [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{double[0]!r} is the name of two: give each its own name")
-    if any(evaluation.reads_text for evaluation in evaluations):
-        for model in models:
-            refuse_unfit(model.tokenizer, model.model, model.name)
-    if not trust_task_code:
-        refuse_task_code(path for one in evaluations for path in one.task_code())
-    for evaluation in evaluations:
-        evaluation.prepare(models)
-        names = {read_text(path)[1]: path.name for path in evaluation.files()}
-        for model in models:
-            warn_if_calibrated_on(model.model, names)
-    if not any(evaluation.items(model) for evaluation in evaluations for model in models):
-        for reason in (one.reason for each in evaluations for one in each.unmeasured(models[0])):
-            raise UserError(str(reason))
+    plans = [evaluation.plan(models) for evaluation in evaluations]
+    if not any(plan.items for own in plans for plan in own):
+        raise UserError(next(why for own in plans for plan in own for why in plan.reasons.values()))
     store = Store(folder)
     outcomes = []
-    for evaluation in evaluations:
-        found = {model.name: _measured(evaluation, model, store, quiet) for model in models}
-        cells = list(_cells(evaluation, models, found)) if processes.is_main() else []
+    for evaluation, own in zip(evaluations, plans, strict=True):
+        found = {
+            model.name: _measured(evaluation, model, plan.items, store, quiet)
+            for model, plan in zip(models, own, strict=True)
+        }
+        cells = list(_cells(evaluation, models, own, found)) if processes.is_main() else []
         outcomes.append(Outcome(evaluation, models, found, cells))
     return outcomes
 
 
 def _measured(
-    evaluation: Evaluation, model: OpenCheckpoint, store: Store, quiet: bool
-) -> list[Any]:
+    evaluation: Evaluation, model: OpenCheckpoint, items: list[Item], store: Store, quiet: bool
+) -> Found:
     """Measure the missing items of one model, and return the results of all items."""
-    items = evaluation.items(model)
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
     todo = [item for item in items if store.get(origin, item.key) is None]
-    if evaluation.sharing == "items":
+    if not evaluation.alone:
         todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
+    elif not processes.is_main():
+        todo = []
     title, total = f"{evaluation.title} {model.name}", sum(item.work for item in todo)
-    is_writer = evaluation.sharing == "items" or processes.is_main()
-    if todo and (is_writer or evaluation.sharing == "inside"):
+    if todo:
         with Progress(title, total, unit="tokens", quiet=quiet) as progress:
             for batch in evaluation.measure(model, todo, progress):
-                if is_writer:
-                    store.append(origin, [(item.key, row) for item, row in batch])
+                store.append(origin, [(item.key, row) for item, row in batch])
     store.collect()
     pairs = ((item, store.get(origin, item.key)) for item in items)
     return [(item, row) for item, row in pairs if row is not None]
 
 
 def _cells(
-    evaluation: Evaluation, models: Sequence[OpenCheckpoint], found: Mapping[str, Found]
+    evaluation: Evaluation,
+    models: Sequence[OpenCheckpoint],
+    plans: Sequence[Plan],
+    found: Mapping[str, Found],
 ) -> Iterator[Cell]:
     """Yield the cells of one evaluation, model by model."""
-    reference: dict[tuple[Column, int | None], dict[str, Any]] = {}
-    for model in models:
+    reference: dict[tuple[Column, int | None], dict[str, Any]] | None = None
+    for model, plan in zip(models, plans, strict=True):
         values: dict[tuple[Column, int | None], dict[str, Any]] = {}
-        reasons: dict[tuple[Column, int | None], str] = {}
-        measured = (one for pair in found[model.name] for one in evaluation.samples(*pair))
-        for column, at, name, value, reason in chain(measured, evaluation.unmeasured(model)):
-            own = values.setdefault((column, at), {})
-            if reason is None:
-                own[name] = value
-            else:
-                reasons[column, at] = reason
-        if model is models[0]:
-            reference = values
-        for (column, at), own in values.items():
+        for item, row in found[model.name]:
+            for column, at, name, value in evaluation.samples(item, row):
+                values.setdefault((column, at), {})[name] = value
+        for column, at in values | plan.reasons:
+            own = values.get((column, at), {})
             estimate = column.quantity.estimate([*own.values()]) if own else None
-            others, difference = reference.get((column, at), {}), None
-            shared = own.keys() & others.keys()
-            if model is not models[0] and shared and column.quantity.difference is not None:
-                pairs = [(own[key], others[key]) for key in own if key in shared]
+            others, difference = (reference or {}).get((column, at), {}), None
+            pairs = [(own[key], others[key]) for key in own if key in others]
+            if pairs and not column.brief:
                 difference = column.quantity.difference(*zip(*pairs, strict=True))
-            why = reasons.get((column, at))
+            reason = plan.reasons.get((column, at))
             yield Cell(
-                evaluation.title, column.name, model.name, at, estimate, difference, why, column
+                evaluation.title, column.name, model.name, at, estimate, difference, reason, column
             )
+        reference = values if reference is None else reference
 
 
 def evaluate(
-    models: Sequence[str | OpenCheckpoint] | str,
-    evaluations: Sequence[Evaluation | Mapping[str, Any] | str] | Mapping[str, Any] | str,
+    models: Sequence[str] | str,
+    evaluations: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str,
     output: str | Path,
     *,
     device: str | None = None,
-    trust_task_code: bool = False,
     quiet: bool = True,
 ) -> list[Cell]:
     """Evaluate models, and write tables, pictures and a report.
@@ -161,7 +136,6 @@ def evaluate(
         evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
         output: a folder, which is resumed; models, lengths, texts and prompts may be added.
         device: of the models; None for the CPU.
-        trust_task_code: whether to run Python code in lm-eval task files of your own.
         quiet: show no progress.
 
     Returns:
@@ -173,18 +147,13 @@ def evaluate(
     from longrnn.evaluation.report import write_report
     from longrnn.evaluation.suites import build_evaluation, read_suite
 
-    opened = [
-        model if isinstance(model, OpenCheckpoint) else open_checkpoint(model, device=device)
-        for model in ([models] if isinstance(models, str | OpenCheckpoint) else models)
-    ]
+    names = [models] if isinstance(models, str) else models
+    opened = [open_checkpoint(name, device=device) for name in names]
     built: list[Evaluation] = []
     for one in [evaluations] if isinstance(evaluations, str | Mapping) else evaluations:
-        if isinstance(one, str):
-            built += read_suite(one).evaluations
-        else:
-            built.append(one if isinstance(one, Evaluation) else build_evaluation(one))
+        built += read_suite(one) if isinstance(one, str) else [build_evaluation(one)]
     folder = Path(output)
-    outcomes = run(opened, built, folder, trust_task_code=trust_task_code, quiet=quiet)
+    outcomes = run(opened, built, folder, quiet=quiet)
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]

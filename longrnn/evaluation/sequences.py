@@ -7,13 +7,11 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
-from pydantic import PrivateAttr
 
-from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
@@ -22,97 +20,79 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Row
 
-# Default number of sequences, if there are as many held-out ones.
-MAX_SEQUENCES = 1024
-
 
 class Sequences(SequenceOptions, Evaluation):
     """A task of random sequences, see `SequenceOptions`."""
 
     kind: ClassVar[str] = "task"
-    reads_text: ClassVar[bool] = False
 
-    _task: SequenceTask = PrivateAttr()
-    _kind: str = PrivateAttr()
-    _spec: dict[str, Any] = PrivateAttr()
-
-    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        first = models[0]
-        given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
-        trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
-        recorded = trained.get("task", {})
-        self._kind = kind = str(given.get("kind", recorded.get("kind")))
-        known = sorted(name for name, task in TASKS.items() if issubclass(task, SequenceTask))
-        if kind not in known:
-            what = f"{first.name} was not trained on a sequence task"
-            if "kind" in given:
-                what = f"unknown sequence task {kind!r}: {nearest(kind, known)}"
-            raise UserError(f"{what}; --task is one of {', '.join(known)}")
-        if kind == recorded.get("kind"):
-            given = recorded | given
-            self.lengths = self.lengths or [trained["length"]["max"]]
-        if self.vocab_size is not None:
-            given["vocab_size"] = self.vocab_size
-        if "vocab_size" not in given or self.lengths is None:
-            raise UserError(
-                f"{first.name} was not trained on {kind}: give --vocab-size and --lengths"
-            )
-        self._spec = TASKS.complete({"seed": self.seed, **given, "kind": kind})
-        task: Any = TASKS.build(self._spec, None)
-        self._task = task
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        spec, lengths = self._task(models[0])
+        task: Any = TASKS.build(spec, None)
+        widths = {length: task.width(length) for length in lengths}
+        plans = []
         for model in models:
             if model.model.vocab_size < task.vocab_size:
                 raise UserError(
-                    f"{kind} with vocab_size {task.n_tokens} needs a model with {task.vocab_size} "
-                    f"ids, and {model.name} has {model.model.vocab_size}: give the vocab_size that "
-                    "it was trained with"
+                    f"{spec['kind']} with vocab_size {task.n_tokens} needs a model with "
+                    f"{task.vocab_size} ids, and {model.name} has {model.model.vocab_size}: give "
+                    "the vocab_size that it was trained with"
                 )
-        n = min(task.n_held_out, MAX_SEQUENCES) if self.n is None else self.n
-        if n > task.n_held_out:
-            raise UserError(
-                f"there are {task.n_held_out} held-out sequences: give n of at most that, not {n}"
-            )
-        column = self._column("exact_match")
-        for model in models:
-            self._items[model.name] = [
-                Item({"length": length, "index": index}, (length, index))
-                for length in self.lengths
-                if self.reaches(model, task.width(length), column, length)
-                for index in range(n)
+            reached, reasons = within(model, widths, self._column("exact_match"))
+            items = [
+                Item({"task": spec, "length": length, "index": index}, (task, length, index))
+                for length in reached
+                for index in range(min(self.n, task.n_held_out))
             ]
+            plans.append(Plan(items, reasons))
+        return plans
 
-    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        return {"task": self._spec}
+    def _task(self, first: OpenCheckpoint) -> tuple[dict[str, Any], Sequence[int]]:
+        """Return the options of the task and the lengths, by default as in training."""
+        given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
+        trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
+        recorded = trained.get("task", {})
+        kind, lengths = given.get("kind", recorded.get("kind")), self.lengths
+        known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
+        if kind not in known:
+            hint = nearest(str(kind), known)
+            raise UserError(f"{kind!r} is not a task of random sequences: give --task, {hint}")
+        if kind == recorded.get("kind"):
+            given, lengths = recorded | given, lengths or [trained["length"]["max"]]
+        if self.vocab_size is not None:
+            given["vocab_size"] = self.vocab_size
+        if "vocab_size" not in given or lengths is None:
+            raise UserError(
+                f"{first.name} was not trained on {kind}: give --vocab-size and --lengths"
+            )
+        return TASKS.complete({"seed": self.seed, **given, "kind": kind}), lengths
 
     @torch.no_grad()
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        most = processes.batch_size(len(items) * processes.size(), self.batch_size)
-        for (length, _), same in groupby(items, lambda i: (i.spec[0], i.spec[1] // most)):
+        most = self.batch_size
+        for (length, _), same in groupby(items, lambda i: (i.spec[1], i.spec[2] // most)):
             part = list(same)
             # Sequences between them that are already measured are computed again.
-            first, last = part[0].spec[1], part[-1].spec[1]
-            batch = self._task.evaluation_batch(first, last + 1, length=length)
+            task, first, last = part[0].spec[0], part[0].spec[2], part[-1].spec[2]
+            batch = task.evaluation_batch(first, last + 1, length=length)
             state = model.model.init_state(last + 1 - first)
             tokens = batch.tokens.to(state.position.device)
             logits = model.model(tokens, state).logits
             refuse_nonfinite(logits, model.model, tokens, state)
-            scores = self._task.score(logits.argmax(-1).cpu(), batch)
+            scores = task.score(logits.argmax(-1).cpu(), batch)
             progress.advance(len(part), tokens.numel())
             yield [
-                (
-                    item,
-                    {name: float(values[item.spec[1] - first]) for name, values in scores.items()},
-                )
+                (item, {name: float(own[item.spec[2] - first]) for name, own in scores.items()})
                 for item in part
             ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
-        length, index = item.spec
+        task, length, index = item.spec
         for name, value in row.items():
             yield Sample(self._column(name), length, str(index), value)
-        if (condition := self._task.condition(index)) is not None:
+        if (condition := task.condition(index)) is not None:
             column = Column(condition, SCORE, ".3f", drawn=False)
             yield Sample(column, length, str(index), row["exact_match"])
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
+
+from pydantic import Field
 
 from longrnn.bundled import find
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Evaluation
+from longrnn.options import Options, Seed
 from longrnn.text import read_mapping
 
 SUITES = "eval/suites"
@@ -16,7 +19,6 @@ SUITES = "eval/suites"
 KINDS = {
     "answers": "answers.Answers",
     "cost": "cost.Cost",
-    "harness": "harness.evaluation.Harness",
     "memory": "memory.Memory",
     "passkey": "passkey.PasskeyRetrieval",
     "perplexity": "perplexity.Perplexity",
@@ -25,11 +27,11 @@ KINDS = {
 }
 
 
-class Suite(NamedTuple):
-    """The evaluations of a file, in its order."""
+class Suite(Options):
+    """The content of a file."""
 
-    name: str
-    evaluations: list[Evaluation]
+    evaluations: list[dict[str, Any]] = Field(min_length=1)
+    seed: Seed = 0
 
 
 def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
@@ -51,8 +53,8 @@ def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
         raise UserError(f"evaluation {options.get('name', name)!r}: {error}") from error
 
 
-def read_suite(name_or_path: str) -> Suite:
-    """Read a suite.
+def read_suite(name_or_path: str) -> list[Evaluation]:
+    """Return the evaluations of a suite, in its order.
 
     Args:
         name_or_path: name of a bundled suite such as `quick`, or a YAML file.
@@ -61,15 +63,9 @@ def read_suite(name_or_path: str) -> Suite:
         UserError: there is no such suite, or it is not a mapping of `evaluations` and `seed`.
     """
     path = find(name_or_path, SUITES)
-    remedy = "write evaluations: [{kind: passkey, …}]"
-    content = read_mapping(path, remedy, kind="suite")
-    for key in content.keys() - {"evaluations", "seed"}:
-        raise UserError(f"{path}: unknown key {key!r}: {remedy}")
-    specs = content.get("evaluations")
-    if not isinstance(specs, list) or not specs or not all(isinstance(s, dict) for s in specs):
-        raise UserError(f"{path} has no list of evaluations: {remedy}")
+    content = read_mapping(path, "write evaluations: [{kind: passkey, …}]", kind="suite")
     try:
-        evaluations = [build_evaluation({"seed": content.get("seed", 0)} | spec) for spec in specs]
+        suite = Suite(**content)
+        return [build_evaluation({"seed": suite.seed} | spec) for spec in suite.evaluations]
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    return Suite(path.stem, evaluations)

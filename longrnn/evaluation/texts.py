@@ -1,10 +1,10 @@
-"""Texts of evaluations: reading, tokenizing, and tokens of several models that end at one byte."""
+"""Texts of evaluations, and windows of them that end at the same bytes for all models."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from longrnn.errors import UserError
 from longrnn.hf.opened import refuse_unfit
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer, read_text
+from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +38,64 @@ class Document(NamedTuple):
     byte_ends: Tensor | None = None
 
 
+class Window(NamedTuple):
+    """Tokens of a text that are read from an empty state.
+
+    Attributes:
+        document: the text.
+        number: which window of it, the same for all models.
+        ends: index of the token at each position of the window, ascending. Positions count tokens
+            of the first model, from 0. The last token is only predicted.
+    """
+
+    document: Document
+    number: int
+    ends: dict[int, int]
+
+    @property
+    def name(self) -> str:
+        """Its name, the same for all models."""
+        return f"{self.document.sha256[:16]}/{self.number}"
+
+    @property
+    def edges(self) -> list[int]:
+        """The positions, counted in tokens of its own model."""
+        return [end - self.ends[0] for end in self.ends.values()]
+
+    def size(self, position: int) -> int:
+        """Return the tokens of its own model up to a position."""
+        return self.ends[position] - self.ends[0]
+
+    def bytes_between(self, start: int, stop: int) -> int:
+        """Return the bytes of the tokens between two positions."""
+        assert self.document.byte_ends is not None
+        first, last = self.document.byte_ends[[self.ends[start], self.ends[stop]]].tolist()
+        return last - first
+
+    def tokens(self) -> Tensor:
+        """Return the tokens, `(length + 1,)`."""
+        return self.document.tokens[self.ends[0] :][: self.edges[-1] + 1]
+
+
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
 ) -> list[Document]:
-    """Read text files, one document per file.
+    """Read text files, one document per file; warn of those the model was calibrated on.
 
     Raises:
-        UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
-            has more ids than the model.
+        UserError: a file is missing, empty or not text, or the tokenizer has more ids than the
+            model.
     """
     refuse_unfit(tokenizer, model)
-    documents: dict[str, Document] = {}
+    documents = []
     for path in paths:
         text, digest = read_text(path)
-        if digest in documents:
-            raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
-        documents[digest] = tokenised(path.name, digest, text, tokenizer)
-    return list(documents.values())
-
-
-def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Document:
-    """Tokenize a text."""
-    ends = tokenizer.byte_ends(text)
-    return Document(
-        name, sha256, _integers(tokenizer.encode(text)), None if ends is None else _integers(ends)
-    )
+        warn_if_calibrated_on(path.name, digest, model)
+        ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
+        documents.append(
+            Document(path.name, digest, ids, None if ends is None else _integers(ends))
+        )
+    return documents
 
 
 def newlines(tokenizer: Tokenizer, count: int) -> Document:
@@ -82,19 +116,11 @@ def newlines(tokenizer: Tokenizer, count: int) -> Document:
     return Document("newlines", hashlib.sha256(b"\n").hexdigest(), tokens, ends)
 
 
-def warn_if_calibrated_on(model: LanguageModel, names: Mapping[str, str]) -> None:
-    """Warn of every text that the model's mitigation was calibrated on.
-
-    Args:
-        model: any model.
-        names: names of texts by their SHA-256.
-    """
+def warn_if_calibrated_on(name: str, sha256: str, model: LanguageModel) -> None:
+    """Warn that the mitigation of a model was calibrated on a text."""
     parts = () if model.mitigation is None else model.mitigation.parts()
-    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
-    for digest in used & names.keys():
-        logger.warning(
-            f"the mitigation was calibrated on {names[digest]}: measure it on another text"
-        )
+    if any(one.calibration and sha256 in one.calibration.text_sha256 for one in parts):
+        logger.warning(f"the mitigation was calibrated on {name}: measure it on another text")
 
 
 def are_alike(documents: Sequence[Document]) -> bool:
@@ -102,11 +128,45 @@ def are_alike(documents: Sequence[Document]) -> bool:
     return all(torch.equal(one.tokens, documents[0].tokens) for one in documents)
 
 
+def cut_windows(
+    texts: Sequence[Document], positions: Sequence[int], most: int | None = None
+) -> list[list[Window]]:
+    """Return the windows of a text for each model.
+
+    Args:
+        texts: the text, tokenized for each model.
+        positions: of a window, in tokens of the first model, ascending. The last is its length.
+        most: at most this many windows, spread evenly; None for all.
+
+    Raises:
+        UserError: the text is too short, or see `shared_places`.
+    """
+    if are_alike(texts):  # tokenizers may still disagree on where a token inside a character ends
+        texts = [texts[0]] * len(texts)
+    longest, first = positions[-1], texts[0]
+    count = (len(first.tokens) - 1) // longest
+    if count < 1:
+        raise UserError(
+            f"{first.name} has {len(first.tokens):,} tokens and a window of "
+            f"{format_length(longest)} needs {longest + 1:,} (the last one is only predicted): "
+            "give a longer text or a smaller last length"
+        )
+    most = min(most or count, count)
+    numbers, here = [number * count // most for number in range(most)], [0, *positions]
+    places = sorted({number * longest + position for number in numbers for position in here})
+    found = []
+    for text, shared in zip(texts, shared_places(texts, places), strict=True):
+        index = dict(zip(places, shared, strict=True))
+        ends = ({at: index[number * longest + at] for at in here} for number in numbers)
+        found.append([Window(text, *one) for one in zip(numbers, ends, strict=True)])
+    return found
+
+
 def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:
     """Return tokens of several tokenizers that end at the same bytes of one text.
 
     Args:
-        texts: the text, tokenized for each model.
+        texts: the text, tokenized for each model, with the bytes of its tokens.
         places: indices of tokens of the first model, ascending.
 
     Returns:
@@ -115,17 +175,11 @@ def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list
         token. If all models have the same tokens, these are `places`.
 
     Raises:
-        UserError: the byte offsets of a tokenizer are not known, or there are too few common
-            borders.
+        UserError: there are too few common borders.
     """
     if are_alike(texts):
         return [list(places) for _ in texts]
     ends = [text.byte_ends for text in texts if text.byte_ends is not None]
-    if len(ends) < len(texts):
-        raise UserError(
-            f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
-            "and one of the tokenizers has no byte offsets: measure these models one by one"
-        )
     common = ends[0]
     for end in ends[1:]:
         common = common[torch.isin(common, end)]

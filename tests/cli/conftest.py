@@ -124,7 +124,7 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "words.yaml": "just words",
         "open.yaml": "a: [",
         "dollar.yaml": 'seed: "${a"',
-        "bad.yaml": "evaluations: [{kind: harness, tasks: [longrnn_passky]}]",
+        "bad.yaml": "evaluations: [{kind: paskey}]",
         "mine.yaml": "evaluations: [{kind: passkey, lengths: [180], depths: [0, 1], n: 2}]",
         "c.yaml": "seed: 0",
     }

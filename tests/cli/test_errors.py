@@ -42,7 +42,7 @@ def test_a_full_disk_while_evaluating(
     whole = (tmp_path / "out/rows.jsonl").read_bytes()
     assert whole.startswith(torn[: torn.rindex(b"\n") + 1])
     rows = [row["item"] for row in read_rows(tmp_path / "out/rows.jsonl")[0]]
-    assert sorted((row["depth"], row["index"]) for row in rows) == [
+    assert sorted((row["place"], row["index"]) for row in rows) == [
         (depth, index) for depth in (0, 0.25, 0.5, 0.75, 1) for index in range(8)
     ]
 

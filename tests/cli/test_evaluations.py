@@ -61,35 +61,6 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
         assert piece in result.out
 
 
-def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
-    cli: CLI, models: Path, tmp_path: Path
-) -> None:
-    """A suite that names lm-eval task files, which can run Python, needs --trust-task-code."""
-    pytest.importorskip("lm_eval")
-    folder, ran = tmp_path / "tasks", tmp_path / "ran"
-    folder.mkdir()
-    (folder / "code.py").write_text(
-        f"open({str(ran)!r}, 'w').close()\n\ndef text(doc):\n    return doc['text']\n"
-    )
-    (folder / "rows.jsonl").write_text('{"text": "one two three"}\n')
-    (folder / "mine.yaml").write_text(
-        "task: mine\ndataset_path: json\noutput_type: loglikelihood_rolling\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {folder / 'rows.jsonl'}}}}}\n"
-        'doc_to_text: ""\ndoc_to_target: !function code.text\n'
-        "metric_list: [{metric: bits_per_byte}]\n"
-    )
-    tasks = f"tasks: [mine], include_path: {folder}"
-    suite = tmp_path / "own.yaml"
-    suite.write_text(f"evaluations: [{{kind: harness, {tasks}}}]")
-    refused = cli("compare", models / "text", "--suite", suite)
-    assert refused.code == 2
-    assert "--trust-task-code" in refused.err
-    assert not ran.exists()
-    trusted = cli("compare", models / "text", "--suite", suite, "--trust-task-code")
-    assert "--trust-task-code" not in trusted.err
-    assert ran.exists()
-
-
 def test_default_folders_name_models_and_mitigations() -> None:
     """In characters that need no quotes, and not longer than a line."""
     specs = ["runs/A", "b+state_norm(threshold=3)"]

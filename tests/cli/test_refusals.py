@@ -31,7 +31,7 @@ CASES = """
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | 156 tokens
-    PASSKEY --depths 0 | --depths
+    PASSKEY --depths '' | --depths
     PASSKEY --depths 0.5,1.5 | --depths | 1.5
     PASSKEY --n 0 | --n
     PASSKEY --device cuda:99 | device 'cuda:99' cannot be used
@@ -39,11 +39,9 @@ CASES = """
     PASSKEY --output file/below | file | choose another folder
     PASSKEY TEXT+forgetmore | forget_more
     eval passkey TEXT --lengths 256 --insert-at 0,1M | tokens | length
-    eval passkey TEXT --lengths 256 --insert-at 0 --depths 5 | --depths
     eval passkey TEXT --lengths 256 --insert-at 0 --n-keys 2 | prompt
     eval passkey LLAMA --lengths 300 --n 1 | 256
     eval passkey LLAMA+state_norm(threshold=3) |
-    eval reverse RUN --n 17 | 16 | 17
     eval reverse RUN --vocab-size 9 | 10 ids
     eval reverse TEXT --lengths 4 | was not trained on reverse | --vocab-size and --lengths
     eval task TEXT | task | --task
@@ -56,7 +54,7 @@ CASES = """
     eval perplexity TEXT --newlines --stride 9 | --context
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
-    compare TEXT --suite bad.yaml | longrnn_passkey
+    compare TEXT --suite bad.yaml | 'paskey' | did you mean 'passkey'
     generate TEXT | give either --prompt or --prompt-file
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
     generate TEXT --prompt '' | no token
@@ -92,7 +90,6 @@ CASES = """
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
     CALIBRATE state_norm --output norm.json | norm.json
-    CALIBRATE state_norm --text filler.txt |
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama
@@ -126,10 +123,9 @@ CASES = """
     eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
     HARNESS --fewshot_num 1 | unrecognized
-    HARNESS --include_path no | --trust-task-code
+    HARNESS,longrnn_passky | longrnn_passky
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | 'n' | not 0
     data build --out new nothing | no file to train on in nothing
     data build --out new organisation/name/more | no file organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token

@@ -30,12 +30,9 @@ COMMANDS = {
     "sequences": [
         "eval", "task", "MODEL", "--task", "sort", "--vocab-size", "9", "--lengths", "4",
     ],
-    "harness, likelihood": [
-        "eval", "harness", "MODEL", "--tasks", "task.yaml", "--trust-task-code",
-    ],
+    "harness, likelihood": ["eval", "harness", "MODEL", "--tasks", "task.yaml"],
     "harness, generation": [
-        "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--metadata",
-        '{"max_seq_lengths": [256], "n": 1}',
+        "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--limit", "1",
     ],
     "memory": ["diagnose", "memory", "MODEL", "--text", "TEXT", "--positions", "64"],
     "states": [

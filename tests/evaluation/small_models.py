@@ -54,7 +54,7 @@ def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Any]:
 def rows(folder: Path) -> list[Row]:
     """Return the rows of a store, all of which must be whole."""
     found, damaged = read_rows(folder / "rows.jsonl")
-    assert damaged == {}
+    assert damaged == []
     return found
 
 

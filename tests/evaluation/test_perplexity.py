@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import Perplexity, by_bucket
+from longrnn.evaluation.perplexity import Perplexity
 from longrnn.evaluation.texts import read_documents, shared_places
-from longrnn.evaluation.windows import losses
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
 from longrnn.inference import trie
@@ -24,7 +23,7 @@ from longrnn.intervals import ratio
 from longrnn.models import LanguageModel, LMOutput, base
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import build_model, random_tokens
+from tests.contracts.builders import build_model
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
 from tests.refusals import naming
 from tests.texts import trained_bpe
@@ -48,20 +47,23 @@ def perplexity(folder: Path, **changes: Any) -> Perplexity:
 @pytest.mark.parametrize("mixer", list(MIXERS))
 @pytest.mark.parametrize("piece", [4096, 7])
 def test_against_all_logits_at_once(
-    mixer: str, piece: int, monkeypatch: pytest.MonkeyPatch
+    mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums between edges, which may differ by row, equal those from all logits at once."""
+    """Sums between powers of 2 and lengths equal those from all logits at once."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", piece)
-    model = build_model(mixer, position="sinusoidal")
-    tokens = random_tokens(2, 151, seed=1)
-    edges = torch.tensor([[0, 1, 64, 150], [0, 7, 100, 150]])
-    with torch.no_grad():
-        logits = model(tokens[:, :-1]).logits.double()
-    expected = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
-    found = losses(model, tokens, edges)
-    for row, nats, own in zip(found, expected, edges.tolist(), strict=True):
-        parts = [nats[a:b].sum() for a, b in pairwise(own)]
-        torch.testing.assert_close(row, torch.stack(parts), atol=1e-9, rtol=1e-9)
+    model = build_model(mixer, position="sinusoidal", vocab_size=256)
+    options: dict[str, Any] = {"lengths": [50, 150], "windows": None, "batch_size": 2}
+    one = OpenCheckpoint("one", model, ByteTokenizer())
+    outcome = measure(perplexity(tmp_path, **options), tmp_path / "r", one)
+    assert len(outcome.found["one"]) > 2
+    for item, row in outcome.found["one"][:5]:
+        tokens = item.spec.tokens()[None]
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits.double()
+        expected = F.cross_entropy(logits[0], tokens[0, 1:], reduction="none")
+        edges = [0, 16, 32, 50, 64, 128, 150]
+        parts = [float(expected[a:b].sum()) for a, b in pairwise(edges)]
+        assert row["nats"] == pytest.approx(parts, abs=1e-6)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), PairTokenizer()])
@@ -95,13 +97,13 @@ def test_models_with_different_tokenizers_score_the_same_bytes(other: Any, tmp_p
     sizes: dict[str, list[Any]] = {}
     for name, found in outcome.found.items():
         sizes[name] = [
-            [item.spec.sample(row["nats"], *cuts)[1] for cuts in pairwise(item.spec.cuts)]
-            for item, row in found
+            [int(item.spec.document.byte_ends[end]) for end in item.spec.ends.values()]
+            for item, _ in found
         ]
     assert sizes["bytes"] == sizes["pairs"]
     assert len(sizes["bytes"]) == 6
     for own in sizes["bytes"]:
-        assert own == pytest.approx([64, 192, 256], abs=2)
+        assert [b - a for a, b in pairwise(own)] == pytest.approx([64, 192, 256], abs=2)
     assert cells(outcome)[BITS, 512, "pairs"].difference is not None
 
 
@@ -123,23 +125,18 @@ def test_places_of_two_tokenizers(tmp_path: Path) -> None:
         ]
         assert ends[0] == ends[1] == sorted(set(ends[0]))
     assert shared_places([one, one], wanted) == [wanted, wanted]
-    with pytest.raises(UserError, match=naming("a.txt")):
-        shared_places([one, other._replace(byte_ends=None)], wanted)
     with pytest.raises(UserError, match="--lengths"):
         shared_places([one, other], list(range(9)))
 
 
 def test_a_model_with_a_maximum_length(tmp_path: Path) -> None:
-    """It has losses up to it; overlapping windows reach beyond, and their cost is shown."""
+    """It has losses up to it; overlapping windows reach beyond."""
     short = small_model("short", position=SHORT)
     found = cells(measure(perplexity(tmp_path), tmp_path / "r", short))
     assert found[BITS, 256, "short"].estimate is not None
     assert "300" in str(found[BITS, 512, "short"])
     evaluation = perplexity(tmp_path, context=200, stride=100)
-    outcome = measure(evaluation, tmp_path / "r", short)
-    further = cells(outcome)
-    # 512 tokens are read in windows of 200 four times and one of 112.
-    assert f"{912 / 512:.2f} tokens" in outcome.notes()[1]
+    further = cells(measure(evaluation, tmp_path / "r", short))
     assert further[BITS, 512, "short"].estimate is not None
     # The first 64 tokens are read from the empty state by both.
     assert further[BITS, 64, "short"].estimate == pytest.approx(found[BITS, 64, "short"].estimate)
@@ -196,7 +193,6 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     ("options", "names"),
     [
         ({"texts": ["none.txt"]}, ("none.txt",)),
-        ({"texts": ["a.txt", "copy.txt"]}, ("a.txt", "copy.txt")),
         ({"stride": 300, "context": 200}, ("300", "200")),
         ({"batch_size": 0}, ("batch_size",)),
     ],
@@ -207,47 +203,32 @@ def test_what_cannot_be_measured(
     """It is refused before anything is written."""
     monkeypatch.chdir(tmp_path)
     texts(tmp_path)
-    (tmp_path / "copy.txt").write_bytes((tmp_path / "a.txt").read_bytes())
     with pytest.raises(UserError, match=naming(*names)):
         measure(perplexity(tmp_path, **options), tmp_path / "r", small_model("one"))
     assert not (tmp_path / "r").exists()
 
 
-def test_newlines_and_buckets(tmp_path: Path) -> None:
-    """A text of newlines is one window; means between powers of 2 partition it."""
+def test_newlines(tmp_path: Path) -> None:
+    """A text of newlines is one window; the losses by position partition it."""
     outcome = measure(
         Perplexity(texts=[], newlines=True, lengths=[150]), tmp_path / "r", small_model("one")
     )
-    ((item, row),) = found = outcome.found["one"]
-    buckets = by_bucket(found)
-    assert [start for start, *_ in buckets] == [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    total = sum((stop - start) * value.mean for start, stop, value in buckets)
-    assert total == pytest.approx(sum(row["nats"]))
-    assert item.spec.length == 150
+    ((item, row),) = outcome.found["one"]
+    assert item.spec.edges == [0, 16, 32, 64, 128, 150]
+    bits = {at: cell.estimate.mean for (name, at, _), cell in cells(outcome).items() if at != 150}
+    total = 16 * bits[16] + 16 * bits[32] + 32 * bits[64] + 64 * bits[128]
+    assert total * math.log(2) == pytest.approx(sum(row["nats"][:4]))
+    each = math.exp(sum(row["nats"]) / 150)
+    assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
-def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
-    """A tokenizer without byte offsets gets a loss in nats per token, with Student's t."""
+def test_a_tokenizer_without_byte_offsets_is_refused(tmp_path: Path) -> None:
+    """Bits per byte are not known without the bytes of tokens."""
     one = small_model("one")
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:
             return None
 
-    outcome = measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))
-    assert {cell.metric.split(", ")[1] for cell in outcome.cells} == {
-        "nats per token", "nats per token from the start"
-    }  # fmt: skip
-
-
-def test_forgetting(tmp_path: Path) -> None:
-    """A note compares the loss beyond the training length with the loss at its end."""
-    one = small_model("one")
-    outcome = measure(perplexity(tmp_path, train_length=100), tmp_path / "r", one)
-    buckets = {start: value.mean for start, _, value in by_bucket(outcome.found["one"])}
-    worst = max(buckets[128], buckets[256])
-    (note,) = (note for note in outcome.notes() if "training length of 100" in note)
-    assert f"{worst:.3f} nats" in note
-    assert f"{worst / buckets[32]:.2f} ×" in note
-    known = measure(perplexity(tmp_path, train_length=512), tmp_path / "r", one).notes()
-    assert not any("training length" in note for note in known)
+    with pytest.raises(UserError, match="one.*fast tokenizer"):
+        measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))

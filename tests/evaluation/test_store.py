@@ -57,7 +57,7 @@ def test_every_flipped_bit_is_noticed(path: Path, caplog: pytest.LogCaptureFixtu
     path.write_bytes(whole.replace(b"71", b"72"))
     assert found(path) == [None, *ROWS[1:]]
     assert "line 1" in caplog.text
-    assert read_rows(path)[1] == {}, "the damaged line is gone"
+    assert read_rows(path)[1] == [], "the damaged line is gone"
 
 
 @pytest.mark.parametrize("cut", [1, 17, 150])

@@ -11,11 +11,14 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
-from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.data import Passkey
+from longrnn.data.prompts import read
+from longrnn.evaluation.passkey import PasskeyRetrieval, build
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.models import LanguageModel
+from longrnn.models import LanguageModel, generate
 from longrnn.text import ByteTokenizer
+from tests.evaluation.oracles import Oracle
 from tests.inference.test_scoring import speaking
 
 GRID: dict[str, Any] = {"lengths": [220, 333, 400], "depths": [0.0, 0.3, 1.0], "n": 3}
@@ -41,60 +44,49 @@ class Watched:
             self.asked += output.logits[:, -1].tolist()
 
 
-def subject(model: LanguageModel) -> OpenCheckpoint:
-    return OpenCheckpoint("model", model, ByteTokenizer())
-
-
-def measure(model: LanguageModel, output: Path, **options: Any) -> Outcome:
+def measure(model: Any, output: Path, **options: Any) -> Outcome:
     """The outcome of an evaluation on GRID, of which `options` change some."""
     given = GRID | options
     if "insert_at" in given:
         del given["depths"]
-    return run([subject(model)], [PasskeyRetrieval(**given)], output, quiet=True)[0]
+    subject = OpenCheckpoint("model", model, ByteTokenizer())
+    return run([subject], [PasskeyRetrieval(**given)], output, quiet=True)[0]
 
 
-def answers(model: LanguageModel, output: Path, **options: Any) -> list[tuple[Any, ...]]:
-    found = measure(model, output, **options).found["model"]
-    return [(*item.key.values(), row["key"], row["said"]) for item, row in found]
-
-
-def tokens_of(note: str) -> tuple[int, int]:
-    """The numbers of tokens, shared and prompt by prompt, in the note about them."""
-    shared, naive = re.findall(r"takes ([\d,]+)", note)
-    return int(shared.replace(",", "")), int(naive.replace(",", ""))
+def one_by_one(model: LanguageModel, output: Path, **options: Any) -> list[str]:
+    """The answers to the same prompts, each read by itself."""
+    tokenizer, said = ByteTokenizer(), []
+    found = measure(Oracle(), output, **options).found["model"]
+    for prompt in build(
+        Passkey(tokenizer, n_keys=options.get("n_keys", 1)), [q.spec for q, _ in found]
+    ):
+        ids = torch.cat([read(prompt.context), prompt.question])
+        answer = 6 - bool(options.get("n_keys"))
+        said.append(generate(model, ids[None], max_new_tokens=answer).tokens[0])
+    return [tokenizer.decode(ids).strip() for ids in said]
 
 
 @pytest.mark.parametrize("options", [{}, {"n_keys": 3}, {"batch_size": 2}, INSERTED], ids=str)
 @pytest.mark.parametrize("kind", [*sorted(MIXERS), "windowed"])
-def test_shared_answers_equal_naive_answers(
+def test_shared_answers_equal_separate_ones(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """For every cell, number of keys and batch size, and with keys at fixed positions.
+    """For every cell, number of keys and batch size; the note counts what is read both ways.
 
     Under a mitigation, rows of one batch may be at different phases of their windows.
     """
     model = speaking("mamba2" if kind == "windowed" else kind, 256)
     if kind == "windowed":
         model = Mitigated(model, mitigation("sliding_window(window=70)"))
-    naive = Watched(model)
-    expected = answers(model, tmp_path / "naive", naive=True, **options)
-    naive.handle.remove()
+    separate = Watched(model)
+    expected = one_by_one(model, tmp_path / "separate", **options)
+    separate.handle.remove()
     shared = Watched(model)
-    assert answers(model, tmp_path / "shared", **options) == expected
-    logits = [torch.tensor(sorted(watched.asked)) for watched in (naive, shared)]
+    outcome = measure(model, tmp_path / "shared", **options)
+    assert [row["said"] for _, row in outcome.found["model"]] == expected
+    logits = [torch.tensor(sorted(watched.asked)) for watched in (separate, shared)]
     assert logits[0].shape == (27, 256)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
-    assert shared.tokens < naive.tokens
-
-
-@pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])
-def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
-    """The note gives the number of tokens that a model reads, shared and prompt by prompt."""
-    computed: list[int] = []
-    notes: list[str] = []
-    for naive in (False, True):
-        model = speaking("rnn", 256)
-        watched = Watched(model)
-        notes += measure(model, tmp_path / str(naive), naive=naive, **grid).notes()
-        computed.append(watched.tokens)
-    assert list(map(tokens_of, notes)) == [tuple(computed)]
+    counts = re.findall(r"takes ([\d,]+)", outcome.notes()[0])
+    assert [int(one.replace(",", "")) for one in counts] == [shared.tokens, separate.tokens]
+    assert shared.tokens < separate.tokens

@@ -21,7 +21,7 @@ from typing import Any
 
 import lm_eval.models  # noqa: F401
 import torch
-from lm_eval.api.model import CacheHook, TemplateLM
+from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
 from lm_eval.models.utils import (
@@ -49,14 +49,11 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 8
 # lm-eval's default for tasks that do not set `max_gen_toks`.
 MAX_NEW_TOKENS = 256
-# Generation options that are supported, and values of others that have no effect.
+# Generation options that are supported, and those that have no effect here.
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
-# Key in a cache of answers under which the model and settings are recorded.
-FINGERPRINT = "longrnn fingerprint"
-
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type
 
@@ -69,9 +66,7 @@ class LongRNN(HFLM):
         tokenizer: a tokenizer or its name; by default that of the checkpoint.
         device: CUDA by default if it is available.
         batch_size: rows in one batch; `auto` for BATCH_SIZE.
-        max_batch_size: lm-eval gives it; it has no effect.
         max_length: in tokens; by default that of the model.
-        prefix_token_id: the token in front of a text; by default BOS, EOS or a newline.
         add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
         quiet: show no progress.
 
@@ -95,9 +90,7 @@ class LongRNN(HFLM):
         tokenizer: Any = None,
         device: str | None = None,
         batch_size: int | str = BATCH_SIZE,
-        max_batch_size: object = None,
         max_length: int | None = None,
-        prefix_token_id: int | None = None,
         add_bos_token: bool | None = None,
         quiet: bool = False,
     ) -> None:
@@ -124,7 +117,7 @@ class LongRNN(HFLM):
         if max_length is not None:
             refuse_long(self.model, max_length)
         self.max_length = max_length or self.model.max_length
-        self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
+        self.custom_prefix_token_id, self.add_bos_token = None, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
         self.quiet = quiet
         self.counts: Counter[str] = Counter()
@@ -133,7 +126,7 @@ class LongRNN(HFLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token in front of the first token of a text."""
+        """The token in front of a text: BOS, EOS or a newline."""
         found: int | None = super().prefix_token_id
         return self.tokenizer.encode(NEWLINE)[-1] if found is None else found
 
@@ -272,7 +265,7 @@ class LongRNN(HFLM):
         """Wait for all processes."""
         processes.wait()
 
-    # Records and cache
+    # Records
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
@@ -284,21 +277,6 @@ class LongRNN(HFLM):
             "tokens_computed": self.counts["computed"],
             "requests_truncated": self.counts["truncated"],
         }
-
-    def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Set the cache of answers; refuse one of another model or with other settings."""
-        cache: Any = cache_hook.dbdict
-        if cache is not None:
-            own = [self.model.fingerprint(), self.fingerprint, self.max_length]
-            own += [self.prefix_token_id, self.add_bos_token]
-            if len(cache) == 0:
-                cache[FINGERPRINT] = own
-            if cache.get(FINGERPRINT) != own:
-                raise UserError(
-                    f"{cache.filename} holds answers of another model or other settings: give "
-                    "another --use_cache"
-                )
-        super().set_cache_hook(cache_hook)
 
 
 register_model("longrnn")(LongRNN)
