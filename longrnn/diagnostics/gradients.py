@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,8 +30,6 @@ from longrnn.state import LMState, leaves, tree_map
 ROWS = 8
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
-# A gradient with a factor per token this near to 1 neither vanishes nor explodes.
-STEADY = 0.01
 Row = dict[str, Any]
 
 
@@ -47,9 +46,9 @@ def measure(
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
-        T − k from 1 to T; `factor`, by which it changes per token; `half_life` in tokens;
-        `verdict`; `radius` and `singular`, the mean spectral radius and the largest singular value
-        of the step Jacobian; `histograms` of log10 |∂loss_T/∂w| over the recurrent weights w by
+        T − k from 1 to T; `factor`, by which it changes per token; `half_life` in tokens; `radius`
+        and `singular`, the mean spectral radius and the largest singular value of the step
+        Jacobian; `histograms` of log10 |∂loss_T/∂w| over the recurrent weights w by
         length; and `loss` and `gradient`, the mean loss over all scored tokens and the norm of its
         gradient in all weights.
 
@@ -67,6 +66,7 @@ def measure(
             refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
     passes = [through_time(wide, *last_scored(batch)) for batch in batches]
     batch, norms = batches[-1], passes[-1][0]
+    factors = list(map(factor_per_token, norms))
     loss = F.cross_entropy(wide(batch.tokens).logits.transpose(1, 2), batch.targets)
     gradients = torch.autograd.grad(loss, list(wide.parameters()), materialize_grads=True)
     row = last_scored(batch)[0][:1]
@@ -78,7 +78,8 @@ def measure(
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
-            **decay(values),
+            "factor": factor,
+            "half_life": math.log(0.5) / math.log(factor) if factor and factor < 1 else None,
             "radius": sum(one.radius for one in jacobians) / len(jacobians),
             "singular": max(one.singular for one in jacobians),
             "histograms": {
@@ -87,7 +88,9 @@ def measure(
             },
             **whole,
         }
-        for layer, (values, jacobians) in enumerate(zip(norms, spectra(wide, row), strict=True))
+        for layer, (values, factor, jacobians) in enumerate(
+            zip(norms, factors, spectra(wide, row), strict=True)
+        )
     ]
 
 
@@ -116,7 +119,8 @@ def through_time(
         By layer: norms of the gradient of each row's loss in its states, `(b, T)` at distances 1 to
         T; and the gradient of the mean loss in the recurrent weights, flat.
     """
-    state, before, logits = tree_map(_real, model.init_state(len(tokens))), [], tokens
+    state, before, logits = model.init_state(len(tokens)), [], tokens
+    state = state._replace(layers=tree_map(Tensor.requires_grad_, state.layers))
     for token in tokens.split(1, dim=1):
         # A separate node, so that the gradient excludes the path through the layer above.
         layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)
@@ -136,8 +140,8 @@ def through_time(
     return norms, [gradient / len(tokens) for gradient in by_layer]
 
 
-def decay(values: Tensor) -> Row:
-    """Describes how norms change with the distance, from the slope of the far half of distances.
+def factor_per_token(values: Tensor) -> float | None:
+    """Returns the factor by which norms change per token, from the slope of the far half.
 
     Args:
         values: `(b, T)` norms at distances 1 to T. A row with a norm of 0 there has no slope.
@@ -145,24 +149,12 @@ def decay(values: Tensor) -> Row:
     far = values[:, values.shape[1] // 2 :].log()
     far = far[far.isfinite().all(1)]
     if far.shape[1] < 2 or not len(far):
-        return {"factor": None, "half_life": None, "verdict": "zero"}
-    x = torch.arange(far.shape[1]).to(far)
-    x -= x.mean()
-    slope = float((far @ x).mean() / x.square().sum())
-    factor = math.exp(min(slope, 700))
-    verdict = "vanishes" if factor < 1 else "explodes"
-    return {
-        "factor": factor,
-        "half_life": -math.log(2) / slope if slope < 0 else None,
-        "verdict": "steady" if abs(factor - 1) < STEADY else verdict,
-    }
+        return None
+    slopes = np.polyfit(range(far.shape[1]), far.T.cpu(), 1)[0]
+    return math.exp(min(slopes.mean(), 700))
 
 
 def histogram(gradient: Tensor) -> list[int]:
     """Returns counts of log10 |g| in BINS bins."""
     sizes = gradient.abs().log10().clamp(LOWEST, HIGHEST)
     return torch.histc(sizes, BINS, LOWEST, HIGHEST).long().tolist()
-
-
-def _real(leaf: Tensor) -> Tensor:
-    return leaf.requires_grad_() if leaf.is_floating_point() else leaf

@@ -7,24 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longrnn.diagnostics.curves import curves
-from longrnn.evaluation.figures import Line, lines, png
+from longrnn.diagnostics.curves import Panel, curves
 from longrnn.evaluation.report import Picture, write_page
-from longrnn.intervals import Estimate
 from longrnn.training.run import COUNTS, Run
 
 # The loss of an evaluation between the previous position and this one.
 BY_POSITION = re.compile(r"eval_loss_to_(\d+)")
-# Metrics that every run logs; further metrics of its task follow.
-CAPTIONS = {
-    "loss": "Mean loss of the steps since the previous row.",
-    "eval_loss": "Loss on the validation rows, over all their positions.",
-    "grad_norm": "Norm of the gradient before clipping, on a logarithmic scale.",
-    "learning_rate": "Learning rate of the step, before the factors of learning_rate_scale.",
-    "tokens_per_second": "Tokens per second of the logged step, over all processes.",
-    "mfu": "Model FLOPs utilisation of the logged step: share of the GPU's peak in bfloat16.",
-    "peak_memory_gib": "Peak memory of the tensors on the GPU in the logged step, in GiB.",
-}
+METRICS = (
+    "By step. The loss is the mean since the previous row, the eval loss that of the validation "
+    "rows; the norm of the gradient is that before clipping, the learning rate that before "
+    "learning_rate_scale; speed, mfu (share of the GPU's peak in bfloat16) and peak memory are "
+    "those of the logged step. Other metrics are scores of the task."
+)
+POSITIONS = (
+    "Validation loss by position at the first and the last evaluation; each point is the mean "
+    "since the one before."
+)
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -33,13 +31,20 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     Returns:
         The files, the report first.
     """
-    logged = {name for run in runs for row in run.rows for name in row}
-    names = [name for name in CAPTIONS if name in logged]
-    by_position = {name for name in logged if BY_POSITION.fullmatch(name)}
-    names += sorted(logged - CAPTIONS.keys() - set(COUNTS) - by_position)
-    pictures = [_picture(runs, name) for name in names]
-    if by_position:
-        pictures.append(_by_position(runs))
+    logged = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    panels = []
+    for name in logged:
+        if name not in COUNTS and not BY_POSITION.fullmatch(name):
+            drawn = {run.name: [row for row in run.rows if name in row] for run in runs}
+            points = {
+                run: ([row["step"] for row in rows], [row[name] for row in rows])
+                for run, rows in drawn.items()
+            }
+            panels.append(Panel(name.replace("_", " "), points, log=name == "grad_norm"))
+    pictures = [Picture("metrics", METRICS, curves(panels, across="step"))]
+    if drawn := _by_position(runs):
+        data = curves([Panel("nats per token", drawn)], across="tokens read")
+        pictures.append(Picture("eval_loss_by_position", POSITIONS, data))
     values = {"runs": runs, "summary": summary(runs), "differences": differences(runs)}
     return write_page("training.html", folder, pictures, values)
 
@@ -50,8 +55,7 @@ def summary(runs: Sequence[Run]) -> str:
     for run in runs:
         loss, steps = run.last("loss"), run.rows[-1]["step"]
         last = "no finite loss" if loss is None else f"loss {loss:.4g}"
-        of = run.settings.get("max_steps")
-        stands.append(f"{run.name}: {last} after {steps:,}{f' of {of:,}' if of else ''} steps")
+        stands.append(f"{run.name}: {last} after {steps:,} steps")
     return f"{'; '.join(stands)}."
 
 
@@ -62,33 +66,15 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     return [(key, values) for key, values in table if any(v != values[0] for v in values)]
 
 
-def _picture(runs: Sequence[Run], name: str) -> Picture:
-    drawn = {
-        run.name: [(row["step"], row[name]) for row in run.rows if name in row] for run in runs
-    }
-    rows = "validation rows" if name.startswith("eval_") else "training batches"
-    caption = CAPTIONS.get(name, f"A score of the task, on its {rows}.")
-    title = name.replace("_", " ")
-    return Picture(name, caption, curves(drawn, across="step", up=title, log=name == "grad_norm"))
-
-
-def _by_position(runs: Sequence[Run]) -> Picture:
-    """The validation loss by position, at the first and the last evaluation of each run."""
-    drawn = []
+def _by_position(runs: Sequence[Run]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return positions and losses of the first and the last evaluation of each run."""
+    drawn = {}
     for run in runs:
-        found = [(row["step"], _curve(row)) for row in run.rows if _curve(row)]
-        for step, curve in (found[0], found[-1]) if found else ():
-            values = [Estimate(loss, loss, loss, 1) for _, loss in curve]
-            drawn.append(Line(f"{run.name}, step {step:,}", [at for at, _ in curve], values))
-    caption = (
-        "Validation loss by position at the first and the last evaluation; each point is the mean "
-        "since the one before."
-    )
-    figure = lines(drawn, across="tokens read", up="nats per token")
-    return Picture("eval_loss_by_position", caption, png(figure))
-
-
-def _curve(row: dict[str, Any]) -> list[tuple[int, float]]:
-    """Position and loss of an evaluation; empty for another row."""
-    found = [(match, row[name]) for name in row if (match := BY_POSITION.fullmatch(name))]
-    return sorted((int(match[1]), value) for match, value in found)
+        found = [
+            (row["step"], {int(m[1]): row[name] for name in row if (m := BY_POSITION.match(name))})
+            for row in run.rows
+        ]
+        evaluations = [(step, curve) for step, curve in found if curve]
+        for step, curve in evaluations[:1] + evaluations[-1:]:
+            drawn[f"{run.name}, step {step:,}"] = [*curve], [*curve.values()]
+    return drawn

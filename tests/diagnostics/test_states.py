@@ -241,7 +241,7 @@ def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) ->
     write_report(found, tmp_path)
     open_alone(page, tmp_path / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
-    assert len(widths) == 2
+    assert len(widths) == 4
     assert min(widths) > 500
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.title() == "States of <b>made</b> & co"
