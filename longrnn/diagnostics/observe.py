@@ -76,12 +76,20 @@ def observe(
     Raises:
         UserError: a model without cells of longrnn.
     """
-    check_observable(model)
+    if not model.cells:
+        kind = getattr(model, "kind", type(model).__name__)
+        raise UserError(
+            f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
+            "Mamba-2 or Gated DeltaNet layers"
+        )
     targets = F.pad(tokens[:, 1:], (0, 1), value=UNSCORED)
     state, position = model.init_state(len(tokens)), 0
     device = state.position.device
     # Without decays nothing is observed, so that a plain cell can use its kernel.
-    with decay_sums(model.cells if _decays_are_defined(model) else []) as sums:
+    edits = [edit for edit in model.edits if edit is not None]
+    redefined = any((edit.limit, edit.window) != (None, None) for edit in edits)
+    gated = not redefined and all(cell.gated for cell in model.cells)
+    with decay_sums(model.cells if gated else []) as sums:
         before: Tensor | float = 0.0
         for stop in stops:
             piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
@@ -94,7 +102,7 @@ def observe(
             retention = gate = torch.full_like(norm, math.nan)
             if sums:
                 # Decays are `(b, h, 1)` by head or `(b, 1, d)` by unit.
-                total = torch.stack([one.total for one in sums if one.total is not None])
+                total = torch.stack([*sums.values()])
                 retention = total.exp().mean(-1)
                 gate = ((total - before) / (stop - position)).exp().mean(-1)
                 before = total
@@ -109,19 +117,3 @@ def observe(
                 wide.square().mean(-1).sqrt().cpu(),
             )
             position = stop
-
-
-def check_observable(model: LanguageModel) -> None:
-    """Raises a UserError if a model has no cells of longrnn."""
-    if not model.cells:
-        kind = getattr(model, "kind", type(model).__name__)
-        raise UserError(
-            f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
-            "Mamba-2 or Gated DeltaNet layers"
-        )
-
-
-def _decays_are_defined(model: LanguageModel) -> bool:
-    edits = [edit for edit in model.edits if edit is not None]
-    redefined = any((edit.limit, edit.window) != (None, None) for edit in edits)
-    return not redefined and all(cell.gated for cell in model.cells)

@@ -37,7 +37,7 @@ CASES = """
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
-    CALIBRATE scale_decay(steps=1,windows=1,seed=3) --target-length 300 | scale_decay.yaml
+    CALIBRATE scale_decay(steps=1,windows=1) --target-length 300 | scale_decay.yaml
     CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
     info LLAMA | llama | 256 tokens | 264 bytes | CHECKPOINT+beyond

@@ -85,7 +85,7 @@ CASES = """
     CALIBRATE statenorm | statenorm | 'state_norm'
     CALIBRATE sliding_window | power_decay
     CALIBRATE token_filter | --target-length
-    CALIBRATE state_norm --target-length 256 | 256
+    CALIBRATE token_filter --target-length 256 | 256
     CALIBRATE state_norm --train-length 3k | 2,184
     CALIBRATE scale_decay --target-length 4k | 4,097
     CALIBRATE state_norm(margin=0) | margin
