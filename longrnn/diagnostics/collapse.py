@@ -30,11 +30,10 @@ from longrnn.diagnostics.observe import Observation
 MARGIN = 0.5
 STATISTICS = ("mean", "deviation", "norm")
 CRITERION = (
-    "A head collapses where the mean, the standard deviation or the norm of its state lies, at "
-    "more than half of the observations beyond the training length of the same text, outside its "
-    "range inside the training length (the zero state at the start included). Outside means: "
-    f"deviation or norm above {1 + MARGIN:g} × the largest inside; mean farther than {MARGIN:g} × "
-    "the largest root mean square of the entries inside from the range of the mean."
+    "A head collapses if, at more than half of the positions beyond the training length of a text, "
+    f"the norm or the standard deviation of its state is above {1 + MARGIN:g} × the largest inside "
+    f"the training length, or the mean farther from its range there than {MARGIN:g} × the largest "
+    "root mean square."
 )
 
 

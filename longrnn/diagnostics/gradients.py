@@ -46,11 +46,9 @@ def measure(
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
-        T − k from 1 to T; `factor`, by which it changes per token; `half_life` in tokens; `radius`
-        and `singular`, the mean spectral radius and the largest singular value of the step
-        Jacobian; `histograms` of log10 |∂loss_T/∂w| over the recurrent weights w by
-        length; and `loss` and `gradient`, the mean loss over all scored tokens and the norm of its
-        gradient in all weights.
+        T − k from 1 to T; `factor`, by which it changes per token; `radius` and `singular`, the
+        mean spectral radius and the largest singular value of the step Jacobian; and `histograms`
+        of log10 |∂loss_T/∂w| over the recurrent weights w by length.
 
     Raises:
         UserError: the task cannot make such a length, or logits are not finite.
@@ -65,32 +63,20 @@ def measure(
         with torch.no_grad():
             refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
     passes = [through_time(wide, *last_scored(batch)) for batch in batches]
-    batch, norms = batches[-1], passes[-1][0]
-    factors = list(map(factor_per_token, norms))
-    loss = F.cross_entropy(wide(batch.tokens).logits.transpose(1, 2), batch.targets)
-    gradients = torch.autograd.grad(loss, list(wide.parameters()), materialize_grads=True)
-    row = last_scored(batch)[0][:1]
-    whole = {
-        "loss": float(loss.detach()),
-        "gradient": float(torch.cat([one.flatten() for one in gradients]).norm()),
-    }
+    jacobians = spectra(wide, last_scored(batches[-1])[0][:1])
     return [
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
-            "factor": factor,
-            "half_life": math.log(0.5) / math.log(factor) if factor and factor < 1 else None,
-            "radius": sum(one.radius for one in jacobians) / len(jacobians),
-            "singular": max(one.singular for one in jacobians),
+            "factor": factor_per_token(values),
+            "radius": sum(one.radius for one in own) / len(own),
+            "singular": max(one.singular for one in own),
             "histograms": {
                 length: histogram(weights[layer])
                 for length, (_, weights) in zip(lengths, passes, strict=True)
             },
-            **whole,
         }
-        for layer, (values, factor, jacobians) in enumerate(
-            zip(norms, factors, spectra(wide, row), strict=True)
-        )
+        for layer, (values, own) in enumerate(zip(passes[-1][0], jacobians, strict=True))
     ]
 
 

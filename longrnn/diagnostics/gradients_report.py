@@ -19,11 +19,8 @@ COLUMNS = {
     "model": "model",
     "layer": "layer",
     "factor": "factor per token",
-    "half_life": "halved every",
     "radius": "spectral radius",
     "singular": "singular value",
-    "loss": "loss",
-    "gradient": "its gradient",
 }
 NORMS = (
     "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "

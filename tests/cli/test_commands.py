@@ -33,7 +33,7 @@ CASES = """
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
     GRADIENTS RUN --lengths 4,8 | gradients through time | norms.png
     GRADIENTS TEXT --text book.txt --lengths 4 | gradients.jsonl | weights.png
-    report RUN | backwards: loss | after 4 steps. | metrics.png
+    report RUN | backwards: loss | after 4 steps | metrics.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml

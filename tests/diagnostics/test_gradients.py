@@ -115,17 +115,16 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert {len(row["norm"]) for row in rows} == {16}
     assert {tuple(row["histograms"]) for row in rows} == {(4, 8)}
-    assert all(row["gradient"] > 0 for row in rows)
-    assert all(row["factor"] < 1 and row["half_life"] > 0 for row in rows[:4])
+    assert all(row["factor"] < 1 for row in rows[:4])
     assert rows[4]["factor"] == rows[4]["radius"] == pytest.approx(1.5)
     assert rows[5]["factor"] == pytest.approx(1)
-    assert rows[4]["half_life"] is rows[6]["half_life"] is rows[6]["factor"] is None
+    assert rows[6]["factor"] is None
     about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "lengths": [4, 8]}
     files = write_report(about, rows, tmp_path)
     assert [file.name for file in files] == [
         "report.html", "norms.png", "weights.png", "gradients.jsonl",
     ]  # fmt: skip
-    assert "halved every" in files[0].read_text()
+    assert "factor per token" in files[0].read_text()
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -122,7 +122,7 @@ class Stopping:
 
 def test_cache(setting: Setting, tmp_path: Path) -> None:
     """Answers in a cache are not computed again."""
-    cache, task = str(tmp_path / "cache"), "tiny_rolling"
+    cache, task = str(tmp_path / "cache"), "tiny_choice"
     whole = evaluate(ours(setting, batch_size=1), setting.tasks, task)
     broken = ours(setting, batch_size=1)
     broken.model = Stopping(setting.model)
