@@ -14,15 +14,15 @@ from longrnn.cells.edit import Update
 
 
 @contextmanager
-def recurrences(cells: Sequence[Cell], see: Callable[[int, Any], None]) -> Iterator[None]:
-    """A context in which `see` gets the index of a cell and what its recurrence reads."""
+def watch(modules: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
+    """A context in which `see` gets the index of a module and its arguments at every call."""
 
     def hook(index: int, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        see(index, args[0])
+        see(index, *args)
 
     with ExitStack() as hooks:
-        for index, cell in enumerate(cells):
-            hooks.callback(cell.recurrence.register_forward_hook(partial(hook, index)).remove)
+        for index, module in enumerate(modules):
+            hooks.callback(module.register_forward_hook(partial(hook, index)).remove)
         yield
 
 
@@ -36,7 +36,7 @@ def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
     """
     sums: dict[int, Tensor] = {}
 
-    def add(index: int, seen: Any) -> None:
+    def add(index: int, seen: Any, *_: Any) -> None:
         if not isinstance(seen, Update):
             found = seen.log_decay.double().sum(1)[..., None]
         elif seen.keep is not None:
@@ -45,5 +45,5 @@ def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
             return
         sums[index] = sums.get(index, 0) + found
 
-    with recurrences(cells, add):
+    with watch([cell.recurrence for cell in cells], add):
         yield sums

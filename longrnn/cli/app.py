@@ -18,7 +18,6 @@ from longrnn.cli import (
     evaluate,
     finetune,
     generate,
-    gradients,
     harness,
     info,
     launch,
@@ -52,7 +51,7 @@ command(app, "compare")(evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
 command(_diagnose, "states")(diagnose.states)
 evaluate.enter(_diagnose, "memory")
-command(_diagnose, "gradients")(gradients.gradients)
+command(_diagnose, "gradients")(diagnose.gradients)
 command(app, "calibrate")(calibrate.calibrate)
 command(app, "generate")(generate.generate)
 command(app, "convert")(convert.convert)

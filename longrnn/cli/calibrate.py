@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, pick_device, results_folder
-from longrnn.errors import UserError
+from longrnn.cli.options import Output, lock_output, pick_device, results_folder
 from longrnn.options import Options, Tokens
 
 
@@ -41,7 +40,6 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
-    from longrnn.locks import Lock
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration as Record
     from longrnn.mitigations.spec import parse, write_calibration
@@ -50,11 +48,8 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     trained = calibration.train_length or required_training_length(checkpoint)
     path = output.output or results_folder("calibrate", [checkpoint]) / f"{parse(method)[0]}.yaml"
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(
-            f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
-            ".yaml"
-        )
-    Lock(path, instead="choose another --output").acquire()
+        path = Path(f"{path}.yaml")  # by which --mitigation knows a file
+    lock_output(path)
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(calibration.texts, tokenizer, model)

@@ -1,13 +1,26 @@
-"""`longrnn diagnose states`."""
+"""`longrnn diagnose states` and `longrnn diagnose gradients`."""
 
 from __future__ import annotations
 
-import typer
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from pydantic import BeforeValidator, Field
+
+from longrnn.bundled import names
+from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
+from longrnn.config import read_recorded
+from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts
-from longrnn.options import Tokens
+from longrnn.options import Lengths, Options, Tokens, listed
+
+if TYPE_CHECKING:
+    from longrnn.models import RecurrentLM
+    from longrnn.text import Tokenizer
 
 
 class States(Texts):
@@ -28,32 +41,108 @@ def states(model: Model, states: States, output: Output) -> None:
     from longrnn.diagnostics.states import diagnose
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import newlines, read_documents, warn_if_calibrated_on
-    from longrnn.hf.load import load
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
     from longrnn.hf.training_length import required_training_length
 
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
-    checkpoint = model.checkpoint
-    trained = states.train_length or required_training_length(checkpoint)
-    spec = "+".join(filter(None, (checkpoint, model.mitigation)))
-    diagnosed = load(spec, device=pick_device(model.device))
-    tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(states.texts, tokenizer, diagnosed)
-    warn_if_calibrated_on(diagnosed, {document.sha256: document.name for document in documents})
+    trained = states.train_length or required_training_length(model.checkpoint)
+    opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
+    documents = read_documents(states.texts, opened.tokenizer, opened.model)
+    warn_if_calibrated_on(opened.model, {one.sha256: one.name for one in documents})
     if states.newlines:
-        documents.append(newlines(tokenizer, states.length))
-    folder = output.output or results_folder("states", [checkpoint], model.mitigation)
+        documents.append(newlines(opened.tokenizer, states.length))
+    folder = output.output or results_folder("states", [model.checkpoint], model.mitigation)
     found = diagnose(
-        diagnosed,
+        opened.model,
         documents,
         states.length,
         train_length=trained,
         output=lock_output(folder),
-        checkpoint=checkpoint,
+        checkpoint=model.checkpoint,
         quiet=output.quiet,
     )
     report, *pictures = write_report(found, folder)
     typer.echo(f"{summary(found)}\n{found.about['criterion']}")
-    files = [folder / name for name in ("states.jsonl", "diagnosis.yaml")]
-    typer.echo("\n".join(map(str, [*files, *pictures, report])))
+    files = [folder / "states.jsonl", folder / "diagnosis.yaml", *pictures, report]
+    typer.echo("\n".join(map(str, files)))
+
+
+class Gradients(Options):
+    """Which gradients are measured."""
+
+    sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
+    """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
+    such as reverse_small) of models that are not trained yet."""
+    texts: list[Path] = Field([])
+    """A text file, for next-token prediction (default: the training task of the first model)."""
+    lengths: Lengths = Field([16, 32, 64])
+    """Lengths of the task; gradients by distance and Jacobians use the last one."""
+    init: Annotated[list[str], BeforeValidator(listed)] = Field([])
+    """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
+    """
+
+
+def gradients(gradients: Gradients, output: Output) -> None:
+    """Diagnose vanishing and exploding gradients, and the effect of initialisation.
+
+    Writes gradients.jsonl, pictures and report.html.
+
+    Example: longrnn diagnose gradients reverse_small --init default,orthogonal
+    """
+    from longrnn.data import TASKS
+    from longrnn.diagnostics.gradients import measure
+    from longrnn.diagnostics.gradients_report import COLUMNS, table, write_report
+    from longrnn.progress import Progress
+
+    sources = list(dict.fromkeys(gradients.sources))
+    models = [model for source in sources for model in _open(source, gradients.init)]
+    first, _, tokenizer, spec = models[0]
+    if gradients.texts:
+        spec = {"kind": "text", "data": list(map(str, gradients.texts))}
+    if spec is None:
+        raise UserError(f"the training task of {first} is not known: give --text")
+    task = TASKS.build(spec, tokenizer)
+    folder = lock_output(output.output or results_folder("gradients", sources))
+    rows = []
+    with Progress("gradients", len(models), unit="models", quiet=output.quiet) as progress:
+        for name, model, _, _ in models:
+            rows += [{"model": name, **row} for row in measure(model, task, gradients.lengths)]
+            progress.advance(1, 1, name)
+    about = {
+        "models": {name: model.fingerprint() for name, model, _, _ in models},
+        "task": str(spec),
+        "lengths": gradients.lengths,
+    }
+    report, *files = write_report(about, rows, folder)
+    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)
+    typer.echo("\n".join(map(str, [*files, report])))
+
+
+def _open(
+    source: str, inits: list[str]
+) -> Iterator[tuple[str, RecurrentLM, Tokenizer, dict[str, Any] | None]]:
+    """Yields the name, model, tokenizer and training task of a checkpoint.
+
+    Of a configuration, the untrained models, one per initialisation.
+    """
+    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.names import resolve
+    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.training.config import configured
+    from longrnn.training.distributed import build_accelerator
+    from longrnn.training.trainer import Trainer
+
+    if source in names("configs/train") or source.endswith((".yaml", ".yml")):
+        for init in inits or [""]:
+            config = configured(source, [f"model.mixer.init={init}"] if init else [])
+            trainer = Trainer(config, build_accelerator(config), quiet=True)
+            name = f"{Path(source).stem}, {init}" if init else source
+            yield name, trainer.model.under(None), trainer.tokenizer, config.task
+    elif inits:
+        raise UserError(f"{source} is trained already: give --init with configurations alone")
+    else:
+        model, folder = load_recurrent(source), resolve(source)
+        # A checkpoint inside the folder of a run has its configuration one folder higher.
+        recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
+        yield source, model, load_tokenizer(source), recorded.get("task")

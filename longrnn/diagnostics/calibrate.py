@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from scipy.optimize import minimize
 from torch import Tensor
 
-from longrnn.cells.observe import recurrences
+from longrnn.cells.observe import watch
 from longrnn.diagnostics.observe import GLOBAL, observe
 from longrnn.diagnostics.per_head import keyed_prompts, search
 from longrnn.errors import UserError
@@ -29,8 +29,8 @@ from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
 from longrnn.models import LanguageModel
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
-from longrnn.options import Count
+from longrnn.models.finite import refuse_nonfinite
+from longrnn.options import Count, Share
 from longrnn.progress import Progress
 from longrnn.registry import Registry
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -39,8 +39,6 @@ from longrnn.units import format_length
 # Tokens between two observations.
 EVERY = 16
 Members = list[dict[str, Any]]
-Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Inside(NamedTuple):
@@ -58,16 +56,7 @@ class Inside(NamedTuple):
     dt: list[Tensor]
 
     def thresholds(self, margin: float = 1.0) -> list[list[float]]:
-        """Returns the largest norms times a margin, to six digits.
-
-        Raises:
-            UserError: a state is zero.
-        """
-        if not bool((self.norms > 0).all()):
-            layer = int((self.norms <= 0).any(1).nonzero()[0])
-            raise UserError(
-                f"a head of layer {layer} has a state of zeros on this text: give more text"
-            )
+        """Returns the largest norms times a margin, to six digits."""
         return [[float(f"{margin * norm:.6g}") for norm in own] for own in self.norms.tolist()]
 
     def step_quantiles(self, share: float) -> list[list[float]]:
@@ -129,17 +118,15 @@ class Job(NamedTuple):
         """
         tokens = self.windows(self.train_length, most)
         stops = [*range(EVERY, self.train_length, EVERY), self.train_length]
-        cells = [cell for cell in self.model.cells if cell.scans]
-        steps: list[list[Tensor]] = [[] for _ in cells]
+        recurrences = [cell.recurrence for cell in self.model.cells if cell.scans]
+        steps: list[list[Tensor]] = [[] for _ in recurrences]
 
-        def keep(index: int, seen: Any) -> None:
+        def keep(index: int, seen: Any, *_: Any) -> None:
             steps[index].append(seen.gain.double())  # which is dt without a mitigation
 
-        progress = Progress("calibration", tokens.numel(), unit="tokens", quiet=self.quiet)
-        with recurrences(cells, keep), progress:
-            seen = list(observe(self.model, tokens, stops, progress=progress))
-        if not all(bool(one.loss.isfinite().all()) for one in seen):
-            explain_nonfinite(self.model, tokens)
+        with watch(recurrences, keep):
+            how = {"trained": self.train_length, "quiet": self.quiet}
+            seen = list(observe(self.model, tokens, stops, **how))
         return Inside(
             torch.stack([one.norm for one in seen]).amax((0, 2)),
             seen[-1].retention.log().mean(1).exp().nan_to_num(1.0),
@@ -147,15 +134,9 @@ class Job(NamedTuple):
         )
 
 
-class Method(Protocol):
-    """A dataclass whose fields are the settings of the method."""
-
-    def run(self, job: Job) -> Members:
-        """Returns mappings with `kind` and options, of which `mitigation` makes one mitigation."""
-        ...
-
-
-METHODS: Registry[Method] = Registry("method of calibration")
+# Dataclasses whose fields are their settings, and whose `run(job)` returns mappings with `kind` and
+# options, of which `mitigation` makes one mitigation.
+METHODS: Registry[Any] = Registry("method of calibration")
 
 
 def calibrate(
@@ -206,7 +187,7 @@ class StateNorm:
     """The threshold is the largest norm of each head's state, times the margin."""
 
     windows: Count = 32
-    margin: Margin = 1.0
+    margin: PositiveFloat = 1.0
 
     def run(self, job: Job) -> Members:
         return [

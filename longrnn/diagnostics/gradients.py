@@ -69,8 +69,8 @@ def measure(
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
             "factor": factor_per_token(values),
-            "radius": sum(one.radius for one in own) / len(own),
-            "singular": max(one.singular for one in own),
+            "radius": sum(radius for radius, _ in own) / len(own),
+            "singular": max(singular for _, singular in own),
             "histograms": {
                 length: histogram(weights[layer])
                 for length, (_, weights) in zip(lengths, passes, strict=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.functional import jvp, vjp
 
 from longrnn.cells import Cell, Edit
+from longrnn.cells.observe import watch
 from longrnn.models import LanguageModel
 from longrnn.state import PyTree, leaves, unflatten
 
@@ -23,13 +22,6 @@ from longrnn.state import PyTree, leaves, unflatten
 DENSE, TOLERANCE = 1024, 1e-8
 # Tokens of a sequence at which spectra are taken, evenly spaced.
 READINGS = 16
-
-
-class Spectrum(NamedTuple):
-    """The largest modulus of an eigenvalue (NaN if ARPACK found none), and singular value."""
-
-    radius: float
-    singular: float
 
 
 def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
@@ -69,13 +61,13 @@ def flatten(state: PyTree) -> Tensor:
     return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
 
 
-def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> Spectrum:
-    """Returns the spectral radius and the largest singular value of a Jacobian."""
+def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, float]:
+    """Returns the spectral radius (NaN if ARPACK found none) and the largest singular value."""
     size = operator.shape[0]
     if size <= dense:
         matrix = operator.rmatmat(np.eye(size))
         largest = np.linalg.svd(matrix, compute_uv=False)[0]
-        return Spectrum(float(np.abs(np.linalg.eigvals(matrix)).max()), float(largest))
+        return float(np.abs(np.linalg.eigvals(matrix)).max()), float(largest)
     start = np.random.default_rng(0).standard_normal(size)
     options: dict[str, Any] = {"k": 1, "tol": TOLERANCE, "v0": start}
     try:
@@ -83,30 +75,27 @@ def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> Spectrum:
     except ArpackNoConvergence as error:
         found = error.eigenvalues
     singular: Any = svds(operator, return_singular_vectors=False, **options)
-    return Spectrum(float(max(np.abs(found), default=math.nan)), float(singular[0]))
+    return float(max(np.abs(found), default=math.nan)), float(singular[0])
 
 
-def spectra(model: LanguageModel, tokens: Tensor) -> list[list[Spectrum]]:
+def spectra(model: LanguageModel, tokens: Tensor) -> list[list[tuple[float, float]]]:
     """Returns spectra of the step Jacobian along one sequence, by layer.
 
     Args:
         model: in float64, see `jacobian`.
         tokens: `(1, T)`.
     """
-    seen: list[list[Sequence[Any]]] = [[] for _ in model.cells]
-    with ExitStack() as hooks, torch.no_grad():
-        for cell, kept in zip(model.cells, seen, strict=True):
-            hook = cell.register_forward_pre_hook(partial(_keep, kept))
-            hooks.callback(hook.remove)
+    seen: list[list[tuple[Tensor, PyTree]]] = [[] for _ in model.cells]
+
+    def keep(index: int, x: Tensor, state: PyTree, *_: Any) -> None:
+        seen[index].append((x, state))
+
+    with watch(model.cells, keep), torch.no_grad():
         state = None
         for token in tokens.split(1, dim=1):
             state = model(token, state, keep=0).state
     places = np.unique(np.linspace(0, tokens.shape[1] - 1, READINGS).round().astype(int))
     return [
-        [spectrum(jacobian(cell, *calls[place][:2])) for place in places]
+        [spectrum(jacobian(cell, *calls[place])) for place in places]
         for cell, calls in zip(model.cells, seen, strict=True)
     ]
-
-
-def _keep(kept: list[Sequence[Any]], module: nn.Module, args: tuple[Any, ...]) -> None:
-    kept.append(args)

@@ -18,6 +18,7 @@ from longrnn.cells.observe import decay_sums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel
+from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 
 # A head is global if it retains more than this share of its state over the training length
@@ -63,7 +64,8 @@ def observe(
     tokens: Tensor,
     stops: Sequence[int],
     *,
-    progress: Progress | None = None,
+    trained: int = 0,
+    quiet: bool = True,
 ) -> Iterator[Observation]:
     """Reads texts and yields an observation at each of the given positions.
 
@@ -71,10 +73,11 @@ def observe(
         model: with or without a mitigation.
         tokens: `(b, t)`.
         stops: positions, ascending, from 1 to t.
-        progress: counts the tokens.
+        trained: the training length; up to it, logits must be finite.
+        quiet: show no progress.
 
     Raises:
-        UserError: a model without cells of longrnn.
+        UserError: a model without cells of longrnn, or logits that are not finite.
     """
     if not model.cells:
         kind = getattr(model, "kind", type(model).__name__)
@@ -89,13 +92,16 @@ def observe(
     edits = [edit for edit in model.edits if edit is not None]
     redefined = any((edit.limit, edit.window) != (None, None) for edit in edits)
     gated = not redefined and all(cell.gated for cell in model.cells)
-    with decay_sums(model.cells if gated else []) as sums:
+    progress = Progress("states", tokens.numel(), unit="tokens", quiet=quiet)
+    with decay_sums(model.cells if gated else []) as sums, progress:
         before: Tensor | float = 0.0
         for stop in stops:
             piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
             losses, state = model.token_losses(piece, target, state)
-            if progress is not None:
-                progress.advance(piece.numel(), piece.numel())
+            progress.advance(piece.numel(), piece.numel())
+            # Beyond the training length a state that overflows is a finding.
+            if stop <= trained and not bool(losses.isfinite().all()):
+                explain_nonfinite(model, tokens[:, :stop])
             wide = torch.stack(model.memories(state)).double()
             entries = wide.flatten(3)
             norm = entries.norm(dim=-1)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from longrnn.diagnostics.collapse import MARGIN
 from longrnn.diagnostics.curves import Panel, curves
 from longrnn.diagnostics.observe import GLOBAL
-from longrnn.diagnostics.states import Diagnosis
+from longrnn.diagnostics.states import MARGIN, Diagnosis
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.units import format_length
 

@@ -91,7 +91,6 @@ CASES = """
     CALIBRATE state_norm(margin=0) | margin
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
-    CALIBRATE state_norm --output norm.json | norm.json
     CALIBRATE state_norm --text filler.txt |
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama

@@ -142,16 +142,6 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
             assert found == pytest.approx([margin * norm for norm in norms], rel=1e-5)
 
 
-def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
-    """A head whose state is zero on the text raises a UserError."""
-    model = build("gru")
-    with torch.no_grad():
-        for parameter in model.cells[1].parameters():
-            parameter.zero_()
-    with pytest.raises(UserError, match="layer 1"):
-        calibrate(model, documents, "state_norm", train_length=LENGTH, quiet=True)
-
-
 @pytest.mark.parametrize("quantile", [1.0, 0.6, None])
 def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
     """The global heads are filtered, below the quantile of their step sizes."""

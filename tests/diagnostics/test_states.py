@@ -15,9 +15,8 @@ import yaml
 from torch import Tensor, nn
 
 from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
-from longrnn.diagnostics.collapse import Finding, find
 from longrnn.diagnostics.observe import Observation, observe
-from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.diagnostics.states import Diagnosis, Finding, diagnose, find
 from longrnn.diagnostics.states_report import write_report
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
