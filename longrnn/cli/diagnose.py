@@ -16,7 +16,7 @@ from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts
-from longrnn.options import Lengths, Options, Tokens, listed
+from longrnn.options import Options, Tokens, listed
 
 if TYPE_CHECKING:
     from longrnn.models import RecurrentLM
@@ -76,8 +76,8 @@ class Gradients(Options):
     such as reverse_small) of models that are not trained yet."""
     texts: list[Path] = Field([])
     """A text file, for next-token prediction (default: the training task of the first model)."""
-    lengths: Lengths = Field([16, 32, 64])
-    """Lengths of the task; gradients by distance and Jacobians use the last one."""
+    length: Tokens = 64
+    """Length of the sequences of the task."""
     init: Annotated[list[str], BeforeValidator(listed)] = Field([])
     """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
     """
@@ -107,12 +107,12 @@ def gradients(gradients: Gradients, output: Output) -> None:
     rows = []
     with Progress("gradients", len(models), unit="models", quiet=output.quiet) as progress:
         for name, model, _, _ in models:
-            rows += [{"model": name, **row} for row in measure(model, task, gradients.lengths)]
+            rows += [{"model": name, **row} for row in measure(model, task, gradients.length)]
             progress.advance(1, 1, name)
     about = {
         "models": {name: model.fingerprint() for name, model, _, _ in models},
         "task": str(spec),
-        "lengths": gradients.lengths,
+        "length": gradients.length,
     }
     report, *files = write_report(about, rows, folder)
     print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,57 +25,52 @@ from longrnn.models import RecurrentLM
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.state import LMState, leaves, tree_map
 
-# Sequences of each length.
+# Number of sequences.
 ROWS = 8
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
 Row = dict[str, Any]
 
 
-def measure(
-    model: RecurrentLM, task: Task, lengths: Sequence[int], *, rows: int = ROWS
-) -> list[Row]:
+def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) -> list[Row]:
     """Measures the gradients of a model on a task.
 
     Args:
         model: whose cells have recurrent weights.
         task: the source of sequences.
-        lengths: lengths of the task; all but the histograms are measured at the last one.
-        rows: sequences of each length.
+        length: of the task.
+        rows: number of sequences.
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
         T − k from 1 to T; `factor`, by which it changes per token; `radius` and `singular`, the
-        mean spectral radius and the largest singular value of the step Jacobian; and `histograms`
-        of log10 |∂loss_T/∂w| over the recurrent weights w by length.
+        mean spectral radius and the largest singular value of the step Jacobian; and `histogram` of
+        log10 |∂loss_T/∂w| over the recurrent weights w.
 
     Raises:
         UserError: the task cannot make such a length, or logits are not finite.
     """
+    batch = task.sample(rows, length=length).to(next(model.parameters()).device)
+    with torch.no_grad():
+        refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
     wide = copy.deepcopy(model).double().eval()
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
-    device = next(model.parameters()).device
-    batches = [task.sample(rows, length=length).to(device) for length in lengths]
-    for batch in batches:
-        with torch.no_grad():
-            refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
-    passes = [through_time(wide, *last_scored(batch)) for batch in batches]
-    jacobians = spectra(wide, last_scored(batches[-1])[0][:1])
+    tokens, targets = last_scored(batch)
+    norms, weights = through_time(wide, tokens, targets)
     return [
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
             "factor": factor_per_token(values),
-            "radius": sum(radius for radius, _ in own) / len(own),
-            "singular": max(singular for _, singular in own),
-            "histograms": {
-                length: histogram(weights[layer])
-                for length, (_, weights) in zip(lengths, passes, strict=True)
-            },
+            "radius": sum(radius for radius, _ in jacobians) / len(jacobians),
+            "singular": max(singular for _, singular in jacobians),
+            "histogram": histogram(gradient),
         }
-        for layer, (values, own) in enumerate(zip(passes[-1][0], jacobians, strict=True))
+        for layer, (values, gradient, jacobians) in enumerate(
+            zip(norms, weights, spectra(wide, tokens[:1]), strict=True)
+        )
     ]
 
 

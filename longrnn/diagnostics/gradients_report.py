@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_json
 
 from longrnn.diagnostics.curves import Panel, curves
@@ -27,8 +26,8 @@ NORMS = (
     "sequences. A straight line is a constant factor per token; a falling one vanishes."
 )
 WEIGHTS = (
-    "Entries of the gradient of the recurrent weights of all layers, of the loss at the last "
-    "token, by their size, for each sequence length."
+    "Entries of the gradient of the recurrent weights, of the loss at the last token, by their "
+    "size."
 )
 
 
@@ -36,7 +35,7 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) ->
     """Writes `gradients.jsonl`, the pictures and `report.html`.
 
     Args:
-        about: models (fingerprints by name), `task` and `lengths`, the first line of the record.
+        about: models (fingerprints by name), `task` and `length`, the first line of the record.
         rows: of `measure`, each with its `model`.
         folder: created if it does not exist.
 
@@ -46,23 +45,14 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) ->
     record = folder / "gradients.jsonl"
     lines = [to_json(line, inf_nan_mode="null").decode() for line in (about, *rows)]
     write_atomic(record, "".join(f"{line}\n" for line in lines))
-    norms = {
-        f"{row['model']}, layer {row['layer']}": (range(1, len(row["norm"]) + 1), row["norm"])
-        for row in rows
-    }
+    layers = {f"{row['model']}, layer {row['layer']}": row for row in rows}
+    norms = {name: (range(1, len(row["norm"]) + 1), row["norm"]) for name, row in layers.items()}
     width = (HIGHEST - LOWEST) / BINS
-    sizes = [LOWEST + width * (k + 0.5) for k in range(BINS)]
-    panels = []
-    for model in about["models"]:
-        own = [row["histograms"] for row in rows if row["model"] == model]
-        counts = {length: np.sum([one[length] for one in own], axis=0) for length in own[0]}
-        shares = {f"length {n}": (sizes, (c / c.sum()).tolist()) for n, c in counts.items()}
-        panels.append(Panel(f"{model}\nshare of entries", shares))
-    by_distance = Panel("norm of ∂loss_T/∂h_k", norms, log=True)
-    pictures = [
-        Picture("norms", NORMS, curves([by_distance], across="distance T − k (tokens)")),
-        Picture("weights", WEIGHTS, curves(panels, across="log₁₀ |gradient|")),
-    ]
+    sizes = [LOWEST + width * (place + 0.5) for place in range(BINS)]
+    weights = {name: (sizes, row["histogram"]) for name, row in layers.items()}
+    by_distance = curves([Panel("norm of ∂loss_T/∂h_k", norms, log=True)], across="distance T − k")
+    by_size = curves([Panel("number of entries", weights)], across="log₁₀ |gradient|")
+    pictures = [Picture("norms", NORMS, by_distance), Picture("weights", WEIGHTS, by_size)]
     values = {"about": about, "columns": COLUMNS, "rows": table(rows)}
     return [*write_page("gradients.html", folder, pictures, values), record]
 

@@ -31,8 +31,8 @@ CASES = """
     compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
     STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | states_2.png
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
-    GRADIENTS RUN --lengths 4,8 | gradients through time | norms.png
-    GRADIENTS TEXT --text book.txt --lengths 4 | gradients.jsonl | weights.png
+    GRADIENTS RUN --length 8 | gradients through time | norms.png
+    GRADIENTS TEXT --text book.txt --length 4 | gradients.jsonl | weights.png
     report RUN | backwards: loss | after 4 steps | metrics.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml

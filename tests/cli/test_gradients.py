@@ -13,7 +13,7 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.cli.conftest import CLI
 from tests.training.runs import tiny, write_config
 
-SMALL = ["--lengths", "4,8", "--quiet"]
+SMALL = ["--length", "8", "--quiet"]
 
 
 def head_of(folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ PLACES = {
     "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT, *QUIET],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
-    "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT, *QUIET],
+    "diagnose gradients": ["{run}", "--length", "4", *OUTPUT, *QUIET],
     "report": ["{run}", *OUTPUT],
     "train": ["{config}", "output_dir=out", *QUIET],
 }

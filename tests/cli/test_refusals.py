@@ -12,7 +12,7 @@ from tests.cli.conftest import CLI, Shelf, quietly, refused, table
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
 STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
-GRADIENTS = "diagnose gradients RUN --lengths 4,8"
+GRADIENTS = "diagnose gradients RUN --length 8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
 # A command, and what its error must contain.
@@ -74,7 +74,7 @@ CASES = """
     diagnose states TEXT --length 600 --newlines | length | --train-length
     diagnose states LLAMA --newlines --train-length 9 | llama
     GRADIENTS --text none.txt | none.txt
-    GRADIENTS --lengths 1 |
+    GRADIENTS --length 1 |
     GRADIENTS --init orthogonal |
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
