@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
@@ -16,7 +16,7 @@ from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts
-from longrnn.options import Options, Tokens, listed
+from longrnn.options import Options, Tokens
 
 if TYPE_CHECKING:
     from longrnn.models import RecurrentLM
@@ -73,14 +73,12 @@ class Gradients(Options):
 
     sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
     """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
-    such as reverse_small) of models that are not trained yet."""
+    such as reverse_small) of models that are not trained yet; with overrides, in quotes, such as
+    'reverse_small model.mixer.init=orthogonal'."""
     texts: list[Path] = Field([])
     """A text file, for next-token prediction (default: the training task of the first model)."""
     length: Tokens = 64
     """Length of the sequences of the task."""
-    init: Annotated[list[str], BeforeValidator(listed)] = Field([])
-    """Initialisations of the cells to compare, such as default,orthogonal; only for configurations.
-    """
 
 
 def gradients(gradients: Gradients, output: Output) -> None:
@@ -88,7 +86,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
 
     Writes gradients.jsonl, pictures and report.html.
 
-    Example: longrnn diagnose gradients reverse_small --init default,orthogonal
+    Example: longrnn diagnose gradients reverse_small 'reverse_small model.mixer.init=orthogonal'
     """
     from longrnn.data import TASKS
     from longrnn.diagnostics.gradients import measure
@@ -96,7 +94,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     from longrnn.progress import Progress
 
     sources = list(dict.fromkeys(gradients.sources))
-    models = [model for source in sources for model in _open(source, gradients.init)]
+    models = [(source, *_open(source)) for source in sources]
     first, _, tokenizer, spec = models[0]
     if gradients.texts:
         spec = {"kind": "text", "data": list(map(str, gradients.texts))}
@@ -119,13 +117,8 @@ def gradients(gradients: Gradients, output: Output) -> None:
     typer.echo("\n".join(map(str, [*files, report])))
 
 
-def _open(
-    source: str, inits: list[str]
-) -> Iterator[tuple[str, RecurrentLM, Tokenizer, dict[str, Any] | None]]:
-    """Yields the name, model, tokenizer and training task of a checkpoint.
-
-    Of a configuration, the untrained models, one per initialisation.
-    """
+def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
+    """Returns the model, the tokenizer and the training task of a checkpoint or configuration."""
     from longrnn.hf.load import load_recurrent
     from longrnn.hf.names import resolve
     from longrnn.hf.tokenizer import load_tokenizer
@@ -133,16 +126,12 @@ def _open(
     from longrnn.training.distributed import build_accelerator
     from longrnn.training.trainer import Trainer
 
-    if source in names("configs/train") or source.endswith((".yaml", ".yml")):
-        for init in inits or [""]:
-            config = configured(source, [f"model.mixer.init={init}"] if init else [])
-            trainer = Trainer(config, build_accelerator(config), quiet=True)
-            name = f"{Path(source).stem}, {init}" if init else source
-            yield name, trainer.model.under(None), trainer.tokenizer, config.task
-    elif inits:
-        raise UserError(f"{source} is trained already: give --init with configurations alone")
-    else:
-        model, folder = load_recurrent(source), resolve(source)
-        # A checkpoint inside the folder of a run has its configuration one folder higher.
-        recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
-        yield source, model, load_tokenizer(source), recorded.get("task")
+    name, *overrides = [source] if Path(source).exists() else shlex.split(source)
+    if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
+        config = configured(name, overrides)
+        trainer = Trainer(config, build_accelerator(config), quiet=True)
+        return trainer.model.under(None), trainer.tokenizer, config.task
+    model, folder = load_recurrent(source), resolve(source)
+    # A checkpoint inside the folder of a run has its configuration one folder higher.
+    recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
+    return model, load_tokenizer(source), recorded.get("task")

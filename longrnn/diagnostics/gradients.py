@@ -19,14 +19,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import ScanningCell
+from longrnn.cells.observe import watch
 from longrnn.data import Batch, Task
-from longrnn.diagnostics.jacobian import spectra
+from longrnn.diagnostics.jacobian import jacobian, spectrum
 from longrnn.models import RecurrentLM
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.state import LMState, leaves, tree_map
+from longrnn.state import LMState, PyTree, leaves, tree_map
 
 # Number of sequences.
 ROWS = 8
+# Tokens of the first sequence at which spectra are taken, evenly spaced.
+READINGS = 16
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
 Row = dict[str, Any]
@@ -58,19 +61,28 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) ->
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
     tokens, targets = last_scored(batch)
-    norms, weights = through_time(wide, tokens, targets)
+    calls: list[list[tuple[Tensor, PyTree]]] = [[] for _ in wide.cells]
+
+    def keep(layer: int, x: Tensor, state: PyTree, *_: Any) -> None:
+        calls[layer].append((x[:1], tree_map(lambda leaf: leaf[:1], state)))
+
+    with watch(wide.cells, keep):
+        norms, weights = through_time(wide, tokens, targets)
+    places = np.unique(np.linspace(0, len(calls[0]) - 1, READINGS).round().astype(int))
+    spectra = [
+        [spectrum(jacobian(cell, *own[place])) for place in places]
+        for cell, own in zip(wide.cells, calls, strict=True)
+    ]
     return [
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
             "factor": factor_per_token(values),
-            "radius": sum(radius for radius, _ in jacobians) / len(jacobians),
-            "singular": max(singular for _, singular in jacobians),
+            "radius": sum(radius for radius, _ in own) / len(own),
+            "singular": max(singular for _, singular in own),
             "histogram": histogram(gradient),
         }
-        for layer, (values, gradient, jacobians) in enumerate(
-            zip(norms, weights, spectra(wide, tokens[:1]), strict=True)
-        )
+        for layer, (values, gradient, own) in enumerate(zip(norms, weights, spectra, strict=True))
     ]
 
 

@@ -13,15 +13,11 @@ from torch import Tensor
 from torch.autograd.functional import jvp, vjp
 
 from longrnn.cells import Cell, Edit
-from longrnn.cells.observe import watch
-from longrnn.models import LanguageModel
 from longrnn.state import PyTree, leaves, unflatten
 
 # Matrices of at most so many rows are computed explicitly; of larger ones ARPACK (scipy) finds the
 # largest eigenvalue and singular value from products with vectors, to this relative tolerance.
 DENSE, TOLERANCE = 1024, 1e-8
-# Tokens of a sequence at which spectra are taken, evenly spaced.
-READINGS = 16
 
 
 def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
@@ -76,26 +72,3 @@ def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, fl
         found = error.eigenvalues
     singular: Any = svds(operator, return_singular_vectors=False, **options)
     return float(max(np.abs(found), default=math.nan)), float(singular[0])
-
-
-def spectra(model: LanguageModel, tokens: Tensor) -> list[list[tuple[float, float]]]:
-    """Returns spectra of the step Jacobian along one sequence, by layer.
-
-    Args:
-        model: in float64, see `jacobian`.
-        tokens: `(1, T)`.
-    """
-    seen: list[list[tuple[Tensor, PyTree]]] = [[] for _ in model.cells]
-
-    def keep(index: int, x: Tensor, state: PyTree, *_: Any) -> None:
-        seen[index].append((x, state))
-
-    with watch(model.cells, keep), torch.no_grad():
-        state = None
-        for token in tokens.split(1, dim=1):
-            state = model(token, state, keep=0).state
-    places = np.unique(np.linspace(0, tokens.shape[1] - 1, READINGS).round().astype(int))
-    return [
-        [spectrum(jacobian(cell, *calls[place])) for place in places]
-        for cell, calls in zip(model.cells, seen, strict=True)
-    ]

@@ -75,13 +75,12 @@ CASES = """
     diagnose states LLAMA --newlines --train-length 9 | llama
     GRADIENTS --text none.txt | none.txt
     GRADIENTS --length 1 |
-    GRADIENTS --init orthogonal |
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
     diagnose gradients TEXT | --text
-    diagnose gradients mamba.yaml --init ortogonal | orthogonal
-    diagnose gradients mamba.yaml --init orthogonal | mamba2 | long_memory
-    diagnose gradients on.yaml --init default | model
+    diagnose gradients 'mamba.yaml model.mixer.init=ortogonal' | orthogonal
+    diagnose gradients 'mamba.yaml model.mixer.init=orthogonal' | mamba2 | long_memory
+    diagnose gradients 'on.yaml model.mixer.init=default' | model
     CALIBRATE statenorm | statenorm | 'state_norm'
     CALIBRATE sliding_window | power_decay
     CALIBRATE token_filter | --target-length

@@ -114,9 +114,8 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
         ("rnn", 0), ("rnn", 1), ("mamba2", 0), ("mamba2", 1),
     ]  # fmt: skip
     assert {len(row["norm"]) for row in rows} == {16}
-    weights = [
-        models["rnn"].cells[0].get_parameter(n) for n in models["rnn"].cells[0].recurrent_weights
-    ]
+    first = models["rnn"].cells[0]
+    weights = [first.get_parameter(name) for name in first.recurrent_weights]
     assert sum(rows[0]["histogram"]) == sum(map(Tensor.numel, weights))
     assert all(row["factor"] < 1 for row in rows[:4])
     assert rows[4]["factor"] == rows[4]["radius"] == pytest.approx(1.5)
