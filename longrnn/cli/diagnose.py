@@ -53,19 +53,17 @@ def states(model: Model, states: States, output: Output) -> None:
     if states.newlines:
         documents.append(newlines(opened.tokenizer, states.length))
     folder = output.output or results_folder("states", [model.checkpoint], model.mitigation)
+    lock_output(folder)
     found = diagnose(
         opened.model,
         documents,
         states.length,
         train_length=trained,
-        output=lock_output(folder),
         checkpoint=model.checkpoint,
         quiet=output.quiet,
     )
-    report, *pictures = write_report(found, folder)
-    typer.echo(f"{summary(found)}\n{found.about['criterion']}")
-    files = [folder / "states.jsonl", folder / "diagnosis.yaml", *pictures, report]
-    typer.echo("\n".join(map(str, files)))
+    written = write_report(found, folder)
+    typer.echo("\n".join([summary(found), found.about["criterion"], *map(str, written)]))
 
 
 class Gradients(Options):

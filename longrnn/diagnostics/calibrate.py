@@ -55,10 +55,6 @@ class Inside(NamedTuple):
     retention: Tensor
     dt: list[Tensor]
 
-    def thresholds(self, margin: float = 1.0) -> list[list[float]]:
-        """Returns the largest norms times a margin, to six digits."""
-        return [[float(f"{margin * norm:.6g}") for norm in own] for own in self.norms.tolist()]
-
     def step_quantiles(self, share: float) -> list[list[float]]:
         """Returns the step of each head that at least this share of the steps do not exceed."""
         # Head by head: `quantile` accepts at most 16 million numbers. Rounded up, so that the step
@@ -126,10 +122,10 @@ class Job(NamedTuple):
 
         with watch(recurrences, keep):
             how = {"trained": self.train_length, "quiet": self.quiet}
-            seen = list(observe(self.model, tokens, stops, **how))
+            seen = observe(self.model, tokens, stops, **how)
         return Inside(
-            torch.stack([one.norm for one in seen]).amax((0, 2)),
-            seen[-1].retention.log().mean(1).exp().nan_to_num(1.0),
+            seen.norm.amax((0, 2)),
+            seen.retention[-1].log().mean(1).exp().nan_to_num(1.0),
             [torch.cat(own, 1).flatten(0, 1) for own in steps],
         )
 
@@ -190,9 +186,8 @@ class StateNorm:
     margin: PositiveFloat = 1.0
 
     def run(self, job: Job) -> Members:
-        return [
-            {"kind": "state_norm", "threshold": job.inside(self.windows).thresholds(self.margin)}
-        ]
+        norms = self.margin * job.inside(self.windows).norms
+        return [{"kind": "state_norm", "threshold": norms.tolist()}]
 
 
 @METHODS.register("token_filter")
@@ -279,7 +274,7 @@ class PerHead:
         options: dict[str, dict[str, Any]] = {
             "none": {},
             "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
-            "state_norm": {"threshold": found.thresholds()},
+            "state_norm": {"threshold": found.norms.tolist()},
             "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
             "sliding_window": {"window": trained},
         }

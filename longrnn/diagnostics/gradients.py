@@ -73,6 +73,7 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) ->
         [spectrum(jacobian(cell, *own[place])) for place in places]
         for cell, own in zip(wide.cells, calls, strict=True)
     ]
+    sizes = [one.abs().log10().clamp(LOWEST, HIGHEST) for one in weights]
     return [
         {
             "layer": layer,
@@ -80,9 +81,9 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) ->
             "factor": factor_per_token(values),
             "radius": sum(radius for radius, _ in own) / len(own),
             "singular": max(singular for _, singular in own),
-            "histogram": histogram(gradient),
+            "histogram": torch.histc(entries, BINS, LOWEST, HIGHEST).long().tolist(),
         }
-        for layer, (values, gradient, own) in enumerate(zip(norms, weights, spectra, strict=True))
+        for layer, (values, entries, own) in enumerate(zip(norms, sizes, spectra, strict=True))
     ]
 
 
@@ -144,9 +145,3 @@ def factor_per_token(values: Tensor) -> float | None:
         return None
     slopes = np.polyfit(range(far.shape[1]), far.T.cpu(), 1)[0]
     return math.exp(min(slopes.mean(), 700))
-
-
-def histogram(gradient: Tensor) -> list[int]:
-    """Returns counts of log10 |g| in BINS bins."""
-    sizes = gradient.abs().log10().clamp(LOWEST, HIGHEST)
-    return torch.histc(sizes, BINS, LOWEST, HIGHEST).long().tolist()

@@ -7,7 +7,7 @@ kept per token: states at these positions, and sums over the tokens between them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from longrnn.progress import Progress
 GLOBAL = 0.05
 
 
-class Observation(NamedTuple):
-    """All layers at one position: `(layers, b, h)` float64 on the CPU where nothing else is said.
+class Observations(NamedTuple):
+    """All layers at n positions: `(n, layers, b, h)` float64 on the CPU unless stated otherwise.
 
     The state of a head is its p · n entries in Mamba-2; RNN, GRU and LSTM count as one head, whose
     state is the vector that recurs (c of an LSTM, h otherwise). Retention and gate are NaN where
@@ -35,8 +35,8 @@ class Observation(NamedTuple):
     redefines the recurrence.
 
     Attributes:
-        position: number of tokens read.
-        loss: `(b,)`, mean in nats of the predictions after the tokens since the last observation;
+        position: `(n,)`, number of tokens read.
+        loss: `(n, b)`, mean in nats of the predictions after the tokens since the last observation;
             0 if there are none.
         mean: of the entries.
         deviation: standard deviation of the entries.
@@ -44,11 +44,11 @@ class Observation(NamedTuple):
         retention: what is left of the state before the first token, exp(Σ log decay); in an LSTM
             and a GRU the mean over units of the products of their gates.
         gate: geometric mean of the decay per token since the last observation.
-        channels: `(layers, b, h, p)`, root mean square of the entries of each channel: a row of the
-            p × n state of Mamba-2, a unit of RNN, GRU and LSTM.
+        channels: `(n, layers, b, h, p)`, root mean square of the entries of each channel: a row of
+            the p × n state of Mamba-2, a unit of RNN, GRU and LSTM.
     """
 
-    position: int
+    position: Tensor
     loss: Tensor
     mean: Tensor
     deviation: Tensor
@@ -66,8 +66,8 @@ def observe(
     *,
     trained: int = 0,
     quiet: bool = True,
-) -> Iterator[Observation]:
-    """Reads texts and yields an observation at each of the given positions.
+) -> Observations:
+    """Reads texts and observes the states at the given positions.
 
     Args:
         model: with or without a mitigation.
@@ -92,6 +92,7 @@ def observe(
     edits = [edit for edit in model.edits if edit is not None]
     redefined = any((edit.limit, edit.window) != (None, None) for edit in edits)
     gated = not redefined and all(cell.gated for cell in model.cells)
+    seen = []
     progress = Progress("states", tokens.numel(), unit="tokens", quiet=quiet)
     with decay_sums(model.cells if gated else []) as sums, progress:
         before: Tensor | float = 0.0
@@ -112,14 +113,9 @@ def observe(
                 retention = total.exp().mean(-1)
                 gate = ((total - before) / (stop - position)).exp().mean(-1)
                 before = total
-            yield Observation(
-                stop,
-                (losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)).cpu(),
-                entries.mean(-1).cpu(),
-                entries.var(dim=-1, correction=0).sqrt().cpu(),
-                norm.cpu(),
-                retention.cpu(),
-                gate.cpu(),
-                wide.square().mean(-1).sqrt().cpu(),
-            )
+            loss = losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)
+            deviation, channels = entries.std(-1, correction=0), wide.square().mean(-1).sqrt()
+            mean, at = entries.mean(-1), torch.tensor(stop)
+            seen.append((at, loss, mean, deviation, norm, retention, gate, channels))
             position = stop
+    return Observations(*(torch.stack(values).cpu() for values in zip(*seen, strict=True)))

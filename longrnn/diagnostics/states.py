@@ -24,19 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic_core import to_json
-from torch import Tensor
 
-from longrnn.diagnostics.observe import GLOBAL, Observation, observe
+from longrnn.diagnostics.observe import GLOBAL, Observations, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
-from longrnn.files import write_atomic
 from longrnn.models import LanguageModel
-from longrnn.text import yaml_text
 from longrnn.units import format_length
 
 # Tokens between observations, of which there are about MOST in a long text.
@@ -83,7 +78,7 @@ class Diagnosis(NamedTuple):
     """
 
     about: dict[str, Any]
-    seen: list[Observation]
+    seen: Observations
     findings: list[Finding]
 
     def collapsing(self) -> list[tuple[int, int]]:
@@ -95,10 +90,6 @@ class Diagnosis(NamedTuple):
         """(layer, head) of the heads that are global on any text."""
         return sorted({(one.layer, one.head) for one in self.findings if one.retention > GLOBAL})
 
-    def values(self, name: str) -> Tensor:
-        """A field of the observations, `(positions, …)`."""
-        return torch.stack([getattr(one, name) for one in self.seen])
-
 
 def diagnose(
     model: LanguageModel,
@@ -106,7 +97,6 @@ def diagnose(
     length: int,
     *,
     train_length: int,
-    output: Path,
     checkpoint: str = "",
     quiet: bool = False,
 ) -> Diagnosis:
@@ -117,8 +107,6 @@ def diagnose(
         documents: texts.
         length: number of tokens of each text to read.
         train_length: training length in tokens.
-        output: a folder; `states.jsonl` (one row per position, with lists by layer, text and head)
-            and `diagnosis.yaml` are written there at the end.
         checkpoint: name of the checkpoint, for the record.
         quiet: show no progress.
 
@@ -141,7 +129,7 @@ def diagnose(
     every = max(EVERY, length // MOST)
     dense = range(0, train_length, min(every, max(1, train_length // INSIDE)))
     stops = sorted({*dense[1:], *range(every, length, every), train_length, length})
-    seen = list(observe(model, tokens, stops, trained=train_length, quiet=quiet))
+    seen = observe(model, tokens, stops, trained=train_length, quiet=quiet)
     about: dict[str, Any] = {
         "checkpoint": checkpoint,
         "fingerprint": model.fingerprint(),
@@ -151,32 +139,19 @@ def diagnose(
         "criterion": CRITERION,
         "texts": [{"name": one.name, "sha256": one.sha256} for one in documents],
     }
-    found = Diagnosis(about, seen, find(seen, train_length))
-    heads = {"collapsing": sorted(found.collapsing()), "global": found.global_heads()}
-    content = about | {name: [list(pair) for pair in pairs] for name, pairs in heads.items()}
-    text = yaml_text(content, default_flow_style=None, width=100, allow_unicode=True)
-    write_atomic(output / "states.jsonl", "".join(map(_line, seen)))
-    write_atomic(output / "diagnosis.yaml", text)
-    return found
+    return Diagnosis(about, seen, find(seen, train_length))
 
 
-def _line(seen: Observation) -> str:
-    """An observation as JSON; values that are not finite are null."""
-    values = {name: value for name, value in seen._asdict().items() if name != "channels"}
-    lists = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
-    return f"{to_json(lists, inf_nan_mode='null').decode()}\n"
-
-
-def find(seen: Sequence[Observation], train_length: int) -> list[Finding]:
+def find(seen: Observations, train_length: int) -> list[Finding]:
     """Returns one finding per layer, head and text.
 
     Args:
-        seen: by ascending position, some beyond the training length.
+        seen: at ascending positions, some beyond the training length.
         train_length: in tokens.
     """
-    at = torch.tensor([one.position for one in seen])
+    at = seen.position
     inside = at <= train_length
-    values = torch.stack([torch.stack([getattr(o, name) for name in STATISTICS]) for o in seen])
+    values = torch.stack([getattr(seen, name) for name in STATISTICS], 1)
     # A text starts from the zero state, so every range includes zero.
     low = values[inside].amin(0).clamp(max=0)
     high = values[inside].amax(0).clamp(min=0)
@@ -186,7 +161,7 @@ def find(seen: Sequence[Observation], train_length: int) -> list[Finding]:
     outside = ~((beyond >= low - reach) & (beyond <= high + reach))  # NaN counts as outside
     left = outside.double().mean(0) > 0.5
     onset = torch.where(outside, at[~inside].view(-1, 1, 1, 1, 1), at[-1] + 1).amin(0)
-    retention = seen[int(inside.sum()) - 1].retention
+    retention = seen.retention[inside][-1]
     found = []
     for layer, head, text in product(*(range(values.shape[axis]) for axis in (2, 4, 3))):
         place = layer, text, head
@@ -198,7 +173,7 @@ def find(seen: Sequence[Observation], train_length: int) -> list[Finding]:
                 text,
                 left=tuple(s for s, o in zip(STATISTICS, out.tolist(), strict=True) if o),
                 onset=int(onset[:, *place][out].min()) if out.any() else None,
-                growth=float((seen[-1].norm[place] / high[2][place]).nan_to_num(math.inf)),
+                growth=float((seen.norm[-1][place] / high[2][place]).nan_to_num(math.inf)),
                 retention=float(retention[place]),
             )
         )

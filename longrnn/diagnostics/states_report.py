@@ -6,33 +6,51 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import torch
+from pydantic_core import to_json
+from torch import Tensor
 
 from longrnn.diagnostics.curves import Panel, curves
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.diagnostics.states import MARGIN, Diagnosis
 from longrnn.evaluation.report import Picture, write_page
+from longrnn.files import write_atomic
+from longrnn.text import yaml_text
 from longrnn.units import format_length
 
 # Maximum number of heads with a name in a sentence and in a picture.
 NAMED = 6
 STATES = (
-    "{}, by tokens read: the loss; the norm and the mean of each head's state relative to its size "
-    "inside the training length; and the share of the initial state that is left. Above the dashed "
-    "lines a norm is outside its range, and a head is global at the training length. Coloured: "
-    "heads that grow most. The loss can stay while a head collapses, because later layers may use "
-    "little of its output. The share is not defined in an Elman cell, nor under a mitigation that "
-    "redefines the recurrence."
+    "{}, by tokens read: the loss; the norm of each head's state relative to the largest inside "
+    "the training length (above the dashed line it is outside its range); and the share of the "
+    "initial state that is left, where it is defined (above the dashed line at the training length "
+    "a head is global). Coloured: the heads that grow most."
 )
 CHANNELS = (
-    "Root mean square of each channel of the state on {}, in the heads that grow most, or else in "
-    "the one with the largest state. Outlier channels stand far above the others at the end (arXiv "
-    "2410.07145). A channel is a row of the state of Mamba-2, or a unit of RNN, GRU and LSTM."
+    "Root mean square of each channel (row) of the state on {}, in the heads that grow most, or "
+    "else in the first. Outlier channels stand far above the others at the end (arXiv 2410.07145)."
 )
 
 
 def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
-    """Writes the pictures and `report.html`, and returns the files, the report first."""
+    """Writes the observations, the diagnosis, the pictures and the page.
+
+    Args:
+        diagnosis: what was found.
+        folder: gets `states.jsonl` (one row per position, with lists by layer, text and head),
+            `diagnosis.yaml` and `report.html`.
+
+    Returns:
+        The files, the report last.
+    """
+    states, record = folder / "states.jsonl", folder / "diagnosis.yaml"
+    named = {name: one.tolist() for name, one in diagnosis.seen._asdict().items()}
+    del named["channels"]
+    rows = [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
+    lines = [to_json(row, inf_nan_mode="null").decode() for row in rows]
+    write_atomic(states, "".join(f"{line}\n" for line in lines))
+    heads = {"collapsing": sorted(diagnosis.collapsing()), "global": diagnosis.global_heads()}
+    content = diagnosis.about | {k: [list(pair) for pair in pairs] for k, pairs in heads.items()}
+    write_atomic(record, yaml_text(content, default_flow_style=None, width=100, allow_unicode=True))
     values = {
         "about": diagnosis.about,
         "summary": summary(diagnosis),
@@ -40,12 +58,13 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         "findings": sorted(diagnosis.findings, key=lambda one: (not one.left, -one.growth)),
         "length": format_length,
     }
-    return write_page("states.html", folder, list(_pictures(diagnosis)), values)
+    report, *pictures = write_page("states.html", folder, list(_pictures(diagnosis)), values)
+    return [states, record, *pictures, report]
 
 
 def summary(diagnosis: Diagnosis) -> str:
     """Names the heads that collapse and those that are global, in two sentences."""
-    layers, _, heads = diagnosis.seen[0].norm.shape
+    _, layers, _, heads = diagnosis.seen.norm.shape
     found = {
         "collapse beyond the training length": diagnosis.collapsing(),
         f"keep more than {GLOBAL:.0%} of a state over it": diagnosis.global_heads(),
@@ -63,34 +82,30 @@ def _name(pair: tuple[int, int]) -> str:
 
 def _pictures(diagnosis: Diagnosis) -> Iterator[Picture]:
     """Draws each text by position, and the channels of the heads that grow most."""
-    at, trained = [one.position for one in diagnosis.seen], diagnosis.about["train_length"]
+    seen, trained = diagnosis.seen, diagnosis.about["train_length"]
     texts = [text["name"] for text in diagnosis.about["texts"]]
-    inside = torch.tensor(at) <= trained
-    norm, mean, deviation = map(diagnosis.values, ("norm", "mean", "deviation"))
-    sizes = (mean.square() + deviation.square()).sqrt()
-    drawn = {
-        "norm of the state /\nlargest inside": norm / norm[inside].amax(0),
-        "mean / largest\nr.m.s. inside": mean / sizes[inside].amax(0),
-        "share of the\ninitial state left": diagnosis.values("retention"),
-    }
-    levels = (1 + MARGIN, None, GLOBAL)
+    at, norm = seen.position.tolist(), seen.norm
+    growth = norm / norm[seen.position <= trained].amax(0)
     worst = diagnosis.collapsing()[:NAMED]
     heads = list(product(range(norm.shape[1]), range(norm.shape[3])))
     names = {head: _name(head) if head in worst else f"_{_name(head)}" for head in heads}
+
+    def by_head(values: Tensor) -> dict[str, tuple[list[float], list[float]]]:
+        return {name: (at, values[:, i, k].tolist()) for (i, k), name in names.items()}
+
     for text, title in enumerate(texts):
-        loss = diagnosis.values("loss")[:, text].tolist()
-        panels = [Panel("loss\n(nats per token)", {"_loss": (at, loss)})]
-        for (up, values), level in zip(drawn.items(), levels, strict=True):
-            if not values.isnan().all():
-                own = {name: (at, values[:, i, text, k].tolist()) for (i, k), name in names.items()}
-                panels.append(Panel(up, own, up.startswith("norm"), level))
+        growing, kept = by_head(growth[:, :, text]), by_head(seen.retention[:, :, text])
+        panels = [
+            Panel("loss\n(nats per token)", {"_loss": (at, seen.loss[:, text].tolist())}),
+            Panel("norm of the state /\nlargest inside", growing, log=True, level=1 + MARGIN),
+            Panel("share of the\ninitial state left", kept, level=GLOBAL),
+        ]
         data = curves(panels, across="tokens read (dotted: the training length)", trained=trained)
         yield Picture(f"states_{text + 1}", STATES.format(title), data)
-    largest = divmod(int(norm[-1, :, 0].nan_to_num(torch.inf).argmax()), norm.shape[3])
     ends = {"at the training length": at.index(trained), "at the end": -1}
     panels = []
-    for layer, head in worst[:3] or [largest]:
-        sizes = diagnosis.values("channels")[:, layer, 0, head]
+    for layer, head in (worst or heads)[:3]:
+        sizes = seen.channels[:, layer, 0, head]
         own = {name: (range(sizes.shape[1]), sizes[end].tolist()) for name, end in ends.items()}
         panels.append(Panel(_name((layer, head)), own, log=True))
     yield Picture("channels", CHANNELS.format(texts[0]), curves(panels, across="channel"))

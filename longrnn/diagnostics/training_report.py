@@ -12,10 +12,9 @@ from longrnn.evaluation.report import Picture, write_page
 from longrnn.training.run import COUNTS, Run
 
 METRICS = (
-    "By step. The loss is the mean since the previous row; the eval loss is that of the validation "
-    "rows, to a position from the one before. The norm of the gradient is that before clipping, "
-    "the learning rate that before learning_rate_scale; speed, mfu (share of the GPU's peak in "
-    "bfloat16) and peak memory are those of the logged step. Other metrics are scores of the task."
+    "By step. The loss is the mean since the previous row, the eval loss that of the validation "
+    "rows, to a position from the one before; the gradient's norm is that before clipping. Speed, "
+    "mfu (share of the GPU's peak in bfloat16) and memory are those of the logged step."
 )
 
 

@@ -37,7 +37,7 @@ from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
-from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
+from longrnn.hf.tokenizer import byte_level, load_tokenizer
 from longrnn.inference.engine import Pair, complete, refuse_long, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 8
 # lm-eval's default for tasks that do not set `max_gen_toks`.
 MAX_NEW_TOKENS = 256
-# Generation options that are supported, and those that have no effect here.
+# Generation options that are supported, and values of others that have no effect.
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
@@ -108,12 +108,10 @@ class LongRNN(HFLM):
         # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
         # that is given, and determines whether special tokens are added.
         named = isinstance(source, (str, Path))
-        own = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
+        own: Any = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
         refuse_unfit(own, self.model)
         self.fingerprint = own.fingerprint()
         hf = byte_level() if type(own) is ByteTokenizer else own
-        if not isinstance(hf, HFTokenizer):
-            raise UserError("lm-eval needs a Hugging Face tokenizer: give one, or bytes")
         self.tokenizer: Any = hf.tokenizer
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
         if max_length is not None:
