@@ -92,19 +92,15 @@ class Job(NamedTuple):
 
     def windows(self, length: int, most: int) -> Tensor:
         """Returns at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
-        starts = [
-            document.tokens[start : start + length]
-            for document in self.documents
-            for start in range(0, len(document.tokens) - length + 1, length)
-        ]
-        if not starts:
-            longest = max((len(document.tokens) for document in self.documents), default=0)
+        texts = [one.tokens for one in self.documents]
+        if max(map(len, texts)) < length:
             raise UserError(
-                f"the longest text has {longest:,} tokens and a window needs {length:,}: give more "
-                "text"
+                f"the longest text has {max(map(len, texts)):,} tokens and a window needs "
+                f"{length:,}: give more text"
             )
-        count = min(most, len(starts))
-        return torch.stack([starts[i * len(starts) // count] for i in range(count)])
+        windows = torch.cat([one.unfold(0, length, length) for one in texts if len(one) >= length])
+        count = min(most, len(windows))
+        return windows[torch.arange(count) * len(windows) // count]
 
     def inside(self, most: int) -> Inside:
         """Observes at most `most` windows of the training length.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from longrnn.diagnostics.curves import Panel, curves
 from longrnn.evaluation.report import Picture, write_page
@@ -34,18 +33,10 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
             }
             panels.append(Panel(name.replace("_", " "), drawn, log=name == "grad_norm"))
     picture = Picture("metrics", METRICS, curves(panels, across="step"))
-    values = {"runs": runs, "summary": summary(runs), "differences": differences(runs)}
-    return write_page("training.html", folder, [picture], values)
+    return write_page("training.html", folder, [picture], {"runs": runs, "summary": summary(runs)})
 
 
 def summary(runs: Sequence[Run]) -> str:
     """Describe the last finite loss and the last step of each run in one sentence."""
     ends = [(run.name, run.last("loss") or math.nan, run.rows[-1]["step"]) for run in runs]
     return "; ".join(f"{name}: loss {loss:.4g} after {step:,} steps" for name, loss, step in ends)
-
-
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Return the settings that differ between runs, with the value in each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
-    table = [(key, [run.settings.get(key, "–") for run in runs]) for key in keys]
-    return [(key, values) for key, values in table if any(v != values[0] for v in values)]
