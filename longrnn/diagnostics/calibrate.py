@@ -225,8 +225,7 @@ class Search:
         tried: list[tuple[float, dict[str, Any]]] = []
 
         def loss(logs: np.ndarray) -> float:
-            scale = [float(f"{factor:.6g}") for factor in np.exp(logs)]
-            member = {"kind": self.kind, "scale": scale}
+            member = {"kind": self.kind, "scale": np.exp(logs).tolist()}
             mitigated = job.model.under(mitigation(member))
             nats, _ = mitigated.token_losses(tokens[:, :-1], tokens[:, 1:])
             refuse_nonfinite(nats, mitigated, tokens)

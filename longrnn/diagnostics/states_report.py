@@ -63,16 +63,14 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Names the heads that collapse and those that are global, in two sentences."""
+    """Names the heads that collapse, and counts those that are global."""
     _, layers, _, heads = diagnosis.seen.norm.shape
-    found = {
-        "collapse beyond the training length": diagnosis.collapsing(),
-        f"keep more than {GLOBAL:.0%} of a state over it": diagnosis.global_heads(),
-    }
-    return "\n".join(
-        f"{len(pairs)} of {layers * heads} heads {what}{': ' if pairs else ''}"
-        f"{', '.join(map(_name, pairs[:NAMED]))}{' and more' if len(pairs) > NAMED else ''}."
-        for what, pairs in found.items()
+    found = diagnosis.collapsing()
+    named = ", ".join(map(_name, found[:NAMED])) + ", …" * (len(found) > NAMED)
+    kept = len(diagnosis.global_heads())
+    return (
+        f"{len(found)} of {layers * heads} heads collapse beyond the training length: "
+        f"{named or 'none'}. {kept} keep more than {GLOBAL:.0%} of a state over it."
     )
 
 

@@ -38,7 +38,7 @@ from longrnn.errors import UserError
 from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import byte_level, load_tokenizer
-from longrnn.inference.engine import Pair, complete, refuse_long, score
+from longrnn.inference.engine import Pair, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -66,9 +66,8 @@ class LongRNN(HFLM):
     Args:
         pretrained: a checkpoint as `load` takes it, or a loaded model.
         tokenizer: a tokenizer or its name; by default that of the checkpoint.
-        device: CUDA by default if it is available.
+        device: where a checkpoint is loaded; by default the CPU.
         batch_size: rows in one batch; `auto` for BATCH_SIZE.
-        max_length: in tokens; by default that of the model.
         add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
         quiet: show no progress.
 
@@ -92,7 +91,6 @@ class LongRNN(HFLM):
         tokenizer: Any = None,
         device: str | None = None,
         batch_size: int | str = BATCH_SIZE,
-        max_length: int | None = None,
         add_bos_token: bool | None = None,
         quiet: bool = False,
     ) -> None:
@@ -102,7 +100,6 @@ class LongRNN(HFLM):
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
         self.model = pretrained
         if not isinstance(pretrained, LanguageModel):
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model = load(pretrained, device=device)
         source: Any = pretrained if tokenizer is None else tokenizer
         # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
@@ -114,9 +111,7 @@ class LongRNN(HFLM):
         hf = byte_level() if type(own) is ByteTokenizer else own
         self.tokenizer: Any = hf.tokenizer
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
-        if max_length is not None:
-            refuse_long(self.model, max_length)
-        self.max_length = max_length or self.model.max_length or UNLIMITED
+        self.max_length = self.model.max_length or UNLIMITED
         self.custom_prefix_token_id, self.add_bos_token = None, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
         self.quiet = quiet
@@ -251,7 +246,7 @@ class LongRNN(HFLM):
         return {
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self.fingerprint,
-            "max_length": None if self.max_length == UNLIMITED else self.max_length,
+            "max_length": self.model.max_length,
             "tokens_requested": self.counts["requested"],
             "tokens_computed": self.counts["computed"],
             "requests_truncated": self.counts["truncated"],
