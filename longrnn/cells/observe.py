@@ -1,9 +1,10 @@
-"""Observes the recurrences of a model: sums of log decays, by forward hooks."""
+"""Observes the recurrences of a model by forward hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,34 +13,37 @@ from longrnn.cells.base import Cell
 from longrnn.cells.edit import Update
 
 
-class DecaySum:
-    """The sum of one cell's log decays over all tokens read while it is observed.
+@contextmanager
+def watch(modules: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
+    """A context in which `see` gets the index of a module and its arguments at every call."""
 
-    Attributes:
-        total: `(b, h, 1)` by head or `(b, 1, d)` by unit, float64, because a float32 sum over a
-            million tokens has lost its digits; None before the first token, and in a cell without
-            decays.
+    def hook(index: int, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        see(index, *args)
+
+    with ExitStack() as hooks:
+        for index, module in enumerate(modules):
+            hooks.callback(module.register_forward_hook(partial(hook, index)).remove)
+        yield
+
+
+@contextmanager
+def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
+    """A context in which the log decays of each cell are summed over all tokens.
+
+    The sums are by index of the cell; a cell without decays has none. They are `(b, h, 1)` by head
+    or `(b, 1, d)` by unit, and float64, because a float32 sum over a million tokens has lost its
+    digits.
     """
+    sums: dict[int, Tensor] = {}
 
-    total: Tensor | None = None
-
-    def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """A forward hook of `Cell.recurrence`."""
-        seen = args[0]
+    def add(index: int, seen: Any, *_: Any) -> None:
         if not isinstance(seen, Update):
             found = seen.log_decay.double().sum(1)[..., None]
         elif seen.keep is not None:
             found = seen.keep.double().log()[:, None]
         else:
             return
-        self.total = found if self.total is None else self.total + found
+        sums[index] = sums.get(index, 0) + found
 
-
-@contextmanager
-def decay_sums(cells: Sequence[Cell]) -> Iterator[list[DecaySum]]:
-    """A context in which the log decays of each cell are summed."""
-    sums = [DecaySum() for _ in cells]
-    with ExitStack() as hooks:
-        for cell, one in zip(cells, sums, strict=True):
-            hooks.callback(cell.recurrence.register_forward_hook(one.see).remove)
+    with watch([cell.recurrence for cell in cells], add):
         yield sums

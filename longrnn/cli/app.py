@@ -17,7 +17,6 @@ from longrnn.cli import (
     doctor,
     evaluate,
     generate,
-    gradients,
     harness,
     report,
     train,
@@ -52,7 +51,7 @@ enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
 enter(_diagnose, "states", diagnose.states)
 enter(_diagnose, "memory", evaluate.command_of("memory"))
-enter(_diagnose, "gradients", gradients.gradients)
+enter(_diagnose, "gradients", diagnose.gradients)
 enter(app, "calibrate", calibrate.calibrate)
 enter(app, "generate", generate.generate)
 enter(app, "convert", checkpoints.convert)

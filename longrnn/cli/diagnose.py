@@ -1,13 +1,26 @@
-"""`longrnn diagnose states`."""
+"""`longrnn diagnose states` and `longrnn diagnose gradients`."""
 
 from __future__ import annotations
 
-import typer
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from pydantic import Field
+
+from longrnn.bundled import names
+from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
+from longrnn.config import read_recorded
+from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Texts
-from longrnn.options import Tokens
+from longrnn.options import Options, Tokens
+
+if TYPE_CHECKING:
+    from longrnn.models import RecurrentLM
+    from longrnn.text import Tokenizer
 
 
 class States(Texts):
@@ -30,30 +43,93 @@ def states(model: Model, states: States, output: Output) -> None:
     from longrnn.diagnostics.states import diagnose
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import newlines, read_documents
-    from longrnn.hf.load import load
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
     from longrnn.hf.training_length import required_training_length
 
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
-    checkpoint = model.checkpoint
-    trained = states.train_length or required_training_length(checkpoint)
-    spec = "+".join(filter(None, (checkpoint, model.mitigation)))
-    diagnosed = load(spec, device=pick_device(model.device))
-    tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(states.texts, tokenizer, diagnosed)
+    trained = states.train_length or required_training_length(model.checkpoint)
+    opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
+    documents = read_documents(states.texts, opened.tokenizer, opened.model)
     if states.newlines:
-        documents.append(newlines(tokenizer, states.length))
-    folder = output.output or results_folder("states", [checkpoint], model.mitigation)
+        documents.append(newlines(opened.tokenizer, states.length))
+    folder = output.output or results_folder("states", [model.checkpoint], model.mitigation)
+    lock_output(folder)
     found = diagnose(
-        diagnosed,
+        opened.model,
         documents,
         states.length,
         train_length=trained,
-        output=lock_output(folder),
-        checkpoint=checkpoint,
+        checkpoint=model.checkpoint,
     )
-    report, *pictures = write_report(found, folder)
-    typer.echo(f"{summary(found)}\n{found.about['criterion']}")
-    files = [folder / name for name in ("states.jsonl", "diagnosis.yaml")]
-    typer.echo("\n".join(map(str, [*files, *pictures, report])))
+    written = write_report(found, folder)
+    typer.echo("\n".join([summary(found), found.about["criterion"], *map(str, written)]))
+
+
+class Gradients(Options):
+    """Which gradients are measured."""
+
+    sources: Annotated[list[str], Argument("CHECKPOINT|CONFIG")]
+    """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
+    such as reverse_small) of models that are not trained yet; with overrides, in quotes, such as
+    'reverse_small model.mixer.init=orthogonal'."""
+    texts: list[Path] = Field([])
+    """A text file, for next-token prediction (default: the training task of the first model)."""
+    length: Tokens = 64
+    """Length of the sequences of the task."""
+
+
+def gradients(gradients: Gradients, output: Output) -> None:
+    """Diagnose vanishing and exploding gradients, and the effect of initialisation.
+
+    Writes gradients.jsonl, pictures and report.html.
+
+    Example: longrnn diagnose gradients reverse_small 'reverse_small model.mixer.init=orthogonal'
+    """
+    from longrnn.data import TASKS
+    from longrnn.diagnostics.gradients import measure
+    from longrnn.diagnostics.gradients_report import COLUMNS, table, write_report
+    from longrnn.progress import Progress
+
+    sources = list(dict.fromkeys(gradients.sources))
+    models = [(source, *_open(source)) for source in sources]
+    first, _, tokenizer, spec = models[0]
+    if gradients.texts:
+        spec = {"kind": "text", "data": list(map(str, gradients.texts))}
+    if spec is None:
+        raise UserError(f"the training task of {first} is not known: give --text")
+    task = TASKS.build(spec, tokenizer)
+    folder = lock_output(output.output or results_folder("gradients", sources))
+    rows = []
+    with Progress("gradients", len(models), unit="models") as progress:
+        for name, model, _, _ in models:
+            rows += [{"model": name, **row} for row in measure(model, task, gradients.length)]
+            progress.advance(1, 1, name)
+    about = {
+        "models": {name: model.fingerprint() for name, model, _, _ in models},
+        "task": str(spec),
+        "length": gradients.length,
+    }
+    report, *files = write_report(about, rows, folder)
+    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)
+    typer.echo("\n".join(map(str, [*files, report])))
+
+
+def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
+    """Returns the model, the tokenizer and the training task of a checkpoint or configuration."""
+    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.names import resolve
+    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.training.config import configured
+    from longrnn.training.distributed import build_accelerator
+    from longrnn.training.trainer import Trainer
+
+    name, *overrides = [source] if Path(source).exists() else shlex.split(source)
+    if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
+        config = configured(name, overrides)
+        trainer = Trainer(config, build_accelerator(config), quiet=True)
+        return trainer.model.under(None), trainer.tokenizer, config.task
+    model, folder = load_recurrent(source), resolve(source)
+    # A checkpoint inside the folder of a run has its configuration one folder higher.
+    recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
+    return model, load_tokenizer(source), recorded.get("task")

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from pydantic import Field, PositiveFloat
+from scipy.optimize import minimize
 from torch import Tensor
 
-from longrnn.diagnostics import per_head  # noqa: F401
-from longrnn.diagnostics.calibration import METHODS, Job, Margin, Share
-from longrnn.diagnostics.observe import GLOBAL
+from longrnn.cells.observe import watch
+from longrnn.diagnostics.observe import GLOBAL, observe
+from longrnn.diagnostics.per_head import keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, mitigation
@@ -27,11 +30,105 @@ from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.options import Count, Seed
+from longrnn.options import Count, Share
 from longrnn.progress import Progress
-from longrnn.seeds import seeded
+from longrnn.registry import Registry
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.units import format_length
+
+# Tokens between two observations.
+EVERY = 16
+Members = list[dict[str, Any]]
+
+
+class Inside(NamedTuple):
+    """Observations inside the training length.
+
+    Attributes:
+        norms: `(layers, h)`, the largest norm of each head's state.
+        retention: `(layers, h)`, geometric mean over the windows of the share of its state that
+            each head retains over the training length; 1 in an Elman cell.
+        dt: by layer, `(n, h)` float64, the steps of all tokens; empty for stepwise cells.
+    """
+
+    norms: Tensor
+    retention: Tensor
+    dt: list[Tensor]
+
+    def step_quantiles(self, share: float) -> list[list[float]]:
+        """Returns the step of each head that at least this share of the steps do not exceed."""
+        # Head by head: `quantile` accepts at most 16 million numbers. Rounded up, so that the step
+        # that equals the quantile is not above it.
+        return [[float(dt.quantile(share)) * (1 + 1e-6) for dt in own.unbind(1)] for own in self.dt]
+
+    def global_heads(self) -> list[tuple[int, int]]:
+        """Returns (layer, head) of the global heads, the longest memory first.
+
+        Raises:
+            UserError: there is none.
+        """
+        heads = [(layer, head) for layer, head in (self.retention > GLOBAL).nonzero().tolist()]
+        if not heads:
+            raise UserError(
+                f"no head keeps more than {GLOBAL} of its state over the training length, so no "
+                "head can collapse and there is nothing to filter: use the model as it is"
+            )
+        return sorted(heads, key=lambda head: -float(self.retention[head]))
+
+
+class Job(NamedTuple):
+    """What a calibration works on; `tokenizer` is that of the documents, lengths are in tokens."""
+
+    model: LanguageModel
+    documents: Sequence[Document]
+    train_length: int
+    target_length: int
+    tokenizer: Tokenizer
+    quiet: bool
+
+    def share(self, quantile: float | None) -> float:
+        """Returns the share of tokens to filter out: as many tokens are left as inside."""
+        return 1 - self.train_length / self.target_length if quantile is None else quantile
+
+    def windows(self, length: int, most: int) -> Tensor:
+        """Returns at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
+        texts = [one.tokens for one in self.documents]
+        if max(map(len, texts)) < length:
+            raise UserError(
+                f"the longest text has {max(map(len, texts)):,} tokens and a window needs "
+                f"{length:,}: give more text"
+            )
+        windows = torch.cat([one.unfold(0, length, length) for one in texts if len(one) >= length])
+        count = min(most, len(windows))
+        return windows[torch.arange(count) * len(windows) // count]
+
+    def inside(self, most: int) -> Inside:
+        """Observes at most `most` windows of the training length.
+
+        Raises:
+            UserError: the logits are not finite.
+        """
+        tokens = self.windows(self.train_length, most)
+        stops = [*range(EVERY, self.train_length, EVERY), self.train_length]
+        recurrences = [cell.recurrence for cell in self.model.cells if cell.scans]
+        steps: list[list[Tensor]] = [[] for _ in recurrences]
+
+        def keep(index: int, seen: Any, *_: Any) -> None:
+            steps[index].append(seen.gain.double())  # which is dt without a mitigation
+
+        with watch(recurrences, keep):
+            how = {"trained": self.train_length, "quiet": self.quiet}
+            seen = observe(self.model, tokens, stops, **how)
+        return Inside(
+            seen.norm.amax((0, 2)),
+            seen.retention[-1].log().mean(1).exp().nan_to_num(1.0),
+            [torch.cat(own, 1).flatten(0, 1) for own in steps],
+        )
+
+
+# Dataclasses whose fields are their settings, and whose `run(job)` returns mappings with `kind` and
+# options, of which `mitigation` makes one mitigation.
+METHODS: Registry[Any] = Registry("method of calibration")
 
 
 def calibrate(
@@ -43,7 +140,7 @@ def calibrate(
     target_length: int | None = None,
     tokenizer: Tokenizer | None = None,
     quiet: bool = False,
-) -> list[dict[str, Any]]:
+) -> Members:
     """Calibrate one method.
 
     Args:
@@ -64,15 +161,16 @@ def calibrate(
     """
     name, settings = parse(method)
     chosen = METHODS.build({"kind": name, **settings})
-    if target_length is not None and target_length <= train_length:
+    target = target_length or 0
+    if name != "state_norm" and target <= train_length:
         raise UserError(
-            f"the target length {format_length(target_length)} must be above the training length "
-            f"{format_length(train_length)}: give a greater one"
+            f"{name} needs a --target-length above the training length "
+            f"{format_length(train_length)}: give the length that the model should reach"
         )
     if name in MITIGATIONS:
         check_defined(MITIGATIONS[name], type(model.cells[0]))
     own = tokenizer or ByteTokenizer()
-    return chosen.run(Job(model, documents, train_length, target_length, own, quiet))
+    return chosen.run(Job(model, documents, train_length, target, own, quiet))
 
 
 @METHODS.register("state_norm")
@@ -81,82 +179,104 @@ class StateNorm:
     """The threshold is the largest norm of each head's state, times the margin."""
 
     windows: Count = 32
-    margin: Margin = 1.0
+    margin: PositiveFloat = 1.0
 
-    def run(self, job: Job) -> list[dict[str, Any]]:
-        thresholds = job.inside(self.windows).thresholds(self.margin)
-        for index, layer in enumerate(thresholds):
-            if min(layer) <= 0:
-                raise UserError(
-                    f"a head of layer {index} has a state of zeros on this text: give more text"
-                )
-        return [{"kind": "state_norm", "threshold": thresholds}]
+    def run(self, job: Job) -> Members:
+        norms = self.margin * job.inside(self.windows).norms
+        return [{"kind": "state_norm", "threshold": norms.tolist()}]
 
 
 @METHODS.register("token_filter")
 @dataclass(kw_only=True)
 class TokenFilter:
-    """The threshold of the global heads is a quantile of their steps; others have none."""
+    """The threshold of the global heads is a quantile of their steps."""
 
     windows: Count = 32
     quantile: Share | None = None
 
-    def run(self, job: Job) -> list[dict[str, Any]]:
-        share = job.share(self.quantile)
-        found = job.inside_global(self.windows)
-        pairs = zip(found.retention.tolist(), found.step_quantiles(share), strict=True)
-        thresholds = [
-            [theta if kept > GLOBAL else None for kept, theta in zip(*layer, strict=True)]
-            for layer in pairs
-        ]
-        return [{"kind": "token_filter", "threshold": thresholds}]
+    def run(self, job: Job) -> Members:
+        found = job.inside(self.windows)
+        heads = [list(head) for head in sorted(found.global_heads())]
+        thresholds = found.step_quantiles(job.share(self.quantile))
+        return [{"kind": "token_filter", "threshold": thresholds, "heads": heads}]
 
 
 @dataclass(kw_only=True)
 class Search:
-    """Search log factors, one per layer, by simultaneous perturbation stochastic approximation.
+    """Search factors, one per layer, by COBYLA over their logarithms.
 
-    The gains fall as (k + 1 + A)^−0.602 and (k + 1)^−0.101 (Spall, 1998), as in MambaExtend
-    (ICLR 2025, LgzRo1RpLS). The result is the best of all factors that were evaluated, the initial
-    ones of 1 included.
+    Published for the steps of Mamba in MambaExtend (ICLR 2025, LgzRo1RpLS), with another search.
+    The result is the best of all factors that were evaluated, the initial ones of 1 included.
+
+    Attributes:
+        windows: the maximum number of windows of the target length.
+        steps: evaluations after the first ones, which change one layer each.
     """
 
     kind: ClassVar[str]
     windows: Count = 32
     steps: Count = 30
-    seed: Seed = 0
 
-    def run(self, job: Job) -> list[dict[str, Any]]:
+    def run(self, job: Job) -> Members:
         device = job.model.init_state(1).position.device
-        tokens = job.windows(job.target() + 1, self.windows).to(device)
-        layers, generator = len(job.model.cells), seeded(self.seed)
+        tokens = job.windows(job.target_length + 1, self.windows).to(device)
+        layers = len(job.model.cells)
+        most = layers + 1 + self.steps
+        tried: list[tuple[float, dict[str, Any]]] = []
 
-        def loss(logs: Tensor) -> float:
-            factors = [round(value, 6) for value in logs.exp().tolist()]
-            mitigated = job.model.under(mitigation({"kind": self.kind, "scale": factors}))
+        def loss(logs: np.ndarray) -> float:
+            member = {"kind": self.kind, "scale": np.exp(logs).tolist()}
+            mitigated = job.model.under(mitigation(member))
             nats, _ = mitigated.token_losses(tokens[:, :-1], tokens[:, 1:])
             refuse_nonfinite(nats, mitigated, tokens)
-            return float(nats.double().mean())
+            tried.append((float(nats.double().mean()), member))
+            progress.advance(1, 1, f"loss {min(value for value, _ in tried):.4f}")
+            return tried[-1][0]
 
-        logs = torch.zeros(layers, dtype=torch.float64)
-        best, least = logs, loss(logs)
-        stability = self.steps / 10
-        with Progress("search", self.steps, unit="steps", quiet=job.quiet) as progress:
-            for k in range(self.steps):
-                signs = torch.randint(2, (layers,), generator=generator).double() * 2 - 1
-                width = 0.2 / (k + 1) ** 0.101
-                sides = [logs + width * signs, logs - width * signs]
-                values = [loss(side) for side in sides]
-                least, best = min(
-                    [(least, best), *zip(values, sides, strict=True)], key=itemgetter(0)
-                )
-                slope = (values[0] - values[1]) / (2 * width)
-                gain = 0.5 * ((1 + stability) / (k + 1 + stability)) ** 0.602
-                # A step is at most one width: the loss may be steep beyond the training length.
-                logs = logs - (gain * slope * signs).clamp(-width, width)
-                progress.advance(1, 1, f"loss {least:.4f}")
-        return [{"kind": self.kind, "scale": [round(value, 6) for value in best.exp().tolist()]}]
+        with Progress("search", most, unit="steps", quiet=job.quiet) as progress:
+            options = {"maxiter": most, "rhobeg": 0.2}
+            minimize(loss, np.zeros(layers), method="COBYLA", options=options)
+        return [min(tried, key=itemgetter(0))[1]]
 
 
 for _kind in ("scale_delta", "scale_decay", "power_decay"):
     METHODS.register(_kind)(type(_kind, (Search,), {"kind": _kind}))
+
+
+@METHODS.register("per_head")
+@dataclass(kw_only=True)
+class PerHead:
+    """One member per choice that any head has, with these heads.
+
+    Attributes:
+        windows: the maximum number of windows of text of the target length.
+        quantile: share of tokens that `token_filter` leaves out.
+        keys: passkey prompts of the target length whose answers count beside the loss of the text.
+        passes: the maximum number of passes over all windows and prompts.
+    """
+
+    windows: Count = 32
+    quantile: Share | None = None
+    keys: Annotated[int, Field(ge=0)] = 0
+    passes: Annotated[int, Field(ge=5)] = 300
+
+    def run(self, job: Job) -> Members:
+        trained, length = job.train_length, job.target_length + 1
+        # As many tokens as the search reads.
+        found = job.inside(self.windows * job.target_length // trained)
+        heads = found.global_heads()
+        # The mildest first.
+        options: dict[str, dict[str, Any]] = {
+            "none": {},
+            "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
+            "state_norm": {"threshold": found.norms.tolist()},
+            "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
+            "sliding_window": {"window": trained},
+        }
+        cell = type(job.model.cells[0])
+        options = {k: v for k, v in options.items() if MITIGATIONS[k].undefined(cell) is None}
+        texts = job.windows(length, self.windows)
+        pages = job.windows(length, self.keys) if self.keys else texts[:0]
+        rows, targets = keyed_prompts(texts, pages, job.tokenizer)
+        with Progress("per head", self.passes, unit="tokens", quiet=job.quiet) as progress:
+            return search(job.model, rows, targets, options, heads, self.passes, progress)

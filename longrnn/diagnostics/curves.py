@@ -1,35 +1,65 @@
-"""The pictures of the reports on gradients and on training: one panel with curves."""
+"""The pictures of all diagnoses and of training: panels above each other with the same curves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from longrnn.evaluation.figures import new_figure, png
+from longrnn.evaluation.figures import lengths_axis, new_figure, png
 
-# Maximum number of lines in a legend.
-NAMED = 12
 # A curve of fewer points has a marker at each: one point alone is an invisible line.
 SPARSE = 20
+STYLES = ("-", "--", ":", "-.")
 
 
-def curves(
-    drawn: Mapping[str, Sequence[tuple[float, float]]], *, across: str, up: str, log: bool = False
-) -> bytes:
-    """Return the PNG of curves given by their points.
+class Panel(NamedTuple):
+    """One panel.
+
+    Attributes:
+        up: title of the vertical axis.
+        drawn: positions and values by label, the same label for the same thing in every panel.
+            Those whose label begins with an underscore are thin, grey and not in the legend.
+        log: whether the vertical axis is logarithmic.
+        level: height of a dashed line.
+    """
+
+    up: str
+    drawn: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    log: bool = False
+    level: float | None = None
+
+
+def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) -> bytes:
+    """Return the PNG of panels.
 
     Args:
-        drawn: points by label; curves without points are left out.
+        panels: from top to bottom.
         across: title of the horizontal axis.
-        up: title of the vertical axis.
-        log: whether the vertical axis is logarithmic.
+        trained: the training length, drawn as a dotted line; the axis then is one of token counts.
     """
-    figure = new_figure(8.6, 3.8)
-    panel = figure.subplots()
-    for label, points in drawn.items():
-        if points:
-            marker = "o" if len(points) < SPARSE else None
-            panel.plot(*zip(*points, strict=True), lw=1.2, marker=marker, ms=3, label=label)
-    panel.set(xlabel=across, ylabel=up, yscale="log" if log else "linear")
-    if 0 < len(panel.get_legend_handles_labels()[0]) <= NAMED:
-        figure.legend(fontsize=8, loc="outside lower center", ncols=2, frameon=False)
+    shown = dict.fromkeys(label for panel in panels for label in panel.drawn if label[0] != "_")
+    labels = {label: place for place, label in enumerate(shown)}
+    figure = new_figure(8.0, 1.2 + 2.1 * len(panels) + 0.1 * len(labels))
+    rows = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+    legend = {}
+    for axes, panel in zip(rows, panels, strict=True):
+        for label, (at, values) in panel.drawn.items():
+            marker = "o" if len(at) < SPARSE else None
+            (line,) = axes.plot(at, values, color="0.6", lw=0.7, marker=marker, ms=3)
+            if label in labels:
+                place = labels[label]
+                line.set(color=f"C{place % 10}", linestyle=STYLES[place // 10 % 4], lw=1.4)
+                legend[label] = line
+            if trained is not None:
+                lengths_axis(axes, int(at[-1]), int(at[0]))
+        if panel.level is not None:
+            axes.axhline(panel.level, color="gray", linestyle="--", lw=1)
+        if trained is not None:
+            axes.axvline(trained, color="black", linestyle=":", lw=1.2)
+        axes.set_ylabel(panel.up, fontsize=9)
+        axes.set_yscale("log" if panel.log else "linear")
+    rows[-1].set_xlabel(across)
+    figure.align_ylabels(list(rows))
+    places = {"loc": "outside lower center", "ncols": 2, "fontsize": 8, "frameon": False}
+    figure.legend(legend.values(), legend.keys(), **places)
     return png(figure)

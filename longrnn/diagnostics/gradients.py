@@ -11,83 +11,79 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import ScanningCell
+from longrnn.cells.observe import watch
 from longrnn.data import Batch, Task
-from longrnn.diagnostics.jacobian import spectra
+from longrnn.diagnostics.jacobian import jacobian, spectrum
 from longrnn.models import RecurrentLM
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.state import LMState, leaves, tree_map
+from longrnn.state import LMState, PyTree, leaves, tree_map
 
-# Sequences of each length.
+# Number of sequences.
 ROWS = 8
+# Tokens of the first sequence at which spectra are taken, evenly spaced.
+READINGS = 16
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
-# A gradient with a factor per token this near to 1 neither vanishes nor explodes.
-STEADY = 0.01
 Row = dict[str, Any]
 
 
-def measure(
-    model: RecurrentLM, task: Task, lengths: Sequence[int], *, rows: int = ROWS
-) -> list[Row]:
+def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) -> list[Row]:
     """Measures the gradients of a model on a task.
 
     Args:
         model: whose cells have recurrent weights.
         task: the source of sequences.
-        lengths: lengths of the task; all but the histograms are measured at the last one.
-        rows: sequences of each length.
+        length: of the task.
+        rows: number of sequences.
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
-        T − k from 1 to T; `factor`, by which it changes per token; `half_life` in tokens;
-        `verdict`; `radius` and `singular`, the mean spectral radius and the largest singular value
-        of the step Jacobian; `histograms` of log10 |∂loss_T/∂w| over the recurrent weights w by
-        length; and `loss` and `gradient`, the mean loss over all scored tokens and the norm of its
-        gradient in all weights.
+        T − k from 1 to T; `factor`, by which it changes per token; `radius` and `singular`, the
+        mean spectral radius and the largest singular value of the step Jacobian; and `histogram` of
+        log10 |∂loss_T/∂w| over the recurrent weights w.
 
     Raises:
         UserError: the task cannot make such a length, or logits are not finite.
     """
+    batch = task.sample(rows, length=length).to(next(model.parameters()).device)
+    with torch.no_grad():
+        refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
     wide = copy.deepcopy(model).double().eval()
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
-    device = next(model.parameters()).device
-    batches = [task.sample(rows, length=length).to(device) for length in lengths]
-    for batch in batches:
-        with torch.no_grad():
-            refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
-    passes = [through_time(wide, *last_scored(batch)) for batch in batches]
-    batch, norms = batches[-1], passes[-1][0]
-    loss = F.cross_entropy(wide(batch.tokens).logits.transpose(1, 2), batch.targets)
-    gradients = torch.autograd.grad(loss, list(wide.parameters()), materialize_grads=True)
-    row = last_scored(batch)[0][:1]
-    whole = {
-        "loss": float(loss.detach()),
-        "gradient": float(torch.cat([one.flatten() for one in gradients]).norm()),
-    }
+    tokens, targets = last_scored(batch)
+    calls: list[list[tuple[Tensor, PyTree]]] = [[] for _ in wide.cells]
+
+    def keep(layer: int, x: Tensor, state: PyTree, *_: Any) -> None:
+        calls[layer].append((x[:1], tree_map(lambda leaf: leaf[:1], state)))
+
+    with watch(wide.cells, keep):
+        norms, weights = through_time(wide, tokens, targets)
+    places = np.unique(np.linspace(0, len(calls[0]) - 1, READINGS).round().astype(int))
+    spectra = [
+        [spectrum(jacobian(cell, *own[place])) for place in places]
+        for cell, own in zip(wide.cells, calls, strict=True)
+    ]
+    sizes = [one.abs().log10().clamp(LOWEST, HIGHEST) for one in weights]
     return [
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
-            **decay(values),
-            "radius": sum(one.radius for one in jacobians) / len(jacobians),
-            "singular": max(one.singular for one in jacobians),
-            "histograms": {
-                length: histogram(weights[layer])
-                for length, (_, weights) in zip(lengths, passes, strict=True)
-            },
-            **whole,
+            "factor": factor_per_token(values),
+            "radius": sum(radius for radius, _ in own) / len(own),
+            "singular": max(singular for _, singular in own),
+            "histogram": torch.histc(entries, BINS, LOWEST, HIGHEST).long().tolist(),
         }
-        for layer, (values, jacobians) in enumerate(zip(norms, spectra(wide, row), strict=True))
+        for layer, (values, entries, own) in enumerate(zip(norms, sizes, spectra, strict=True))
     ]
 
 
@@ -116,7 +112,8 @@ def through_time(
         By layer: norms of the gradient of each row's loss in its states, `(b, T)` at distances 1 to
         T; and the gradient of the mean loss in the recurrent weights, flat.
     """
-    state, before, logits = tree_map(_real, model.init_state(len(tokens))), [], tokens
+    state, before, logits = model.init_state(len(tokens)), [], tokens
+    state = state._replace(layers=tree_map(Tensor.requires_grad_, state.layers))
     for token in tokens.split(1, dim=1):
         # A separate node, so that the gradient excludes the path through the layer above.
         layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)
@@ -136,8 +133,8 @@ def through_time(
     return norms, [gradient / len(tokens) for gradient in by_layer]
 
 
-def decay(values: Tensor) -> Row:
-    """Describes how norms change with the distance, from the slope of the far half of distances.
+def factor_per_token(values: Tensor) -> float | None:
+    """Returns the factor by which norms change per token, from the slope of the far half.
 
     Args:
         values: `(b, T)` norms at distances 1 to T. A row with a norm of 0 there has no slope.
@@ -145,24 +142,6 @@ def decay(values: Tensor) -> Row:
     far = values[:, values.shape[1] // 2 :].log()
     far = far[far.isfinite().all(1)]
     if far.shape[1] < 2 or not len(far):
-        return {"factor": None, "half_life": None, "verdict": "zero"}
-    x = torch.arange(far.shape[1]).to(far)
-    x -= x.mean()
-    slope = float((far @ x).mean() / x.square().sum())
-    factor = math.exp(min(slope, 700))
-    verdict = "vanishes" if factor < 1 else "explodes"
-    return {
-        "factor": factor,
-        "half_life": -math.log(2) / slope if slope < 0 else None,
-        "verdict": "steady" if abs(factor - 1) < STEADY else verdict,
-    }
-
-
-def histogram(gradient: Tensor) -> list[int]:
-    """Returns counts of log10 |g| in BINS bins."""
-    sizes = gradient.abs().log10().clamp(LOWEST, HIGHEST)
-    return torch.histc(sizes, BINS, LOWEST, HIGHEST).long().tolist()
-
-
-def _real(leaf: Tensor) -> Tensor:
-    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+        return None
+    slopes = np.polyfit(range(far.shape[1]), far.T.cpu(), 1)[0]
+    return math.exp(min(slopes.mean(), 700))

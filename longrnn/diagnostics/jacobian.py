@@ -1,69 +1,55 @@
-"""Spectra of the Jacobian of one step of a cell, ∂ state after a token / ∂ state before it.
-
-Matrices of at most DENSE rows are computed explicitly; of larger ones ARPACK (scipy) finds the
-largest eigenvalue and singular value from products with vectors.
-"""
+"""Spectra of the Jacobian of one step of a cell, ∂ state after a token / ∂ state before it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.functional import jvp, vjp
 
 from longrnn.cells import Cell, Edit
-from longrnn.models import LanguageModel
 from longrnn.state import PyTree, leaves, unflatten
 
-DENSE = 1024
-TOLERANCE = 1e-8  # of ARPACK, relative
-# Tokens of a sequence at which spectra are taken, evenly spaced.
-READINGS = 16
+# Matrices of at most so many rows are computed explicitly; of larger ones ARPACK (scipy) finds the
+# largest eigenvalue and singular value from products with vectors, to this relative tolerance.
+DENSE, TOLERANCE = 1024, 1e-8
 
 
-class Spectrum(NamedTuple):
-    """The largest modulus of an eigenvalue (NaN if ARPACK found none), and singular value."""
-
-    radius: float
-    singular: float
-
-
-class Step:
-    """One step of a cell as a function of its flat state, and products with its Jacobian.
+def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
+    """Returns the Jacobian of one step of a cell in its flat state, `(n, n)`.
 
     Args:
         cell: in float64, with the backend `torch`, which has second derivatives.
         x: `(1, 1, d_input)`, the input.
         state: of one row, before the token.
     """
+    start = flatten(state).detach()
+    shapes = [leaf.shape[1:] for _, leaf in leaves(state)]
 
-    def __init__(self, cell: Cell, x: Tensor, state: PyTree) -> None:
-        self.cell, self.x, self.like = cell, x.detach(), state
-        self.start = flatten(state).detach()  # (1, n)
-
-    def after(self, flat: Tensor) -> Tensor:
-        """Returns flat states after the token, `(b, n)`, from flat states before it."""
-        shapes = [leaf.shape[1:] for _, leaf in leaves(self.like)]
+    def step(flat: Tensor) -> Tensor:
         parts = flat.split([shape.numel() for shape in shapes], dim=1)
         pairs = zip(parts, shapes, strict=True)
-        state = unflatten(self.like, [part.reshape(len(flat), *shape) for part, shape in pairs])
+        before = unflatten(state, [part.reshape(len(flat), *shape) for part, shape in pairs])
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
-        return flatten(self.cell(self.x.expand(len(flat), -1, -1), state, Edit())[1])
+        return flatten(cell(x.detach().expand(len(flat), -1, -1), before, Edit())[1])
 
-    def transposed(self, vectors: Tensor) -> Tensor:
-        """Returns J^T v for each row v, `(b, n)`."""
-        return vjp(self.after, self.start.repeat(len(vectors), 1), vectors)[1]  # type: ignore
+    def on_columns(product: Callable[..., Any]) -> Callable[[np.ndarray], np.ndarray]:
+        def apply(columns: np.ndarray) -> np.ndarray:
+            rows = torch.from_numpy(columns.reshape(len(columns), -1).T.copy()).to(start)
+            found = product(step, start.repeat(len(rows), 1), rows)[1]
+            return found.T.reshape(columns.shape).cpu().numpy()
 
-    def product(self, vectors: Tensor) -> Tensor:
-        """Returns J v for each row v, `(b, n)`."""
-        return jvp(self.after, self.start.repeat(len(vectors), 1), vectors)[1]  # type: ignore
+        return apply
+
+    forward, transposed = on_columns(jvp), on_columns(vjp)
+    build: Any = LinearOperator  # whose types do not know the functions
+    functions = {"rmatvec": transposed, "matmat": forward, "rmatmat": transposed}
+    return build((start.shape[1],) * 2, forward, **functions, dtype=np.float64)
 
 
 def flatten(state: PyTree) -> Tensor:
@@ -71,56 +57,18 @@ def flatten(state: PyTree) -> Tensor:
     return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
 
 
-def spectrum(step: Step, *, dense: int = DENSE) -> Spectrum:
-    """Returns the spectral radius and the largest singular value of one step."""
-    size = step.start.shape[1]
+def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, float]:
+    """Returns the spectral radius (NaN if ARPACK found none) and the largest singular value."""
+    size = operator.shape[0]
     if size <= dense:
-        matrix = step.transposed(torch.eye(size).to(step.start))
-        radius = float(torch.linalg.eigvals(matrix).abs().max())
-        return Spectrum(radius, float(torch.linalg.matrix_norm(matrix, 2)))
-
-    def on_arrays(apply: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
-        def call(vector: np.ndarray) -> np.ndarray:
-            row = torch.from_numpy(vector.reshape(1, -1).astype(np.float64))
-            return apply(row.to(step.start))[0].cpu().numpy()
-
-        return call
-
-    build: Any = LinearOperator  # whose types do not know the functions
-    products = on_arrays(step.product), on_arrays(step.transposed)
-    operator = build((size, size), *products, dtype=np.float64)
-    options: dict[str, Any] = {"k": 1, "tol": TOLERANCE}
-    options["v0"] = np.random.default_rng(0).standard_normal(size)
+        matrix = operator.rmatmat(np.eye(size))
+        largest = np.linalg.svd(matrix, compute_uv=False)[0]
+        return float(np.abs(np.linalg.eigvals(matrix)).max()), float(largest)
+    start = np.random.default_rng(0).standard_normal(size)
+    options: dict[str, Any] = {"k": 1, "tol": TOLERANCE, "v0": start}
     try:
         found: Any = eigs(operator, return_eigenvectors=False, **options)
     except ArpackNoConvergence as error:
         found = error.eigenvalues
     singular: Any = svds(operator, return_singular_vectors=False, **options)
-    radius = float(np.abs(found).max()) if len(found) else math.nan
-    return Spectrum(radius, float(singular[0]))
-
-
-def spectra(model: LanguageModel, tokens: Tensor) -> list[list[Spectrum]]:
-    """Returns spectra of the step Jacobian along one sequence, by layer.
-
-    Args:
-        model: in float64, see `Step`.
-        tokens: `(1, T)`.
-    """
-    seen: list[list[Sequence[Any]]] = [[] for _ in model.cells]
-    with ExitStack() as hooks, torch.no_grad():
-        for cell, kept in zip(model.cells, seen, strict=True):
-            hooks.callback(cell.register_forward_pre_hook(partial(_keep, kept)).remove)
-        state = None
-        for token in tokens.split(1, dim=1):
-            state = model(token, state, keep=0).state
-    last = tokens.shape[1] - 1
-    places = sorted({round(i * last / (READINGS - 1)) for i in range(READINGS)})
-    return [
-        [spectrum(Step(cell, *calls[place][:2])) for place in places]
-        for cell, calls in zip(model.cells, seen, strict=True)
-    ]
-
-
-def _keep(kept: list[Sequence[Any]], module: nn.Module, args: tuple[Any, ...]) -> None:
-    kept.append(args)
+    return float(max(np.abs(found), default=math.nan)), float(singular[0])

@@ -7,7 +7,7 @@ kept per token: states at these positions, and sums over the tokens between them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from longrnn.cells.observe import decay_sums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel
+from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 
 # A head is global if it retains more than this share of its state over the training length
@@ -25,8 +26,8 @@ from longrnn.progress import Progress
 GLOBAL = 0.05
 
 
-class Observation(NamedTuple):
-    """All layers at one position: `(layers, b, h)` float64 on the CPU where nothing else is said.
+class Observations(NamedTuple):
+    """All layers at n positions: `(n, layers, b, h)` float64 on the CPU unless stated otherwise.
 
     The state of a head is its p · n entries in Mamba-2; RNN, GRU and LSTM count as one head, whose
     state is the vector that recurs (c of an LSTM, h otherwise). Retention and gate are NaN where
@@ -34,8 +35,8 @@ class Observation(NamedTuple):
     redefines the recurrence.
 
     Attributes:
-        position: number of tokens read.
-        loss: `(b,)`, mean in nats of the predictions after the tokens since the last observation;
+        position: `(n,)`, number of tokens read.
+        loss: `(n, b)`, mean in nats of the predictions after the tokens since the last observation;
             0 if there are none.
         mean: of the entries.
         deviation: standard deviation of the entries.
@@ -43,11 +44,11 @@ class Observation(NamedTuple):
         retention: what is left of the state before the first token, exp(Σ log decay); in an LSTM
             and a GRU the mean over units of the products of their gates.
         gate: geometric mean of the decay per token since the last observation.
-        channels: `(layers, b, h, p)`, root mean square of the entries of each channel: a row of the
-            p × n state of Mamba-2, a unit of RNN, GRU and LSTM.
+        channels: `(n, layers, b, h, p)`, root mean square of the entries of each channel: a row of
+            the p × n state of Mamba-2, a unit of RNN, GRU and LSTM.
     """
 
-    position: int
+    position: Tensor
     loss: Tensor
     mean: Tensor
     deviation: Tensor
@@ -63,65 +64,58 @@ def observe(
     tokens: Tensor,
     stops: Sequence[int],
     *,
-    progress: Progress | None = None,
-) -> Iterator[Observation]:
-    """Reads texts and yields an observation at each of the given positions.
+    trained: int = 0,
+    quiet: bool = True,
+) -> Observations:
+    """Reads texts and observes the states at the given positions.
 
     Args:
         model: with or without a mitigation.
         tokens: `(b, t)`.
         stops: positions, ascending, from 1 to t.
-        progress: counts the tokens.
+        trained: the training length; up to it, logits must be finite.
+        quiet: show no progress.
 
     Raises:
-        UserError: a model without cells of longrnn.
+        UserError: a model without cells of longrnn, or logits that are not finite.
     """
-    check_observable(model)
-    targets = F.pad(tokens[:, 1:], (0, 1), value=UNSCORED)
-    state, position = model.init_state(len(tokens)), 0
-    device = state.position.device
-    # Without decays nothing is observed, so that a plain cell can use its kernel.
-    with decay_sums(model.cells if _decays_are_defined(model) else []) as sums:
-        before: Tensor | float = 0.0
-        for stop in stops:
-            piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
-            losses, state = model.token_losses(piece, target, state)
-            if progress is not None:
-                progress.advance(piece.numel(), piece.numel())
-            wide = torch.stack(model.memories(state)).double()
-            entries = wide.flatten(3)
-            norm = entries.norm(dim=-1)
-            retention = gate = torch.full_like(norm, math.nan)
-            if sums:
-                # Decays are `(b, h, 1)` by head or `(b, 1, d)` by unit.
-                total = torch.stack([one.total for one in sums if one.total is not None])
-                retention = total.exp().mean(-1)
-                gate = ((total - before) / (stop - position)).exp().mean(-1)
-                before = total
-            yield Observation(
-                stop,
-                (losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)).cpu(),
-                entries.mean(-1).cpu(),
-                entries.var(dim=-1, correction=0).sqrt().cpu(),
-                norm.cpu(),
-                retention.cpu(),
-                gate.cpu(),
-                wide.square().mean(-1).sqrt().cpu(),
-            )
-            position = stop
-
-
-def check_observable(model: LanguageModel) -> None:
-    """Raises a UserError if a model has no cells of longrnn."""
     if not model.cells:
         kind = getattr(model, "kind", type(model).__name__)
         raise UserError(
             f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
             "Mamba-2 or Gated DeltaNet layers"
         )
-
-
-def _decays_are_defined(model: LanguageModel) -> bool:
+    targets = F.pad(tokens[:, 1:], (0, 1), value=UNSCORED)
+    state, position = model.init_state(len(tokens)), 0
+    device = state.position.device
+    # Without decays nothing is observed, so that a plain cell can use its kernel.
     edits = [edit for edit in model.edits if edit is not None]
     redefined = any((edit.limit, edit.window) != (None, None) for edit in edits)
-    return not redefined and all(cell.gated for cell in model.cells)
+    gated = not redefined and all(cell.gated for cell in model.cells)
+    seen = []
+    progress = Progress("states", tokens.numel(), unit="tokens", quiet=quiet)
+    with decay_sums(model.cells if gated else []) as sums, progress:
+        before: Tensor | float = 0.0
+        for stop in stops:
+            piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
+            losses, state = model.token_losses(piece, target, state)
+            progress.advance(piece.numel(), piece.numel())
+            # Beyond the training length a state that overflows is a finding.
+            if stop <= trained and not bool(losses.isfinite().all()):
+                explain_nonfinite(model, tokens[:, :stop])
+            wide = torch.stack(model.memories(state)).double()
+            entries = wide.flatten(3)
+            norm = entries.norm(dim=-1)
+            retention = gate = torch.full_like(norm, math.nan)
+            if sums:
+                # Decays are `(b, h, 1)` by head or `(b, 1, d)` by unit.
+                total = torch.stack([*sums.values()])
+                retention = total.exp().mean(-1)
+                gate = ((total - before) / (stop - position)).exp().mean(-1)
+                before = total
+            loss = losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)
+            deviation, channels = entries.std(-1, correction=0), wide.square().mean(-1).sqrt()
+            mean, at = entries.mean(-1), torch.tensor(stop)
+            seen.append((at, loss, mean, deviation, norm, retention, gate, channels))
+            position = stop
+    return Observations(*(torch.stack(values).cpu() for values in zip(*seen, strict=True)))

@@ -1,32 +1,71 @@
-"""Observes the states of a model beyond its training length and diagnoses state collapse."""
+"""Observes the states of a model beyond its training length and diagnoses state collapse.
+
+The criterion of state collapse: statistics leave their range inside the training length.
+
+At every observed position, the entries of a head's state have a mean, a standard deviation and a
+Frobenius norm. Inside the training length each of the three has a range, which includes the zero
+state at the start. A head collapses if, for one of the three, more than half of the observations
+beyond the training length of the same text lie outside that range, widened on both sides: for
+deviation and norm by MARGIN of its width, so that they must exceed 1.5 × their largest value
+inside; for the mean by MARGIN of the largest root mean square of the entries inside, because
+changes of a mean that is small relative to the entries are not significant.
+
+A stationary head stays inside: more than half of its observations are near its median, which is not
+above 1.5 × the largest value inside. A head that still fills up at the training length, as
+1 − exp(−t/τ), leaves its range if it retains more than a third of its state over the training
+length.
+
+A head is global if its retention over the training length exceeds GLOBAL on any of the texts (the
+criterion of arXiv 2504.16053).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from pydantic_core import to_json
-from torch import Tensor
 
-from longrnn.diagnostics.collapse import CRITERION, Finding, find
-from longrnn.diagnostics.observe import GLOBAL, Observation, observe
+from longrnn.diagnostics.observe import GLOBAL, Observations, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
-from longrnn.files import write_atomic
 from longrnn.models import LanguageModel
-from longrnn.models.finite import explain_nonfinite
-from longrnn.progress import Progress
-from longrnn.text import yaml_text
 from longrnn.units import format_length
 
-FORMAT = "longrnn-diagnosis-1"
 # Tokens between observations, of which there are about MOST in a long text.
 EVERY, MOST = 128, 512
 # Minimum number of observations inside the training length, which determine the ranges.
 INSIDE = 16
+MARGIN = 0.5
+STATISTICS = ("mean", "deviation", "norm")
+CRITERION = (
+    "A head collapses if, at more than half of the positions beyond the training length of a text, "
+    f"the norm or the standard deviation of its state is above {1 + MARGIN:g} × the largest inside "
+    f"the training length, or the mean farther from its range there than {MARGIN:g} × the largest "
+    "root mean square."
+)
+
+
+class Finding(NamedTuple):
+    """The result for one head on one text.
+
+    Attributes:
+        text: index.
+        left: the statistics that left their range; the head collapses if there is one.
+        onset: the first position beyond the training length at which one of these was outside.
+        growth: the norm at the end relative to its largest value inside the training length.
+        retention: over the training length; NaN if it is not defined.
+    """
+
+    layer: int
+    head: int
+    text: int
+    left: tuple[str, ...]
+    onset: int | None
+    growth: float
+    retention: float
 
 
 class Diagnosis(NamedTuple):
@@ -39,25 +78,17 @@ class Diagnosis(NamedTuple):
     """
 
     about: dict[str, Any]
-    seen: list[Observation]
+    seen: Observations
     findings: list[Finding]
 
     def collapsing(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads that collapse on any text, the fastest growing first."""
-        growth: dict[tuple[int, int], float] = {}
-        for one in self.findings:
-            if one.left:
-                size = one.growth if math.isfinite(one.growth) else math.inf
-                growth[one.layer, one.head] = max(size, growth.get((one.layer, one.head), 0.0))
-        return sorted(growth, key=lambda pair: (-growth[pair], pair))
+        left = sorted((one for one in self.findings if one.left), key=lambda one: -one.growth)
+        return list(dict.fromkeys((one.layer, one.head) for one in left))
 
     def global_heads(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads that are global on any text."""
         return sorted({(one.layer, one.head) for one in self.findings if one.retention > GLOBAL})
-
-    def values(self, name: str) -> Tensor:
-        """A field of the observations, `(positions, …)`."""
-        return torch.stack([getattr(one, name) for one in self.seen])
 
 
 def diagnose(
@@ -66,7 +97,6 @@ def diagnose(
     length: int,
     *,
     train_length: int,
-    output: Path,
     checkpoint: str = "",
     quiet: bool = False,
 ) -> Diagnosis:
@@ -77,8 +107,6 @@ def diagnose(
         documents: texts.
         length: number of tokens of each text to read.
         train_length: training length in tokens.
-        output: a folder; `states.jsonl` (one row per position, with lists by layer, text and head)
-            and `diagnosis.yaml` are written there at the end.
         checkpoint: name of the checkpoint, for the record.
         quiet: show no progress.
 
@@ -101,13 +129,8 @@ def diagnose(
     every = max(EVERY, length // MOST)
     dense = range(0, train_length, min(every, max(1, train_length // INSIDE)))
     stops = sorted({*dense[1:], *range(every, length, every), train_length, length})
-    with Progress("states", tokens.numel(), unit="tokens", quiet=quiet) as progress:
-        seen = list(observe(model, tokens, stops, progress=progress))
-    # A state that overflows beyond the training length is a finding; inside, the model is broken.
-    if not all(one.loss.isfinite().all() for one in seen if one.position <= train_length):
-        explain_nonfinite(model, tokens)
+    seen = observe(model, tokens, stops, trained=train_length, quiet=quiet)
     about: dict[str, Any] = {
-        "format": FORMAT,
         "checkpoint": checkpoint,
         "fingerprint": model.fingerprint(),
         "mitigation": None if model.mitigation is None else str(model.mitigation),
@@ -116,17 +139,42 @@ def diagnose(
         "criterion": CRITERION,
         "texts": [{"name": one.name, "sha256": one.sha256} for one in documents],
     }
-    found = Diagnosis(about, seen, find(seen, train_length))
-    heads = {"collapsing": sorted(found.collapsing()), "global": found.global_heads()}
-    content = about | {name: [list(pair) for pair in pairs] for name, pairs in heads.items()}
-    text = yaml_text(content, default_flow_style=None, width=100, allow_unicode=True)
-    write_atomic(output / "states.jsonl", "".join(map(_line, seen)))
-    write_atomic(output / "diagnosis.yaml", text)
+    return Diagnosis(about, seen, find(seen, train_length))
+
+
+def find(seen: Observations, train_length: int) -> list[Finding]:
+    """Returns one finding per layer, head and text.
+
+    Args:
+        seen: at ascending positions, some beyond the training length.
+        train_length: in tokens.
+    """
+    at = seen.position
+    inside = at <= train_length
+    values = torch.stack([getattr(seen, name) for name in STATISTICS], 1)
+    # A text starts from the zero state, so every range includes zero.
+    low = values[inside].amin(0).clamp(max=0)
+    high = values[inside].amax(0).clamp(min=0)
+    reach = MARGIN * (high - low)
+    reach[0] = MARGIN * values[inside, :2].square().sum(1).sqrt().amax(0)
+    beyond = values[~inside]
+    outside = ~((beyond >= low - reach) & (beyond <= high + reach))  # NaN counts as outside
+    left = outside.double().mean(0) > 0.5
+    onset = torch.where(outside, at[~inside].view(-1, 1, 1, 1, 1), at[-1] + 1).amin(0)
+    retention = seen.retention[inside][-1]
+    found = []
+    for layer, head, text in product(*(range(values.shape[axis]) for axis in (2, 4, 3))):
+        place = layer, text, head
+        out = left[:, *place]
+        found.append(
+            Finding(
+                layer,
+                head,
+                text,
+                left=tuple(s for s, o in zip(STATISTICS, out.tolist(), strict=True) if o),
+                onset=int(onset[:, *place][out].min()) if out.any() else None,
+                growth=float((seen.norm[-1][place] / high[2][place]).nan_to_num(math.inf)),
+                retention=float(retention[place]),
+            )
+        )
     return found
-
-
-def _line(seen: Observation) -> str:
-    """An observation as JSON; values that are not finite are null."""
-    values = {name: value for name, value in seen._asdict().items() if name != "channels"}
-    lists = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
-    return f"{to_json(lists, inf_nan_mode='null').decode()}\n"

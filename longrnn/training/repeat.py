@@ -58,11 +58,11 @@ def read_repeatedly(
     with decay_sums(model.cells) as sums:
         hidden, after = model.hidden(tokens, state)
     layers = []
-    for cell, own, before, end in zip(model.cells, sums, state.layers, after.layers, strict=True):
+    ends = zip(model.cells, state.layers, after.layers, strict=True)
+    for layer, (cell, before, end) in enumerate(ends):
         assert isinstance(cell, ScanningCell)
-        assert own.total is not None
         memory = cell.own_memory(end)
-        total = own.total[..., 0].to(memory.dtype)
+        total = sums[layer][..., 0].to(memory.dtype)
         memory = repeated(cell.own_memory(before), memory, total, times)
         layers.append(cell.with_memory(end, memory))
     return hidden, after._replace(layers=tuple(layers))

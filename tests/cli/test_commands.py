@@ -29,15 +29,15 @@ CASES = """
     eval task RUN --lengths 5,6 --n 3 | token accuracy | 5 | 6
     diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64 | After 64 tokens
     compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
-    STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | overview.png
+    STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | states_2.png
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
-    GRADIENTS RUN --lengths 4,8 | gradients through time | norms.png
-    GRADIENTS TEXT --text book.txt --lengths 4 | gradients.jsonl | weights.png
-    report RUN | backwards: loss | after 4 of 4 steps. | loss.png
+    GRADIENTS RUN --length 8 | gradients through time | norms.png
+    GRADIENTS TEXT --text book.txt --length 4 | gradients.jsonl | weights.png
+    report RUN | backwards: loss | after 4 steps | metrics.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
-    CALIBRATE scale_decay(steps=1,windows=1,seed=3) --target-length 300 | scale_decay.yaml
+    CALIBRATE scale_decay(steps=1,windows=1) --target-length 300 | scale_decay.yaml
     CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
     info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | CHECKPOINT+beyond

@@ -45,7 +45,7 @@ SHORT = {
     ("eval", "perplexity"): ["--lengths", "64"],
     ("diagnose", "states"): ["--train-length", "16", "--length", "64"],
     ("diagnose", "memory"): ["--positions", "16"],
-    ("diagnose", "gradients"): ["--lengths", "4"],
+    ("diagnose", "gradients"): ["--length", "4"],
     ("calibrate",): ["--train-length", "16"],
     ("generate",): ["--max-new-tokens", "1"],
 }

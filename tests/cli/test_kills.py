@@ -62,7 +62,7 @@ COMMANDS: dict[str, Command] = {
     "states": Command(
         f"diagnose states {{shelf}}/mamba2 {BOOK} --train-length 64 --length 1k {EVAL}"
     ),
-    "gradients": Command(f"diagnose gradients {{shelf}}/model {BOOK} --lengths 16,32 {EVAL}"),
+    "gradients": Command(f"diagnose gradients {{shelf}}/model {BOOK} --length 32 {EVAL}"),
     "compare": Command(
         f"compare {{shelf}}/model {{shelf}}/mamba2 --suite {{shelf}}/suite.yaml {EVAL}"
     ),

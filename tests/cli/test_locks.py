@@ -29,7 +29,7 @@ PLACES = {
     "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT],
     "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT],
     "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT],
-    "diagnose gradients": ["{run}", "--lengths", "4", *OUTPUT],
+    "diagnose gradients": ["{run}", "--length", "4", *OUTPUT],
     "report": ["{run}", *OUTPUT],
     "train": ["{config}", "output_dir=out"],
 }

@@ -12,7 +12,7 @@ from tests.cli.conftest import CLI, Shelf, refused, table
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
 STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
-GRADIENTS = "diagnose gradients RUN --lengths 4,8"
+GRADIENTS = "diagnose gradients RUN --length 8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
 # A command, and what its error must contain.
@@ -72,24 +72,23 @@ CASES = """
     diagnose states TEXT --length 600 --newlines | length | --train-length
     diagnose states LLAMA --newlines --train-length 9 | llama
     GRADIENTS --text none.txt | none.txt
-    GRADIENTS --lengths 1 |
-    GRADIENTS --init orthogonal |
+    GRADIENTS --length 1 |
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
     diagnose gradients TEXT | --text
-    diagnose gradients mamba.yaml --init ortogonal | orthogonal
-    diagnose gradients mamba.yaml --init orthogonal | mamba2 | long_memory
-    diagnose gradients on.yaml --init default | model
+    diagnose gradients 'mamba.yaml model.mixer.init=ortogonal' | orthogonal
+    diagnose gradients 'mamba.yaml model.mixer.init=orthogonal' | mamba2 | long_memory
+    diagnose gradients 'on.yaml model.mixer.init=default' | model
     CALIBRATE statenorm | statenorm | 'state_norm'
     CALIBRATE sliding_window | power_decay
     CALIBRATE token_filter | --target-length
-    CALIBRATE state_norm --target-length 256 | 256
+    CALIBRATE token_filter --target-length 256 | 256
     CALIBRATE state_norm --train-length 3k | 2,184
     CALIBRATE scale_decay --target-length 4k | 4,097
     CALIBRATE state_norm(margin=0) | margin
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
-    CALIBRATE state_norm --output norm.json | norm.json
+    CALIBRATE state_norm --text filler.txt |
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama

@@ -15,8 +15,7 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import METHODS, calibrate
-from longrnn.diagnostics.calibration import EVERY
+from longrnn.diagnostics.calibrate import EVERY, METHODS, calibrate
 from longrnn.diagnostics.per_head import TOLERANCE
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
@@ -143,42 +142,30 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
             assert found == pytest.approx([margin * norm for norm in norms], rel=1e-5)
 
 
-def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
-    """A head whose state is zero on the text raises a UserError."""
-    model = build("gru")
-    with torch.no_grad():
-        for parameter in model.cells[1].parameters():
-            parameter.zero_()
-    with pytest.raises(UserError, match="layer 1"):
-        calibrate(model, documents, "state_norm", train_length=LENGTH, quiet=True)
-
-
 @pytest.mark.parametrize("quantile", [1.0, 0.6, None])
 def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
-    """Only global heads have a threshold, which is the quantile of their step sizes."""
+    """The global heads are filtered, below the quantile of their step sizes."""
     model = build(n_layers=3)
     method = "token_filter" if quantile is None else f"token_filter(quantile={quantile})"
     (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
     share = 1 - LENGTH / TARGET if quantile is None else quantile
-    kinds = set()
-    found = zip(member["threshold"], steps(model, windows(LENGTH)), strict=True)
-    for thresholds, (dt, A) in found:
-        kept = (dt * A).sum(1).mean(0).exp().tolist()  # of the state before the window
-        for head, threshold in enumerate(thresholds):
+    heads = []
+    for layer, (dt, A) in enumerate(steps(model, windows(LENGTH))):
+        kept = (dt * A).sum(1).mean(0).exp()  # of the state before the window
+        heads += [[layer, head] for head in (kept > 0.05).nonzero().flatten().tolist()]
+        for head, threshold in enumerate(member["threshold"][layer]):
             values = dt[..., head].detach().flatten().numpy()
-            kinds.add(threshold is None)
-            assert (threshold is None) == (kept[head] <= 0.05)
-            if threshold is not None:
-                assert threshold == pytest.approx(np.quantile(values, share), rel=2e-6)
-                assert threshold >= np.quantile(values, share)
-    assert kinds == {True, False}, "this model has heads of one kind only"
+            assert threshold == pytest.approx(np.quantile(values, share), rel=2e-6)
+            assert threshold >= np.quantile(values, share)
+    assert member["heads"] == heads
+    assert 0 < len(heads) < 12, "this model has heads of one kind only"
 
 
 @pytest.mark.parametrize("method", ["token_filter", "per_head"])
 def test_nothing_global(method: str, documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to do."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
-    with pytest.raises(UserError, match=naming("0.05", 40)):
+    with pytest.raises(UserError, match=naming("0.05")):
         calibrate(model, documents, method, **LENGTHS, quiet=True)
 
 
@@ -188,17 +175,17 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     model, tokens = build(), windows(TARGET + 1)
     assert len(tokens) == 2
     plain, better = mean_loss(model, tokens), []
-    for seed in range(4):
-        method = f"{kind}(steps={1 + seed}, seed={seed})"
+    for steps in (1, 4, 20):
+        method = f"{kind}(steps={steps})"
         (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
-        torch.manual_seed(seed)  # which has no effect on the search
         assert calibrate(model, documents, method, **LENGTHS, quiet=True) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
         assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
     assert min(better) >= 0
-    assert max(better) > 1e-6, "nothing was found in four searches"
+    assert better == sorted(better)
+    assert better[-1] > 1e-6, "nothing was found"
 
 
 def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None:
@@ -210,14 +197,7 @@ def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None
     for passes in (5, 300, 300):
         method = f"per_head(windows=2, passes={passes})"
         members = calibrate(model, documents, method, **LENGTHS, quiet=True)
-        changed = {
-            (layer, head)
-            for member in members
-            for layer, heads in enumerate(member.get("threshold", []))
-            for head, value in enumerate(heads)
-            if value is not None
-        }
-        changed |= {tuple(head) for member in members for head in member.get("heads", [])}
+        changed = {tuple(head) for member in members for head in member.get("heads", [])}
         assert changed <= candidates
         found.append((members, mean_loss(Mitigated(model, mitigation(members)), tokens)))
     (uniform, first), (_, last), again = found
@@ -278,8 +258,7 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"train_length": 256, "target_length": 16384}
     (member,) = calibrate(model, texts, method, **lengths, quiet=True)
     assert member["kind"] == "token_filter"
-    chosen = [[theta is not None for theta in layer] for layer in member["threshold"]]
-    assert chosen == [[False, True, False, False], [False] * 4]
+    assert member["heads"] == [[0, 1]]
     with pytest.raises(UserError, match="fewer keys"):
         calibrate(model, texts, method, train_length=64, target_length=128, quiet=True)
 

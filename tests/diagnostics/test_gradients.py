@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import MIXERS, ScanningCell
+from longrnn.cells import MIXERS, Edit, ScanningCell
 from longrnn.data import TASKS, Task
-from longrnn.diagnostics.gradients import decay, measure, through_time
+from longrnn.diagnostics.gradients import factor_per_token, measure, through_time
 from longrnn.diagnostics.gradients_report import write_report
-from longrnn.diagnostics.jacobian import Step, flatten, spectrum
+from longrnn.diagnostics.jacobian import jacobian, spectrum
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.state import leaves, tree_map
+from longrnn.state import leaves, tree_map, unflatten
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_SPECS,
@@ -60,7 +60,7 @@ def test_factor_of_a_linear_network(largest: float) -> None:
     model = linear_model(with_eigenvalues([largest, 0.3, -0.2, 0.1, 0.05, 0.01]))
     tokens = random_tokens(4, 64)
     (norms,), _ = through_time(model, tokens, tokens[:, 0])
-    assert decay(norms)["factor"] == pytest.approx(abs(largest), rel=1e-6)
+    assert factor_per_token(norms) == pytest.approx(abs(largest), rel=1e-6)
 
 
 @pytest.mark.parametrize("block", ["residual", "plain"])
@@ -99,7 +99,7 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
 
 
 def test_measurements_and_their_report(tmp_path: Path) -> None:
-    """There is one row per layer, and the report tells explosion, steadiness and vanishing."""
+    """There is one row per layer, and the factors tell explosion, steadiness and vanishing."""
     models = {kind: build_model(kind) for kind in ("rnn", "mamba2")}
     models |= {
         name: linear_model(factor * torch.eye(WIDTH))
@@ -108,25 +108,25 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     rows = [
         {"model": name, **row}
         for name, model in models.items()
-        for row in measure(model, reverse(), [4, 8], rows=3)
+        for row in measure(model, reverse(), 8, rows=3)
     ]
     assert [(row["model"], row["layer"]) for row in rows[:4]] == [
         ("rnn", 0), ("rnn", 1), ("mamba2", 0), ("mamba2", 1),
     ]  # fmt: skip
     assert {len(row["norm"]) for row in rows} == {16}
-    assert {tuple(row["histograms"]) for row in rows} == {(4, 8)}
-    assert all(row["gradient"] > 0 for row in rows)
-    verdicts = [row["verdict"] for row in rows]
-    assert verdicts[:4] == ["vanishes"] * 4
-    assert verdicts[4:6] == ["explodes", "steady"]
+    first = models["rnn"].cells[0]
+    weights = [first.get_parameter(name) for name in first.recurrent_weights]
+    assert sum(rows[0]["histogram"]) == sum(map(Tensor.numel, weights))
+    assert all(row["factor"] < 1 for row in rows[:4])
     assert rows[4]["factor"] == rows[4]["radius"] == pytest.approx(1.5)
+    assert rows[5]["factor"] == pytest.approx(1)
     assert rows[6]["factor"] is None
-    about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "lengths": [4, 8]}
+    about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "length": 8}
     files = write_report(about, rows, tmp_path)
     assert [file.name for file in files] == [
         "report.html", "norms.png", "weights.png", "gradients.jsonl",
     ]  # fmt: skip
-    assert "steady" in files[0].read_text()
+    assert "factor per token" in files[0].read_text()
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
@@ -134,28 +134,32 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     model = build_model("rnn", dtype=torch.float32)
     model.cells[0].get_parameter("cell.weight_hh_l0").data[0, 0] = math.nan
     with pytest.raises(UserError, match=r"blocks\.0\.mixer\.cell\.weight_hh_l0"):
-        measure(model, reverse(), [4])
-
-
-def step_of(spec: dict[str, Any]) -> Step:
-    options = {"backend": "torch"} if issubclass(MIXERS[spec["kind"]], ScanningCell) else {}
-    cell = build_mixer({**spec, **options})
-    x = random_tree(torch.empty(1, 1, D_MODEL + 2, dtype=torch.float64), 0)
-    return Step(cell, x, random_tree(cell.init_state(1), 1))
+        measure(model, reverse(), 4)
 
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_the_jacobian_equals_that_of_autograd(spec: dict[str, Any]) -> None:
     """Products and both spectra equal those of a full autograd computation."""
-    step = step_of(spec)
-    found = torch.autograd.functional.jacobian(lambda flat: step.after(flat)[0], step.start)
-    assert isinstance(found, Tensor)
-    expected = found[:, 0]
-    vectors = torch.randn(3, step.start.shape[1], generator=generator(5), dtype=torch.float64)
-    assert_near(step.product(vectors), vectors @ expected.T, 1e-10)
-    assert_near(step.transposed(vectors), vectors @ expected, 1e-10)
-    assert_near(step.after(step.start), flatten(step.cell(step.x, step.like)[1]), 1e-10)
-    for found in (spectrum(step), spectrum(step, dense=1)):
-        radius = torch.linalg.eigvals(expected).abs().max().item()
-        assert found.radius == pytest.approx(radius, rel=1e-5)
-        assert found.singular == pytest.approx(torch.linalg.matrix_norm(expected, 2).item())
+    options = {"backend": "torch"} if issubclass(MIXERS[spec["kind"]], ScanningCell) else {}
+    cell = build_mixer({**spec, **options})
+    x = random_tree(torch.empty(1, 1, D_MODEL + 2, dtype=torch.float64), 0)
+    state = random_tree(cell.init_state(1), 1)
+    parts = [leaf for _, leaf in leaves(state)]
+
+    def after(flat: Tensor) -> Tensor:
+        pieces = flat.split([part.numel() for part in parts])
+        before = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+        end = cell(x, unflatten(state, before), Edit())[1]
+        return torch.cat([leaf.flatten() for _, leaf in leaves(end)])
+
+    start = torch.cat([part.flatten() for part in parts])
+    expected = torch.autograd.functional.jacobian(after, start)
+    assert isinstance(expected, Tensor)
+    operator = jacobian(cell, x, state)
+    vectors = torch.randn(len(expected), 3, generator=generator(5), dtype=torch.float64)
+    assert_near(torch.from_numpy(operator @ vectors.numpy()), expected @ vectors, 1e-10)
+    assert_near(torch.from_numpy(operator.rmatmat(vectors.numpy())), expected.T @ vectors, 1e-10)
+    largest = torch.linalg.eigvals(expected).abs().max().item()
+    for radius, singular in (spectrum(operator), spectrum(operator, dense=1)):
+        assert radius == pytest.approx(largest, rel=1e-5)
+        assert singular == pytest.approx(torch.linalg.matrix_norm(expected, 2).item())

@@ -15,9 +15,8 @@ import yaml
 from torch import Tensor, nn
 
 from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
-from longrnn.diagnostics.collapse import Finding, find
-from longrnn.diagnostics.observe import Observation, observe
-from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.diagnostics.observe import Observations, observe
+from longrnn.diagnostics.states import Diagnosis, Finding, diagnose, find
 from longrnn.diagnostics.states_report import write_report
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
@@ -82,9 +81,13 @@ class Loop:
         return torch.sigmoid(gates[:, d : 2 * d])[:, None]  # f of an LSTM, z of a GRU
 
 
-def last(model: RecurrentLM, tokens: Tensor) -> Observation:
-    (found,) = observe(model, tokens, [TIME])
-    return found
+def at(seen: Observations, place: int) -> Observations:
+    """Returns the observations at one position, without its axis."""
+    return Observations(*(values[place] for values in seen))
+
+
+def last(model: RecurrentLM, tokens: Tensor) -> Observations:
+    return at(observe(model, tokens, [TIME]), 0)
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
@@ -93,8 +96,9 @@ def test_observations_equal_a_loop(mixer: str) -> None:
     model, tokens = build_model(mixer), random_tokens(3, TIME + 1)
     loop = Loop(model, tokens)
     before = 0
-    for found in observe(model, tokens, [7, 33, TIME]):
-        stop = found.position
+    seen = observe(model, tokens, [7, 33, TIME])
+    for place, stop in enumerate(seen.position.tolist()):
+        found = at(seen, place)
         assert_near(found.loss, loop.losses[:, before:stop].mean(1), 1e-6, "loss")
         for layer in range(len(model.cells)):
             memory = loop.memory(layer, stop)
@@ -148,8 +152,9 @@ def judged(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t
         numbers = (
             torch.full((1, 1, 1), value).double() for value in (mean(t), deviation, norm(t), 0, 0)
         )
-        seen.append(Observation._make([t, nothing, *numbers, nothing]))
-    (finding,) = find(seen, TRAINED)
+        seen.append([torch.tensor(t), nothing, *numbers, nothing])
+    stacked = Observations(*map(torch.stack, zip(*seen, strict=True)))
+    (finding,) = find(stacked, TRAINED)
     return finding
 
 
@@ -211,7 +216,9 @@ def found(tmp_path: Path) -> Diagnosis:
     ones = Document("ones", "1" * 64, torch.ones(1200, dtype=torch.long))
     texts = [text("a", 1000, 1), text("b", 1000, 2), ones]
     options: dict[str, Any] = {"checkpoint": "<b>made</b> & co", "quiet": True}
-    return diagnose(holding(1, 2), texts, 1000, train_length=64, output=tmp_path, **options)
+    found = diagnose(holding(1, 2), texts, 1000, train_length=64, **options)
+    write_report(found, tmp_path)
+    return found
 
 
 def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path) -> None:
@@ -238,10 +245,9 @@ def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path
 
 def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) -> None:
     """The report names the head, shows all pictures, and is self-contained."""
-    write_report(found, tmp_path)
     open_alone(page, tmp_path / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
-    assert len(widths) == 2
+    assert len(widths) == 4
     assert min(widths) > 500
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.title() == "States of <b>made</b> & co"
@@ -261,9 +267,9 @@ def test_states_that_overflow(tmp_path: Path) -> None:
     with torch.no_grad():
         recurrent.fill_(10.0)
         bias.fill_(1.0)
-    found = diagnose(model, [text("a", 300)], 300, train_length=16, output=tmp_path, quiet=True)
+    found = diagnose(model, [text("a", 300)], 300, train_length=16, quiet=True)
     assert (0, 0) in found.collapsing()
+    write_report(found, tmp_path)
     lines = (tmp_path / "states.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
     assert rows[-1]["norm"][0][0][0] is None
-    write_report(found, tmp_path)

@@ -71,7 +71,7 @@ def measure(kind: str) -> Support:
         "yes" if forks else "no",
         works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
         works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
-        works(lambda: list(observe(model, text, [20]))),
+        works(lambda: observe(model, text, [20])),
         reason(model),
     )
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,14 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
-from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
-from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
+from longrnn.hf.tokenizer import byte_level, load_tokenizer
+from longrnn.inference.engine import Pair, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -49,11 +49,13 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 8
 # lm-eval's default for tasks that do not set `max_gen_toks`.
 MAX_NEW_TOKENS = 256
-# Generation options that are supported, and those that have no effect here.
+# Generation options that are supported, and values of others that have no effect.
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
+# The maximum length of a model without one.
+UNLIMITED = sys.maxsize
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type
 
@@ -64,9 +66,8 @@ class LongRNN(HFLM):
     Args:
         pretrained: a checkpoint as `load` takes it, or a loaded model.
         tokenizer: a tokenizer or its name; by default that of the checkpoint.
-        device: CUDA by default if it is available.
+        device: where a checkpoint is loaded; by default the CPU.
         batch_size: rows in one batch; `auto` for BATCH_SIZE.
-        max_length: in tokens; by default that of the model.
         add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
         quiet: show no progress.
 
@@ -90,7 +91,6 @@ class LongRNN(HFLM):
         tokenizer: Any = None,
         device: str | None = None,
         batch_size: int | str = BATCH_SIZE,
-        max_length: int | None = None,
         add_bos_token: bool | None = None,
         quiet: bool = False,
     ) -> None:
@@ -100,23 +100,18 @@ class LongRNN(HFLM):
         self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
         self.model = pretrained
         if not isinstance(pretrained, LanguageModel):
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model = load(pretrained, device=device)
         source: Any = pretrained if tokenizer is None else tokenizer
         # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
         # that is given, and determines whether special tokens are added.
         named = isinstance(source, (str, Path))
-        own = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
+        own: Any = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
         refuse_unfit(own, self.model)
         self.fingerprint = own.fingerprint()
         hf = byte_level() if type(own) is ByteTokenizer else own
-        if not isinstance(hf, HFTokenizer):
-            raise UserError("lm-eval needs a Hugging Face tokenizer: give one, or bytes")
         self.tokenizer: Any = hf.tokenizer
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
-        if max_length is not None:
-            refuse_long(self.model, max_length)
-        self.max_length = max_length or self.model.max_length
+        self.max_length = self.model.max_length or UNLIMITED
         self.custom_prefix_token_id, self.add_bos_token = None, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
         self.quiet = quiet
@@ -138,7 +133,7 @@ class LongRNN(HFLM):
 
     def _fit(self, context: Sequence[int], more: int) -> Ids:
         """Return the end of a context that fits in front of `more` further tokens."""
-        if self.max_length is None or len(context) + more <= self.max_length:
+        if len(context) + more <= self.max_length:
             return tuple(context)
         room = self.max_length - more
         if room < 1:
@@ -152,7 +147,7 @@ class LongRNN(HFLM):
     # The three kinds of requests
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         pairs = []
         for _, context, continuation in requests:
@@ -162,32 +157,18 @@ class LongRNN(HFLM):
                     "from it"
                 )
             pairs.append(Pair(self._fit(context, len(continuation) - 1), tuple(continuation)))
+        # A continuation's last token is only predicted.
+        self.counts["requested"] += sum(len(a) + len(b) - 1 for a, b in pairs)
         found: dict[int, tuple[float, bool]] = {}
-        for index, result in self._scores("loglikelihood", pairs):
-            found[index] = result.nats, result.greedy
-            self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+        # `loglikelihood_rolling` of the `hf` type asks for one batch of windows after another.
+        with self._progress("loglikelihood", len(pairs), "override_bs" in options) as progress:
+            scores = score(self.model, pairs, batch_size=self.batch_size, progress=progress)
+            for index, result in scores:
+                found[index] = result.nats, result.greedy
+                if requests[index][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+        self._count(progress)
         return [found[index] for index in range(len(pairs))]
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of documents, in windows if they exceed the maximum length."""
-        pairs: list[Pair] = []
-        owners: list[int] = []
-        for index, (text,) in enumerate(request.args for request in requests):
-            ids = self.tok_encode(text)
-            longest = self.max_length or len(ids) or 1
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, longest, context_len=1)
-            own = [Pair(tuple(a), tuple(b)) for a, b in map(make_disjoint_window, windows)]
-            pairs += own
-            owners += [index] * len(own)
-        left, nats = Counter(owners), [0.0] * len(requests)
-        for number, result in self._scores("loglikelihood_rolling", pairs):
-            index = owners[number]
-            nats[index] += result.nats
-            left[index] -= 1
-            if left[index] == 0:
-                args = requests[index].args
-                self.cache_hook.add_partial("loglikelihood_rolling", args, nats[index])
-        return nats
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return continuations of prompts, each up to its first stop string."""
@@ -219,15 +200,8 @@ class LongRNN(HFLM):
         self._count(progress)
         return answers
 
-    def _scores(self, title: str, pairs: list[Pair]) -> Iterator[tuple[int, Score]]:
-        # A continuation's last token is only predicted.
-        self.counts["requested"] += sum(len(a) + len(b) - 1 for a, b in pairs)
-        with self._progress(title, len(pairs)) as progress:
-            yield from score(self.model, pairs, batch_size=self.batch_size, progress=progress)
-        self._count(progress)
-
-    def _progress(self, title: str, total: int) -> Progress:
-        return Progress(title, total, unit="tokens", quiet=self.quiet)
+    def _progress(self, title: str, total: int, is_part: bool = False) -> Progress:
+        return Progress(title, total, unit="tokens", quiet=self.quiet or is_part)
 
     def _count(self, progress: Progress) -> None:
         """Count the tokens of finished requests, and warn of what was truncated so far."""
@@ -272,7 +246,7 @@ class LongRNN(HFLM):
         return {
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self.fingerprint,
-            "max_length": self.max_length,
+            "max_length": self.model.max_length,
             "tokens_requested": self.counts["requested"],
             "tokens_computed": self.counts["computed"],
             "requests_truncated": self.counts["truncated"],
