@@ -60,8 +60,6 @@ class PasskeyOptions(Options):
     chunk_select: Tokens | None = None
     """Split the prompt into chunks of this many tokens, and take the answer with the lowest
     entropy."""
-    # Read every prompt separately instead of sharing prefixes, with the same answers: slower.
-    naive: bool = False
     batch_size: Count = 16
     """Prompts in one batch."""
 

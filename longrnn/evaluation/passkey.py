@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from pydantic import PrivateAttr
+from torch import Tensor
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import is_recalled, read
+from longrnn.data.prompts import RepeatedTokens, is_recalled, read
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.figures import heat_maps
 from longrnn.evaluation.options import PasskeyOptions
-from longrnn.evaluation.passkey_prompts import build, draw
+from longrnn.evaluation.passkey_prompts import Question, draw
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.inference.engine import Answer, Prompt, answers, count_tokens
+from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
@@ -106,22 +108,22 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        task, questions = self._tasks[model.name], [item.spec for item in items]
-        prompts = build(task, questions, naive=self.naive)
-        longest = self._answer[model.name]
+        task, longest = self._tasks[model.name], self._answer[model.name]
+        prompts = [_prompt(task, item.spec) for item in items]
+        options: dict[str, Any] = {
+            "decode": task.tokenizer.decode,
+            "max_new_tokens": longest,
+            "progress": progress,
+        }
         if self.chunk_select is None:
-            how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
-            found = answers(model.model, prompts, max_new_tokens=longest, **how)
+            ids = [torch.cat([read(context), question]).int() for context, question in prompts]
+            found = complete(model.model, ids, batch_size=self.batch_size, **options)
         else:
-            found = by_chunk(model.model, prompts, self.chunk_select, longest, progress)
-        for batch in found:
-            rows = []
-            for number, ids in batch:
-                key, said = questions[number].needle.key, task.tokenizer.decode(ids).strip()
-                row = {"key": key, "said": said, "correct": is_recalled(said, key)}
-                rows.append((items[number], row))
-            progress.advance(len(batch), 0)
-            yield rows
+            found = by_chunk(model.model, prompts, chunk=self.chunk_select, **options)
+        for number, text in found:
+            key, said = items[number].spec.needle.key, text.strip()
+            progress.advance(1, 0)
+            yield [(items[number], {"key": key, "said": said, "correct": is_recalled(said, key)})]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         asked, right = item.spec, float(row["correct"])
@@ -137,16 +139,6 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def _recalled(self) -> Column:
         quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
-
-    def notes(self, model: OpenCheckpoint, found: Found) -> list[str]:
-        if not found or self.chunk_select is not None or self.naive:
-            return []
-        prompts = build(self._tasks[model.name], [item.spec for item, _ in found], naive=False)
-        cost = count_tokens(prompts, max_new_tokens=self._answer[model.name])
-        return [
-            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
-            f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
-        ]
 
     def pictures(
         self, found: Mapping[str, Found], models: Sequence[OpenCheckpoint]
@@ -173,18 +165,30 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
         return list(dict.fromkeys(self.depths if self.insert_at is None else self.insert_at))
 
 
+def _prompt(task: Passkey, asked: Question) -> tuple[list[RepeatedTokens], Tensor]:
+    """Return the context of a prompt, which begins with the header, and its question."""
+    start = int(asked.start * task.n_filler) if task.own_filler else 0
+    context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
+    return context, task.question(asked.needle)
+
+
 def by_chunk(
-    model: LanguageModel, prompts: Sequence[Prompt], chunk: int, longest: int, progress: Progress
-) -> Iterator[list[Answer]]:
-    """Yield one answer at a time, of `longest` tokens, from the chunk that was selected for it."""
-    for index, prompt in enumerate(prompts):
-        header, *rest = prompt.context
-        text, question = read(rest), prompt.question
+    model: LanguageModel,
+    prompts: Sequence[tuple[list[RepeatedTokens], Tensor]],
+    *,
+    chunk: int,
+    decode: Callable[[Sequence[int]], str],
+    max_new_tokens: int,
+    progress: Progress,
+) -> Iterator[tuple[int, str]]:
+    """Yield the index of a prompt and the answer from the chunk that was selected for it."""
+    for index, ((header, *rest), question) in enumerate(prompts):
+        text = read(rest)
         chosen = select(model, text, question, chunk=chunk, prefix=read([header]))
         progress.advance(0, header.size + len(text) + len(question))
         ids = question[None].to(chosen.state.position.device)
-        generated = generate(model, ids, chosen.state, max_new_tokens=longest)
-        yield [Answer(index, generated.tokens[0])]
+        generated = generate(model, ids, chosen.state, max_new_tokens=max_new_tokens)
+        yield index, decode(generated.tokens[0])
 
 
 def _label(place: float) -> str:

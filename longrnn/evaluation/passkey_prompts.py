@@ -13,12 +13,10 @@ Notable choices:
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle, draw_needles, keys
-from longrnn.inference.engine import Prompt
 
 # A prompt is short if everything but its filler is more than 1 / SHORT of it.
 SHORT = 8
@@ -69,24 +67,3 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     else:
         needle = task.needle_at(key, min(token, free) if is_depth else token, length=length)
     return Question(length, place, number, [needle], 0, start, covers)
-
-
-def build(task: Passkey, questions: Sequence[Question], *, naive: bool) -> list[Prompt]:
-    """Return prompts for the engine.
-
-    Args:
-        task: makes the ids.
-        questions: the keys.
-        naive: read every prompt separately instead of sharing prefixes.
-    """
-    prompts = []
-    for index, asked in enumerate(questions):
-        start = int(asked.start * task.n_filler) if task.own_filler else 0
-        context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
-        # The fork is after header and filler, at the first key line. Prompts with the same single
-        # key share a branch; with several keys, the text after the first depends on the length.
-        fork = context[0].size + context[1].size
-        branch = asked.needles[0].key if len(asked.needles) == 1 else asked[:3]
-        shared = (None, 0, index) if naive else (start, fork, branch)
-        prompts.append(Prompt(context, task.question(asked.needle), *shared))
-    return prompts

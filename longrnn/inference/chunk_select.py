@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.inference.engine import forks
+from longrnn.inference.trie import read_texts
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
@@ -57,12 +57,12 @@ def select(
         prefix: `(t,)` token ids that precede every chunk.
         batch_size: how many chunks are read at once.
     """
-    before = [] if prefix is None else prefix.tolist()
-    chunks = [(*before, *one.tolist()) for one in context.split(chunk)]
+    before = context[:0] if prefix is None else prefix
+    chunks = [torch.cat([before, one]) for one in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    for numbers, _, read in forks(model, chunks, batch_size, silent, keep=0):
+    for numbers, _, read in read_texts(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -74,10 +74,9 @@ def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
 
 
 def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the batch size, nor reading without shared prefixes, nor pieces change an answer."""
+    """Neither the batch size nor pieces change an answer."""
     whole = measure(tmp_path / "a", Oracle()).cells
     assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole
-    assert measure(tmp_path / "c", Oracle(), **GRID | {"naive": True}).cells == whole
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
     oracle = Oracle()
     assert measure(tmp_path / "d", oracle).cells == whole
