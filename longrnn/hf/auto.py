@@ -127,7 +127,6 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         state: LMState | None = None,
-        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Consumes tokens.
@@ -147,14 +146,12 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
             return_dict: False for a tuple.
             logits_to_keep: return logits for the last tokens only; 0 for all; or indices.
             state: the state before the first token, instead of a cache; it is not changed.
-            cu_seq_lens_q: `(documents + 1,)`, where the packed documents of a single row begin and
-                end, instead of position_ids.
             kwargs: arguments of the loss.
 
         Raises:
             UserError: arguments that a recurrent model cannot follow.
         """
-        check_arguments(kwargs)
+        check_arguments(position_ids, kwargs)
         cache = cache_of(past_key_values, state)
         read = input_ids if inputs_embeds is None else inputs_embeds
         if read is None or (input_ids is not None and inputs_embeds is not None):
@@ -162,7 +159,7 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         time = read.shape[1]
         is_token = padding(attention_mask, read)
         positions = position_ids if attention_mask is None else None  # else it counts the mask
-        starts = packed_documents(positions, cu_seq_lens_q, read)
+        starts = packed_documents(positions, read)
         if cache.pending is not None:  # of assisted decoding, which has neither of the two
             read = torch.cat([cache.pending, read], 1)
         model = self.language_model

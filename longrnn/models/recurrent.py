@@ -193,10 +193,15 @@ class RecurrentLM(LanguageModel):
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
-        if self.norm is not None:
-            hidden = rms_norm(hidden, own_weight(self.norm), self.config.norm_eps)
-            hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+        hidden = self.normed(hidden)
         return hidden if rows is None else rows.restore(hidden, keep), after
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The head's input from the output of the last block."""
+        if self.norm is None:
+            return x
+        hidden = rms_norm(x, own_weight(self.norm), self.config.norm_eps)
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
 
     @torch.no_grad()
     def token_losses(
