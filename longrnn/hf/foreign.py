@@ -157,17 +157,16 @@ class ForeignLM(LanguageModel):
         if reason := out_of_reach(self, max(positions) + time):
             raise UserError(reason)
 
-        groups = [
-            [row for row, position in enumerate(positions) if position == length]
-            for length in sorted(set(positions))
-        ]
+        groups: dict[int, list[int]] = {}
+        for row, position in enumerate(positions):
+            groups.setdefault(position, []).append(row)
         if len(groups) == 1:
             return self.read(tokens, state, positions[0], keep)
         outputs = [
-            self.read(tokens[group], take(state, group), positions[group[0]], keep)
-            for group in groups
+            self.read(tokens[rows], take(state, rows), position, keep)
+            for position, rows in groups.items()
         ]
-        order = torch.tensor([row for group in groups for row in group]).argsort()
+        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
         logits = torch.cat([output.logits for output in outputs])
         after = take(join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)

@@ -82,23 +82,6 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
-    return mitigated(*load_plain(name_or_path, backend=backend, **options))
-
-
-def load_plain(
-    name_or_path: str | Path,
-    *,
-    backend: str = "auto",
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-) -> tuple[Model, str | None]:
-    """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
-
-    Raises:
-        UserError: as `load`.
-    """
     name, spec = split_spec(str(name_or_path))
     named, spec = split_dtype(spec)
     if named is not None and dtype not in (None, named):
@@ -118,44 +101,34 @@ def load_plain(
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
         model.to(device=device)
-    return model, spec
+        spec = model.trained_under if spec is None else spec
+    return model if spec is None else _mitigated(model, split(spec))
 
 
-def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
-    """Return a model under the mitigation that `spec` describes; the given one is not changed.
+def _mitigated(model: Any, parts: Sequence[str]) -> Model:
+    """Return a model under mitigations; the given one is not changed.
 
-    Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
-    A `spec` takes its place; `none` leaves it out. Two more are valid for
-    Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
-    limits the attention layers of a hybrid.
+    Two more names are valid for Hugging Face models: `beyond` lifts the maximum length of any, and
+    `attention_window(window=…)` limits the attention layers of a hybrid.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
     """
-    parts = [
-        part for one in ([spec] if isinstance(spec, str) else spec or []) for part in split(one)
-    ]
     others = [part for part in parts if part != NONE]
     if not isinstance(model, RecurrentLM):
-        model, others = _without_own(model, others)
-    elif model.trained_under is not None and not parts:
-        return model.under(mitigation(model.trained_under))
+        for part in others:
+            if part == BEYOND:
+                model = model.beyond()
+            elif part.partition("(")[0] == WINDOW:
+                _, options = parse(part)
+                if not model.cells or options.keys() != {"window"}:
+                    raise UserError(
+                        f"{part} is not valid for this {model.kind}: write {WINDOW}(window=4096), "
+                        "after a hybrid"
+                    )
+                model = model.with_attention_window(parse_length(str(options["window"])))
+        others = [one for one in others if one.partition("(")[0] not in (BEYOND, WINDOW)]
     return model.under(mitigation(others)) if others else model
-
-
-def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
-    windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
-    others = [part for part in parts if part != BEYOND and part not in windows]
-    if windows and not model.cells:
-        raise UserError(f"{WINDOW} is for hybrids, and this is a {model.kind}: leave it out")
-    for part in windows:
-        _, options = parse(part)
-        if options.keys() != {"window"}:
-            raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        window = parse_length(str(options["window"]))
-        model = model.with_attention_window(window)
-    return model.beyond() if BEYOND in parts else model, others
 
 
 def load_editable(name_or_path: str | Path, **options: Any) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -35,13 +36,13 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
 )
-# A vocabulary may be larger than its tokenizer by this many ids, or by this share of its size.
-MAX_PADDING, MAX_PADDING_SHARE = 256, 0.05
 NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
 NONE = (
     "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
     "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
 )
+# Begins what the assistant wrote, in a chat template.
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
@@ -67,9 +68,26 @@ class HFTokenizer:
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        from longrnn.hf.chat import encode_chat
-
-        return encode_chat(self.tokenizer, messages)
+        """See `longrnn.text.Tokenizer`. The chat template marks what the assistant wrote."""
+        try:
+            template = self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                "the tokenizer has no chat template: put a chat_template.jinja beside its "
+                "tokenizer.json, or give prompt and completion instead of messages"
+            ) from error
+        if not GENERATION.search(template):
+            raise UserError(
+                "the chat template does not say which text the assistant wrote: put {% generation "
+                "%} and {% endgeneration %} around it, or give prompt and completion"
+            )
+        try:
+            found: Any = self.tokenizer.apply_chat_template(
+                [dict(one) for one in messages], return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"its chat template refuses it, {one_line(error)}") from error
+        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
@@ -177,15 +195,6 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
         raise UserError(
             f"{path} is not a tokenizer ({one_line(error)}): download it again"
         ) from error
-
-
-def fits(ids: int, size: int) -> bool:
-    """Whether a tokenizer with `ids` ids can belong to a model with a vocabulary of `size`.
-
-    Vocabularies are often padded to a multiple of some number, or with room for further tokens, so
-    that a model may have somewhat more ids than its tokenizer.
-    """
-    return ids <= size and size - ids <= max(MAX_PADDING, size * MAX_PADDING_SHARE)
 
 
 @contextmanager
