@@ -66,7 +66,7 @@ def _model(checkpoint: str) -> dict[str, str]:
         width, tied = config.d_model, config.tie_embeddings
         layers = f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks"
     else:
-        width, tied = config.hidden_size, model.tied
+        width, tied = config.hidden_size, config.tie_word_embeddings
         layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
         if model.cells:
             layers += f"; {len(model.cells)} × {model.cells[0].kind} of them by longrnn"

@@ -94,12 +94,6 @@ class ForeignLM(LanguageModel):
         return self.model.config.model_type
 
     @property
-    def tied(self) -> bool:
-        """Whether the head is the embedding transposed."""
-        head = self.model.get_output_embeddings()
-        return head is not None and head.weight is self.model.get_input_embeddings().weight
-
-    @property
     def can_go_beyond(self) -> bool:
         """Whether the model can compute positions beyond `max_length`."""
         return self._table is None

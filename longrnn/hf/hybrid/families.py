@@ -27,35 +27,18 @@ from longrnn.hf.hybrid.shared import (
 from longrnn.ops.norm import gated_rms_norm
 
 
-def norm_then_gate(
-    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
-) -> Tensor:
-    """rms_norm(y + D x) · weight · silu(z), per group of channels."""
-    wide = _with_skip(y, x, D)
-    grouped = wide.unflatten(-1, (groups, -1))
-    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
-    return (normed * weight * F.silu(z.to(wide.dtype))).to(z.dtype)
-
-
 def plain_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
     """(y + D x) · silu(z), without a norm."""
-    wide = _with_skip(y, x, D)
-    return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
-
-
-def _with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
-    """y + D x, `(b, t, h p)` in float32 or wider."""
     dtype = torch.promote_types(y.dtype, torch.float32)
-    return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+    wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+    return (wide * F.silu(z.to(dtype))).to(z.dtype)
 
 
 def _falcon_gate(theirs: Any) -> Gate:
     if not theirs.mamba_rms_norm:
         return plain_gate
-    if theirs.norm.norm_before_gate:
-        return with_groups(norm_then_gate, theirs.norm.n_groups)
     same = theirs.norm.n_groups == theirs.n_groups
     return None if same else with_groups(gated_rms_norm, theirs.norm.n_groups)
 
