@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longrnn.checksums import remove_checksums, write_checksums
-from longrnn.errors import UserError
-from longrnn.files import read_json
+from longrnn.hf.load import load
 from longrnn.hf.names import ADAPTER_RECORD, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.models.checkpoint import FORMAT, OPTIONS
@@ -78,7 +77,6 @@ class LongRNNPreTrainedModel(PreTrainedModel):
     # A device_map puts the whole model on one device, where its state lives.
     _no_split_modules = ["RecurrentLM"]  # noqa: RUF012
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
-    _has_own_adapter = False
 
     def __init__(self, config: LongRNNConfig) -> None:
         super().__init__(config)
@@ -97,31 +95,22 @@ class LongRNNPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `PreTrainedModel`; an adapter brings the mitigation under which it was trained."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        """See `PreTrainedModel`; an adapter that `longrnn train` wrote is merged, as by `load`.
+
+        PEFT would know neither its mitigation nor the parameters that were trained as a whole.
+        """
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
         if (folder / ADAPTER_RECORD).is_file():
-            model._has_own_adapter = True
-            model.config.mitigation = read_json(folder / ADAPTER_RECORD).get("mitigation")
-        return loaded
+            whole: Any = cls
+            return whole.of(load(folder, dtype=kwargs.get("dtype")))
+        return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads.
-
-        Raises:
-            UserError: an adapter that `longrnn train` wrote is loaded: transformers would save
-                neither its mitigation nor the parameters that were trained as a whole.
-        """
-        if self._has_own_adapter:
-            raise UserError(
-                "transformers cannot save this adapter completely: copy its folder, or save the "
-                "merged model of longrnn.load(folder) with LongRNNForCausalLM.of"
-            )
+        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
         folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
         if is_main:
             remove_checksums(folder)
