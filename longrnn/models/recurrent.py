@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import MIXERS, Cell
-from longrnn.errors import UserError, nearest
 from longrnn.mitigations import Chain, Mitigation
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.blocks import Block
@@ -33,15 +31,11 @@ from longrnn.options import validated
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, check
 
-# What the backward pass computes again at a time: nothing, one block of one segment, or one segment
-# with all its blocks. Of the latter only tokens and states are kept.
-GRANULARITIES = ("no", "block", "segment")
 # Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
 # numbers between two layers; chosen by measurement.
 SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
-# The same on other devices, where every segment costs some hundred launches per layer, and with
-# recomputation by segment, which keeps the activations of one segment at a time.
-DEVICE_SEGMENT_TOKENS, RECOMPUTED_SEGMENT_TOKENS = 2**16, 2**13
+# The same on other devices, where every segment costs some hundred launches per layer.
+DEVICE_SEGMENT_TOKENS = 2**16
 # A window is computed in blocks of its own length, up to so many tokens.
 MAX_WINDOW_SEGMENT = 2**14
 
@@ -55,14 +49,10 @@ class RecurrentLM(LanguageModel):
     Attributes:
         loaded_from: the folder that the model was loaded from; None for a new one.
         trained_under: the spec of the mitigation under which the model was trained; None without.
-        recomputation: one of `GRANULARITIES`. (Not `gradient_checkpointing`: transformers and PEFT
-            take a module's attribute of that name for a switch, and any word for on.)
 
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
     """
-
-    recomputation = "no"
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -112,28 +102,14 @@ class RecurrentLM(LanguageModel):
         copied._token_stack = TokenStack()
         return copied
 
-    def gradient_checkpointing_enable(self, every: str = "block") -> None:
-        """Computes activations again in the backward pass instead of keeping them.
-
-        Args:
-            every: `block` keeps the input of each block and its state at each segment; `segment`
-                keeps the states alone, and computes all blocks of a segment again at once; `no`
-                keeps everything.
-
-        Raises:
-            UserError: another word.
-        """
-        if every not in GRANULARITIES:
-            raise UserError(
-                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
-            )
-        self.recomputation = every
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """Keeps the input of each block alone, which the backward pass computes again."""
         for block in self.blocks:
-            block.gradient_checkpointing = every == "block"  # type: ignore[assignment]
+            block.gradient_checkpointing = enabled  # type: ignore[assignment]
 
     def gradient_checkpointing_disable(self) -> None:
         """Keeps all activations, as by default."""
-        self.gradient_checkpointing_enable("no")
+        self.gradient_checkpointing_enable(False)
 
     def forward(
         self,
@@ -181,13 +157,7 @@ class RecurrentLM(LanguageModel):
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
-            if self.recomputation == "segment" and torch.is_grad_enabled():
-                pair: Any = checkpoint(
-                    self._segment, part, after, own, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                pair = self._segment(part, after, own)
-            hidden, after = pair
+            hidden, after = self._segment(part, after, own)
             if start + width > first:  # even an empty view would hold the segment's memory
                 kept.append(hidden[:, max(0, first - start) :])
         if not kept:
@@ -257,9 +227,7 @@ class RecurrentLM(LanguageModel):
                 4 * SEGMENT_TOKENS, max(SEGMENT_TOKENS, SEGMENT_NUMBERS // self.config.d_model)
             )
             return max(64, tokens // max(1, batch_size), least)
-        by_segment = self.recomputation == "segment"
-        tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
-        return max(1024, tokens // max(1, batch_size), least)
+        return max(1024, DEVICE_SEGMENT_TOKENS // max(1, batch_size), least)
 
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`."""

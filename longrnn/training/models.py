@@ -62,7 +62,7 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
             "it as before"
         )
     model.trained_under = spec_of(model)
-    model.gradient_checkpointing_enable(config.gradient_checkpointing)
+    model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
 
 
