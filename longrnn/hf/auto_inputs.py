@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from longrnn.errors import UserError, nearest
-from longrnn.models.checks import check_tokens
+from longrnn.models.base import check_tokens
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, expand, take

@@ -17,8 +17,7 @@ from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.trie import Ids, read_texts
 from longrnn.models import LanguageModel, generate
-from longrnn.models.base import MAX_LOGITS
-from longrnn.models.checks import out_of_reach
+from longrnn.models.base import MAX_LOGITS, out_of_reach
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take

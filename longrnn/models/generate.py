@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models.base import LanguageModel
-from longrnn.models.checks import check_tokens
+from longrnn.models.base import LanguageModel, check_tokens
 from longrnn.models.finite import explain_nonfinite
 from longrnn.state import LMState, join, take
 

@@ -8,18 +8,14 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
-from longrnn.mitigations import Chain, Mitigation
-from longrnn.models.base import LanguageModel, LMOutput, hash_weights
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights
 from longrnn.models.blocks import Block
-from longrnn.models.checks import check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.hooks import own_weight
@@ -97,19 +93,10 @@ class RecurrentLM(LanguageModel):
         pairs = zip(self.cells, self.edits, strict=True)
         return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
 
-    def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
-        copied = super().under(mitigation)
-        copied._token_stack = TokenStack()
-        return copied
-
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
         """Keeps the input of each block alone, which the backward pass computes again."""
         for block in self.blocks:
             block.gradient_checkpointing = enabled  # type: ignore[assignment]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keeps all activations, as by default."""
-        self.gradient_checkpointing_enable(False)
 
     def forward(
         self,
@@ -205,10 +192,10 @@ class RecurrentLM(LanguageModel):
     def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
         x, position = self.embed(tokens, state.position, rows)
-        stack = self._token_stack
-        if rows is None and stack.suits(self.blocks, x, state.layers, self._edits):
-            x, layers = stack.run(x, state.layers)
-            return x, LMState(position, tuple(layers))
+        if rows is None:
+            stacked = self._token_stack.run(self.blocks, x, state.layers, self._edits)
+            if stacked is not None:
+                return stacked[0], LMState(position, stacked[1])
         layers = []
         for block, layer, edit in zip(self.blocks, state.layers, self.edits, strict=True):
             x, layer = block(x, layer, edit, rows)

@@ -44,7 +44,7 @@ def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
             assert count_calls(model, tokens, state) == runs
         for name, tensor in outcome(model, tokens, state, SIZES).items():
             assert torch.equal(tensor, expected[name]), name
-        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable(False)
         assert count_calls(model, tokens, state) == runs
 
 
