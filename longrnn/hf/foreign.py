@@ -23,13 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from longrnn.errors import UserError
 from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.hf.probe import probe
-from longrnn.models.base import (
-    LanguageModel,
-    LMOutput,
-    check_tokens,
-    hash_weights,
-    out_of_reach,
-)
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, out_of_reach
 from longrnn.ops.rows import Rows
 from longrnn.state import (
     LMState,

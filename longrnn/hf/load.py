@@ -92,12 +92,8 @@ def load(
         verified = pool.submit(verify_folder, folder)
         try:
             model = _open(folder, backend, dtype or named, device)
-        except UserError as error:
-            # The defect itself is more informative than a wrong checksum: both are reported.
-            if (damage := verified.exception()) is None:
-                raise
-            raise UserError(f"{error}; besides, {damage}") from error
-        verified.result()
+        finally:
+            verified.result()  # a wrong checksum is the cause of any other error
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
         model.to(device=device)
@@ -159,12 +155,12 @@ def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
         UserError: as `load_editable`, and for a hybrid.
     """
     model = load_editable(name_or_path, **options)
-    if not isinstance(model, RecurrentLM):
-        raise UserError(
-            f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
-            "compute: give a checkpoint of longrnn"
-        )
-    return model
+    if isinstance(model, RecurrentLM):
+        return model
+    raise UserError(
+        f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
+        "compute: give a checkpoint of longrnn"
+    )
 
 
 def _open(
