@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.models.base import check_tokens
@@ -103,6 +104,30 @@ class StateCache(Cache):
         """Selects the rows of beams."""
         if self.state is not None:
             self.state = take(self.state, beam_idx)
+
+
+class Backbone:
+    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
+
+    Args:
+        whole: the model with its head.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
+        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
+        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
+        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
+        found = type(self._whole).forward(self._whole, *args, **kwargs)
+        return BaseModelOutputWithPast(
+            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.model, name)
 
 
 def check_arguments(position_ids: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longrnn.errors import UserError
-from longrnn.files import one_line
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import quietly, wide_weights
 from longrnn.hf.hybrid.model import open_hugging_face
@@ -34,20 +33,17 @@ def load_transformer(
             "the installed transformers knows: give a checkpoint of longrnn, of mamba-ssm "
             "(Mamba-2), or of such a model"
         )
-    try:
-        with quietly(), wide_weights(str(kind)):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype="auto" if dtype is None else dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                weights_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-            model, report = loaded
-    except Exception as error:  # transformers raises many kinds of errors for a damaged folder
-        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
+    with quietly(), wide_weights(str(kind)):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    model, report = loaded
     misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
     for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
         wanted = tuple(model.state_dict()[name].shape)

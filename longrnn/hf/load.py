@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import (
@@ -92,6 +94,14 @@ def load(
         verified = pool.submit(verify_folder, folder)
         try:
             model = _open(folder, backend, dtype or named, device)
+        except Exception as error:  # damaged files raise errors of many kinds
+            if isinstance(error, UserError) and str(folder) in str(error):
+                raise
+            reason = shorten(one_line(error), 240)
+            raise UserError(
+                f"{folder} cannot be loaded ({reason}): it is incomplete, damaged or not what its "
+                "config.json says; copy it again, pickles as safetensors"
+            ) from error
         finally:
             verified.result()  # a wrong checksum is the cause of any other error
     if isinstance(model, RecurrentLM):
@@ -179,7 +189,7 @@ def _open(
     if layout is not None:
         read = layout.read(config, str(folder / "config.json"))
         tensors = layout.rename(read_weights(folder), to_ours=True)
-        own = build_model(read, tensors, source=folder, backend=backend)
+        own = build_model(read, tensors, backend=backend)
     elif config.get("model_type") == "longrnn":
         own = load_model(folder, backend=backend)
     elif backend != "auto":
