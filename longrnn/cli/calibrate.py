@@ -39,8 +39,8 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.diagnostics.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.load import load_editable
+    from longrnn.hf.names import required_training_length
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.hf.training_length import required_training_length
     from longrnn.locks import Lock
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration as Record

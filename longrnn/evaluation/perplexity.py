@@ -31,8 +31,8 @@ from longrnn.evaluation.figures import Line, lines
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import newlines, read_documents
 from longrnn.evaluation.windows import Window, cut_windows, losses, powers
+from longrnn.hf.names import training_length
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.training_length import training_length
 from longrnn.inference.overlapping import Overlap
 from longrnn.intervals import RATIO, Estimate, mean
 from longrnn.progress import Progress
