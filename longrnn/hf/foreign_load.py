@@ -47,10 +47,7 @@ def load_transformer(
     misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
     for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
         wanted = tuple(model.state_dict()[name].shape)
-        raise UserError(
-            f"{folder} does not fit its config.json: {name} has shape {shape}, {wanted} was "
-            "expected; copy both files again"
-        )
+        raise ValueError(f"{name} has shape {shape}, and {wanted} was expected")
     # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
     unused = sorted(report["unexpected_keys"])
     if unused:

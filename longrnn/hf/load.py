@@ -211,7 +211,4 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         is_layers = "layer" in name
         most = max(stored // 64, 1000) if is_layers else 8 * stored
         if stored and not is_layers <= int(size) <= most:
-            raise UserError(
-                f"{folder} cannot be loaded (its config.json has {name} {size}, which the "
-                f"{stored:,} bytes of weights in the folder cannot have): copy it again"
-            )
+            raise ValueError(f"{name} is {size}, and there are {stored:,} bytes of weights")

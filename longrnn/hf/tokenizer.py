@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,14 +43,13 @@ NONE = (
 )
 # Begins what the assistant wrote, in a chat template.
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
 class HFTokenizer:
     """A Hugging Face tokenizer as a `longrnn.text.Tokenizer`.
 
     Args:
-        tokenizer: any tokenizer of transformers. Encoding adds no special tokens, and decoding
+        tokenizer: of transformers, with a `tokenizer.json`. Encoding adds no special tokens, and decoding
             keeps them.
     """
 
@@ -58,6 +57,7 @@ class HFTokenizer:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
+        self._backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -102,8 +102,6 @@ class HFTokenizer:
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
-        if not getattr(self.tokenizer, "is_fast", False):
-            return None
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # Offsets count characters.
         bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
@@ -112,13 +110,9 @@ class HFTokenizer:
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the SHA-256 of everything that determines the ids."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:  # written in Python: hash the vocabulary, and the ids of a sample text
-            parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
-        else:
-            whole = json.loads(backend.to_str())
-            names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-            parts = [whole[name] for name in names]
+        whole = json.loads(self._backend.to_str())
+        names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        parts = [whole[name] for name in names]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -197,9 +191,8 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
         ) from error
 
 
-@contextmanager
-def own_tokenizers() -> Iterator[None]:
-    """Replace `AutoTokenizer.from_pretrained` for foreign code that allows remote code.
+def own_tokenizers() -> AbstractContextManager[Any]:
+    """Replace `AutoTokenizer.from_pretrained` in a context, for code that allows remote code.
 
     A name that `load_tokenizer` takes, also one with a mitigation, gives that tokenizer; any other
     is loaded without remote code.
@@ -216,5 +209,4 @@ def own_tokenizers() -> Iterator[None]:
             return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 
-    with patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
-        yield
+    return patch.object(AutoTokenizer, "from_pretrained", from_pretrained)

@@ -170,13 +170,10 @@ class LanguageModel(nn.Module, ABC):
 def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    # Transforms of torch.func wrap the weights, and wrapped tensors have no bytes to read.
-    with torch._C._DisableFuncTorch():
-        for name, weight in sorted(weights.items()):
-            tensor: Any = torch.func.debug_unwrap(weight).detach()
-            raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(raw.numpy())
+    for name, weight in sorted(weights.items()):
+        raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        digest.update(raw.numpy())
     return digest.hexdigest()[:16]
 
 

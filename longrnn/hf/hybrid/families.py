@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -192,9 +192,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@contextmanager
-def wide_weights(kind: str) -> Iterator[None]:
-    """Makes transformers load the weights of recurrences in float32, the rest in any dtype.
+def wide_weights(kind: str) -> AbstractContextManager[Any]:
+    """In this context, transformers loads the weights of recurrences in float32, the rest in any dtype.
 
     In a narrower dtype the slow decays of a float32 checkpoint would be rounded away.
 
@@ -204,16 +203,14 @@ def wide_weights(kind: str) -> Iterator[None]:
     # A model of images and text is loaded without its images.
     family = FAMILIES.get(kind, FAMILIES.get(f"{kind}_text"))
     if family is None:
-        yield
-        return
+        return nullcontext()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     name = "_keep_in_fp32_modules_strict"
     kept = [*(getattr(cls, name) or ()), *family.cell.wide_weights]
-    with patch.object(cls, name, kept):
-        yield
+    return patch.object(cls, name, kept)
 
 
 @contextmanager
