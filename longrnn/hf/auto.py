@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longrnn.checksums import remove_checksums, write_checksums
+from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto_config import LongRNNConfig
 from longrnn.hf.auto_inputs import (
@@ -36,7 +36,8 @@ from longrnn.hf.load import load
 from longrnn.hf.names import ADAPTER_RECORD, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
-from longrnn.models.recurrent import RecurrentLM
+from longrnn.models.checkpoint import OPTIONS
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
@@ -72,7 +73,8 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
 
     def __init__(self, config: LongRNNConfig) -> None:
         super().__init__(config)
-        self.model = RecurrentLM(config.recurrent)
+        options = {name: getattr(config, name) for name in OPTIONS}
+        self.model = RecurrentLM(RecurrentConfig(**options))
         for weight in self.model.parameters():
             # RecurrentLM has initialised itself, unless it is on the meta device.
             setattr(weight, INITIALISED, not weight.is_meta)
@@ -123,15 +125,11 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
         folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
-        if is_main:
-            remove_checksums(folder)
+        remove_checksums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
-        if not is_main:
-            return
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        if self.config.tokenizer == "bytes" and not has_tokenizer:
+        if is_main and self.config.tokenizer == "bytes" and not has_tokenizer:
             byte_level().save(folder)
-        write_checksums(folder)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

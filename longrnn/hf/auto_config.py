@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
-from longrnn.models.checkpoint import FORMAT, OPTIONS
+from longrnn.models.checkpoint import FORMAT
 from longrnn.models.recurrent import RecurrentConfig
 
 
@@ -41,8 +41,3 @@ class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-
-    @property
-    def recurrent(self) -> RecurrentConfig:
-        """The configuration of the `RecurrentLM`."""
-        return RecurrentConfig(**{name: getattr(self, name) for name in OPTIONS})

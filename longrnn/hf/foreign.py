@@ -55,7 +55,9 @@ class ForeignLM(LanguageModel):
         model: any causal language model.
 
     Attributes:
+        kind: the `model_type` of the model's configuration.
         max_length: the maximum length of a sequence in tokens; None for no limit.
+        can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
         like: the state's layers for one row without its batch axis, on the meta device.
 
@@ -70,15 +72,14 @@ class ForeignLM(LanguageModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model.eval()
+        self.kind: str = model.config.model_type
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
         self.tokens_together = self.kind not in ONE_TOKEN
-        reason = _scaling_by_length(self.config)
-        if reason is None:
-            reason = probe(self) if self._cache_name is not None else "it takes no cache"
-        if reason is not None:
+        reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
+        if reason := reason or probe(self):
             raise UserError(
                 f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
                 "whose cache can be forked"
@@ -86,16 +87,7 @@ class ForeignLM(LanguageModel):
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_length = limit if limit and histories(self.like) else None
         self._table = _table_of_positions(model)
-
-    @property
-    def kind(self) -> str:
-        """The `model_type` of the model's configuration."""
-        return self.model.config.model_type
-
-    @property
-    def can_go_beyond(self) -> bool:
-        """Whether the model can compute positions beyond `max_length`."""
-        return self._table is None
+        self.can_go_beyond = self._table is None
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""

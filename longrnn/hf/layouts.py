@@ -133,8 +133,6 @@ def _write_native(model: RecurrentLM) -> str:
     content = {theirs: getattr(model.config, name) for name, (theirs, _) in MODEL.items()}
     content |= {
         "ssm_cfg": {"layer": "Mamba2"} | {CELL[name][0]: options[name] for name in CELL},
-        "attn_cfg": {},
-        "fused_add_norm": True,
         "pad_vocab_size_multiple": 1,
     }
     return json.dumps(content | NATIVE_FIXED, indent=2) + "\n"

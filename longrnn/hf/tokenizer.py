@@ -49,8 +49,8 @@ class HFTokenizer:
     """A Hugging Face tokenizer as a `longrnn.text.Tokenizer`.
 
     Args:
-        tokenizer: of transformers, with a `tokenizer.json`. Encoding adds no special tokens, and decoding
-            keeps them.
+        tokenizer: of transformers, with a `tokenizer.json`. Encoding adds no special tokens, and
+            decoding keeps them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

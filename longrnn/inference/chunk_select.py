@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longrnn.inference.trie import read_texts
 from longrnn.models import LanguageModel
-from longrnn.models.finite import explain_nonfinite
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
@@ -67,8 +67,7 @@ def select(
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         found = torch.special.entr(wide.softmax(-1)).sum(-1)
-        if not bool(found.isfinite().all()):
-            explain_nonfinite(model, queries, read)
+        refuse_nonfinite(found, model, queries, read)
         entropies[numbers] = found.double().cpu()
         least = int(found.argmin())
         if best is None or (float(found[least]), numbers[least]) < best[:2]:

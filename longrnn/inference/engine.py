@@ -18,7 +18,7 @@ from longrnn.inference import trie
 from longrnn.inference.trie import Ids, read_texts
 from longrnn.models import LanguageModel, generate
 from longrnn.models.base import MAX_LOGITS, out_of_reach
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
@@ -131,8 +131,7 @@ def token_losses(
         part = windows[:, start : start + trie.SCORED_TOKENS + 1].to(state.position.device)
         nats, state = model.token_losses(part[:, :-1], part[:, 1:], state)
         nats = nats.double().cpu()
-        if not bool(nats.isfinite().all()):
-            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1], before)
+        refuse_nonfinite(nats, model, windows[:, : start + part.shape[1] - 1], before)
         yield start, nats
 
 
@@ -153,46 +152,24 @@ def score(
     """
     contexts = [pair.context for pair in pairs]
     for numbers, logits, state in read_texts(model, contexts, batch_size, progress):
-        continuations = [pairs[number].continuation for number in numbers]
-        for row, found in _score_batch(model, continuations, logits, state, progress):
-            progress.advance(1, 0)
-            yield numbers[row], found
-
-
-def _score_batch(
-    model: LanguageModel,
-    continuations: Sequence[Ids],
-    logits: Tensor,
-    state: LMState,
-    progress: Progress,
-) -> Iterator[tuple[int, Score]]:
-    """Scores one batch of continuations, those of one length together.
-
-    Args:
-        model: any language model.
-        continuations: one per row.
-        logits: `(b, v)`, the prediction of their first tokens, which are finite.
-        state: after the contexts.
-        progress: counts the tokens that are computed.
-
-    Yields:
-        The number of a row and its score.
-    """
-    device = state.position.device
-    for size in dict.fromkeys(map(len, continuations)):
-        rows = [row for row, ids in enumerate(continuations) if len(ids) == size]
-        ids = torch.tensor([continuations[row] for row in rows], device=device)
-        nats, greedy = _compare(logits[rows, None], ids[:, :1])
-        after = take(state, rows)
-        width = min(trie.SCORED_TOKENS, max(1, MAX_LOGITS // (len(rows) * model.vocab_size)))
-        for start in range(0, size - 1, width):
-            before, part = after, ids[:, start : min(start + width, size - 1)]
-            predicted, after = model(part, before)
-            loss, best = _compare(predicted, ids[:, start + 1 : start + 1 + part.shape[1]])
-            refuse_nonfinite(loss, model, part, before)
-            nats, greedy = nats + loss, greedy & best
-            progress.advance(0, part.numel())
-        yield from zip(rows, map(Score, (-nats).tolist(), greedy.tolist()), strict=True)
+        device, continuations = state.position.device, [pairs[i].continuation for i in numbers]
+        # Continuations of one length together.
+        for size in dict.fromkeys(map(len, continuations)):
+            rows = [row for row, ids in enumerate(continuations) if len(ids) == size]
+            ids = torch.tensor([continuations[row] for row in rows], device=device)
+            nats, greedy = _compare(logits[rows, None], ids[:, :1])
+            after = take(state, rows)
+            width = min(trie.SCORED_TOKENS, max(1, MAX_LOGITS // (len(rows) * model.vocab_size)))
+            for start in range(0, size - 1, width):
+                before, part = after, ids[:, start : min(start + width, size - 1)]
+                predicted, after = model(part, before)
+                loss, best = _compare(predicted, ids[:, start + 1 : start + 1 + part.shape[1]])
+                refuse_nonfinite(loss, model, part, before)
+                nats, greedy = nats + loss, greedy & best
+                progress.advance(0, part.numel())
+            progress.advance(len(rows), 0)
+            scores = map(Score, (-nats).tolist(), greedy.tolist())
+            yield from zip([numbers[row] for row in rows], scores, strict=True)
 
 
 def _compare(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     ("change", "message"),
     [
         ({"model_type": "clip"}, "clip"),
-        ({"model_type": None}, "None"),
+        ({"model_type": None}, "model type"),
         ({"format": 1}, "format 1"),
         ({"d_model": "x"}, "d_model"),
         ({"mixer": {"kind": "lstn"}}, "did you mean 'lstm'"),

@@ -36,7 +36,8 @@ def with_groups(gate: Callable[..., Tensor], groups: int) -> Gate:
 
 def gated_norm(theirs: Any) -> Gate:
     """The gate of a layer whose norm follows it."""
-    groups = theirs.intermediate_size // theirs.norm.group_size
+    norm = theirs.norm
+    groups = getattr(norm, "n_groups", None) or theirs.intermediate_size // norm.group_size
     return None if groups == theirs.n_groups else with_groups(gated_rms_norm, groups)
 
 
@@ -148,10 +149,7 @@ def plain_gate(
 
 
 def _falcon_gate(theirs: Any) -> Gate:
-    if not theirs.mamba_rms_norm:
-        return plain_gate
-    same = theirs.norm.n_groups == theirs.n_groups
-    return None if same else with_groups(gated_rms_norm, theirs.norm.n_groups)
+    return gated_norm(theirs) if theirs.mamba_rms_norm else plain_gate
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
@@ -193,9 +191,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def wide_weights(kind: str) -> AbstractContextManager[Any]:
-    """In this context, transformers loads the weights of recurrences in float32, the rest in any dtype.
+    """In this context, transformers loads the weights of recurrences in float32.
 
-    In a narrower dtype the slow decays of a float32 checkpoint would be rounded away.
+    In a narrower dtype, which the others may have, slow decays would be rounded away.
 
     Args:
         kind: the model type; for one without a family nothing changes.
