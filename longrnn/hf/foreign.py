@@ -228,7 +228,7 @@ class ForeignLM(LanguageModel):
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight
-        return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
+        return weight.new_zeros(batch_size, 0, self.vocab_size)
 
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`."""

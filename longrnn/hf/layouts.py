@@ -18,10 +18,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longrnn.cells.mamba2 import Mamba2
-from longrnn.config import build_config, validated
+from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
-from longrnn.models.config import Count
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 # Options of the model and of its cells: ours, and their names in mamba-ssm and in transformers.
@@ -105,8 +104,6 @@ class Layout(NamedTuple):
 
 def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
     options = config.get("ssm_cfg") or {}
-    if not isinstance(options, Mapping):
-        raise UserError(f"{source}, key ssm_cfg: it must be a mapping; copy the checkpoint again")
     cell = {"layer": "Mamba1", **options}
     for given, fixed in ((config, NATIVE_FIXED), (cell, NATIVE_CELL_FIXED)):
         for key, value in fixed.items():
@@ -120,11 +117,8 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
     ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
     given = {**NATIVE_DEFAULTS, **config}
     found = {name: given.get(theirs) for name, (theirs, _) in MODEL.items()}
-    vocabulary, multiple = (
-        validated(Count, given.get(key), f"{source}, key {key!r}")
-        for key in ("vocab_size", "pad_vocab_size_multiple")
-    )
-    found["vocab_size"] = -(-vocabulary // multiple) * multiple
+    multiple = given["pad_vocab_size_multiple"]
+    found["vocab_size"] = -(-given["vocab_size"] // multiple) * multiple
     return _configuration(found | {"norm_eps": NATIVE_EPS}, ours, source)
 
 

@@ -39,7 +39,7 @@ def select(
     query: Tensor,
     *,
     chunk: int,
-    prefix: Tensor | None = None,
+    prefix: Tensor,
     batch_size: int = 16,
 ) -> Choice:
     """Selects the chunk of a context with the lowest entropy of the answer (arXiv 2505.07793).
@@ -54,11 +54,10 @@ def select(
         context: `(t,)` token ids, t >= 1.
         query: `(t,)` token ids, t >= 1, of its own length.
         chunk: tokens per chunk; the last chunk may be shorter.
-        prefix: `(t,)` token ids that precede every chunk.
+        prefix: `(t,)` token ids that precede every chunk; t = 0 is allowed.
         batch_size: how many chunks are read at once.
     """
-    before = context[:0] if prefix is None else prefix
-    chunks = [torch.cat([before, one]) for one in context.split(chunk)]
+    chunks = [torch.cat([prefix, one]) for one in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
