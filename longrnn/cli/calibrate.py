@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, lock_output, pick_device, results_folder
+from longrnn.cli.options import Output, pick_device, results_folder
 from longrnn.options import Options, Tokens
 
 
@@ -38,8 +38,8 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.diagnostics.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.load import load_editable
+    from longrnn.hf.names import required_training_length
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.hf.training_length import required_training_length
     from longrnn.locks import hold
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration as Record

@@ -43,8 +43,8 @@ def states(model: Model, states: States, output: Output) -> None:
     from longrnn.diagnostics.states import diagnose
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import newlines, read_documents
+    from longrnn.hf.names import required_training_length
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.hf.training_length import required_training_length
 
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")

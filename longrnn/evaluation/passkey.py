@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from pydantic import PrivateAttr
+from torch import Tensor
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
+from longrnn.data.prompts import Needle, RepeatedTokens, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.chunk_select import select
-from longrnn.inference.engine import Answer, Prompt, answers, count_tokens
+from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
@@ -133,21 +135,22 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
-        (task, longest), questions = self._tasks[model.name], [item.spec for item in items]
-        prompts = build(task, questions)
+        task, longest = self._tasks[model.name]
+        prompts = [_prompt(task, item.spec) for item in items]
+        options: dict[str, Any] = {
+            "decode": task.tokenizer.decode,
+            "max_new_tokens": longest,
+            "progress": progress,
+        }
         if self.chunk_select is None:
-            how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
-            found = answers(model.model, prompts, max_new_tokens=longest, **how)
+            ids = [torch.cat([read(context), question]).int() for context, question in prompts]
+            found = complete(model.model, ids, batch_size=self.batch_size, **options)
         else:
-            found = by_chunk(model.model, prompts, self.chunk_select, longest, progress)
-        for batch in found:
-            rows = []
-            for number, ids in batch:
-                key, said = questions[number].needle.key, task.tokenizer.decode(ids).strip()
-                row = {"key": key, "said": said, "correct": is_recalled(said, key)}
-                rows.append((items[number], row))
-            progress.advance(len(batch), 0)
-            yield rows
+            found = by_chunk(model.model, prompts, chunk=self.chunk_select, **options)
+        for number, text in found:
+            key, said = items[number].spec.needle.key, text.strip()
+            progress.advance(1, 0)
+            yield [(items[number], {"key": key, "said": said, "correct": is_recalled(said, key)})]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
         asked, right = item.spec, float(row["correct"])
@@ -161,17 +164,6 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
     def _recalled(self) -> Column:
         quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
-
-    def notes(self, found: Mapping[str, Found]) -> list[str]:
-        name, own = next(iter(found.items()))
-        if self.chunk_select is not None or not own:
-            return []
-        task, longest = self._tasks[name]
-        cost = count_tokens(build(task, [item.spec for item, _ in own]), max_new_tokens=longest)
-        return [
-            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
-            f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
-        ]
 
     def _places(self) -> list[Any]:
         """Return the insertion points, or the depths."""
@@ -198,29 +190,27 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     return Question(length, place, number, [needle], 0, start, covers)
 
 
-def build(task: Passkey, questions: Sequence[Question]) -> list[Prompt]:
-    """Return prompts for the engine, which reads what they share once."""
-    prompts = []
-    for asked in questions:
-        start = int(asked.start * task.n_filler) if task.own_filler else 0
-        context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
-        # The fork is after header and filler, at the first key line. Prompts with the same single
-        # key share a branch; with several keys, the text after the first depends on the length.
-        fork = context[0].size + context[1].size
-        branch = asked.needles[0].key if len(asked.needles) == 1 else asked[:3]
-        prompts.append(Prompt(context, task.question(asked.needle), start, fork, branch))
-    return prompts
+def _prompt(task: Passkey, asked: Question) -> tuple[list[RepeatedTokens], Tensor]:
+    """Return the context of a prompt, which begins with the header, and its question."""
+    start = int(asked.start * task.n_filler) if task.own_filler else 0
+    context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
+    return context, task.question(asked.needle)
 
 
 def by_chunk(
-    model: LanguageModel, prompts: Sequence[Prompt], chunk: int, longest: int, progress: Progress
-) -> Iterator[list[Answer]]:
-    """Yield one answer at a time, of `longest` tokens, from the chunk that was selected for it."""
-    for index, prompt in enumerate(prompts):
-        header, *rest = prompt.context
-        text, question = read(rest), prompt.question
+    model: LanguageModel,
+    prompts: Sequence[tuple[list[RepeatedTokens], Tensor]],
+    *,
+    chunk: int,
+    decode: Callable[[Sequence[int]], str],
+    max_new_tokens: int,
+    progress: Progress,
+) -> Iterator[tuple[int, str]]:
+    """Yield the index of a prompt and the answer from the chunk that was selected for it."""
+    for index, ((header, *rest), question) in enumerate(prompts):
+        text = read(rest)
         chosen = select(model, text, question, chunk=chunk, prefix=read([header]))
         progress.advance(0, header.size + len(text) + len(question))
         ids = question[None].to(chosen.state.position.device)
-        generated = generate(model, ids, chosen.state, max_new_tokens=longest)
-        yield [Answer(index, generated.tokens[0])]
+        generated = generate(model, ids, chosen.state, max_new_tokens=max_new_tokens)
+        yield index, decode(generated.tokens[0])

@@ -12,15 +12,19 @@ Notable choices:
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
+from longrnn.hf.auto_config import LongRNNConfig
 from longrnn.hf.auto_inputs import (
+    Backbone,
     StateCache,
     cache_of,
     check_arguments,
@@ -28,41 +32,22 @@ from longrnn.hf.auto_inputs import (
     padding,
     with_hidden_states,
 )
-from longrnn.hf.auto_weights import LongRNNConfig, LongRNNPreTrainedModel
+from longrnn.hf.load import load
+from longrnn.hf.names import ADAPTER_RECORD, resolve
+from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
-from longrnn.models.recurrent import RecurrentLM
+from longrnn.models.checkpoint import OPTIONS
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
+
+INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
 
 __all__ = ["LongRNNConfig", "LongRNNForCausalLM", "StateCache"]
 
 
-class Backbone:
-    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
-
-    Args:
-        whole: the model with its head.
-    """
-
-    def __init__(self, whole: Any) -> None:
-        self._whole = whole
-
-    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
-        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
-        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
-        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
-        found = type(self._whole).forward(self._whole, *args, **kwargs)
-        return BaseModelOutputWithPast(
-            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole.model, name)
-
-
 # transformers looks for GenerationMixin among the direct base classes.
-class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: ignore
+class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
     """A recurrent language model with the interface of Hugging Face.
 
     Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
@@ -75,8 +60,32 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         UserError: options that do not fit together, as for `RecurrentLM`.
     """
 
+    config_class = LongRNNConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "embedding"
+    # A device_map puts the whole model on one device, where its state lives.
+    _no_split_modules = ["RecurrentLM"]  # noqa: RUF012
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
+
     # A tuple, because a module would be registered and repeat every weight.
     _mitigated: tuple[str, RecurrentLM] | None = None
+
+    def __init__(self, config: LongRNNConfig) -> None:
+        super().__init__(config)
+        options = {name: getattr(config, name) for name in OPTIONS}
+        self.model = RecurrentLM(RecurrentConfig(**options))
+        for weight in self.model.parameters():
+            # RecurrentLM has initialised itself, unless it is on the meta device.
+            setattr(weight, INITIALISED, not weight.is_meta)
+        self._keep_in_fp32_modules_strict = {
+            f"mixer.{name}" for mixer in self.model.cells for name in mixer.wide_weights
+        }
+        self.post_init()
+        if self.model.head.weight.is_meta:
+            # Until weights are loaded: transformers marks a tied head as initialised, which would
+            # hide that the embedding is missing.
+            self.model.head.weight = nn.Parameter(torch.empty_like(self.model.head.weight))
 
     @classmethod
     def of(cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json") -> LongRNNForCausalLM:
@@ -96,6 +105,61 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
             whole = cls(config)
         whole.model = plain
         return whole.train(plain.training)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See `PreTrainedModel`; an adapter that `longrnn train` wrote is merged, as by `load`.
+
+        PEFT would know neither its mitigation nor the parameters that were trained as a whole.
+        """
+        # The Auto class gives the name of an adapter there, and its base model as first argument.
+        options = kwargs.get("adapter_kwargs") or {}
+        adapter = options.get("_adapter_model_path")
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
+        if (folder / ADAPTER_RECORD).is_file():
+            merged: Any = load(folder, dtype=kwargs.get("dtype"))
+            return cls.of(merged)
+        return super().from_pretrained(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
+        folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
+        remove_checksums(folder)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        if is_main and self.config.tokenizer == "bytes" and not has_tokenizer:
+            byte_level().save(folder)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Gives weights that a checkpoint lacks the values of those of a new `RecurrentLM`."""
+        missing = [
+            f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if not getattr(module, INITIALISED, getattr(weight, INITIALISED, False))
+        ]
+        if missing:
+            with torch.device("cpu"):
+                fresh = RecurrentLM(self.model.config)
+            for name in missing:
+                self.model.get_parameter(name).copy_(fresh.get_parameter(name))
+
+    def get_output_embeddings(self) -> nn.Module:
+        """See `PreTrainedModel`."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """See `PreTrainedModel`."""
+        self.model.head = new_embeddings  # type: ignore[assignment]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """See `PreTrainedModel`."""
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        self.config.vocab_size = resized.num_embeddings
+        self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
+        return resized
 
     @property
     def base_model(self) -> Any:
@@ -127,7 +191,6 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         state: LMState | None = None,
-        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Consumes tokens.
@@ -147,14 +210,12 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
             return_dict: False for a tuple.
             logits_to_keep: return logits for the last tokens only; 0 for all; or indices.
             state: the state before the first token, instead of a cache; it is not changed.
-            cu_seq_lens_q: `(documents + 1,)`, where the packed documents of a single row begin and
-                end, instead of position_ids.
             kwargs: arguments of the loss.
 
         Raises:
             UserError: arguments that a recurrent model cannot follow.
         """
-        check_arguments(kwargs)
+        check_arguments(position_ids, kwargs)
         cache = cache_of(past_key_values, state)
         read = input_ids if inputs_embeds is None else inputs_embeds
         if read is None or (input_ids is not None and inputs_embeds is not None):
@@ -162,7 +223,7 @@ class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: i
         time = read.shape[1]
         is_token = padding(attention_mask, read)
         positions = position_ids if attention_mask is None else None  # else it counts the mask
-        starts = packed_documents(positions, cu_seq_lens_q, read)
+        starts = packed_documents(positions, read)
         if cache.pending is not None:  # of assisted decoding, which has neither of the two
             read = torch.cat([cache.pending, read], 1)
         model = self.language_model

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+import reprlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
-from longrnn.hf.packing import document_starts, document_starts_of_positions
+from longrnn.models.base import check_tokens
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, expand, take
 
 # Arguments of the loss, and what collators and `generate` add for other models.
 KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "output_attentions", "tokenizer"}
-KNOWN |= {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 class StateCache(Cache):
@@ -106,8 +106,34 @@ class StateCache(Cache):
             self.state = take(self.state, beam_idx)
 
 
-def check_arguments(kwargs: dict[str, Any]) -> None:
+class Backbone:
+    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
+
+    Args:
+        whole: the model with its head.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
+        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
+        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
+        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
+        found = type(self._whole).forward(self._whole, *args, **kwargs)
+        return BaseModelOutputWithPast(
+            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.model, name)
+
+
+def check_arguments(position_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Refuses arguments that would have no effect."""
+    if position_ids is None and "cu_seq_lens_q" in kwargs:
+        raise UserError("cu_seq_lens_q has no effect: mark packed documents by position_ids")
     if kwargs.get("output_attentions"):
         raise UserError("a recurrent model has no attentions: leave out output_attentions")
     for name in kwargs.keys() - KNOWN:
@@ -144,47 +170,40 @@ def padding(attention_mask: Tensor | None, read: Tensor) -> Tensor | None:
     """
     if attention_mask is None:
         return None
-    rows, time = read.shape[:2]
-    is_flat = attention_mask.ndim == 2 and len(attention_mask) == rows
-    if not is_flat or attention_mask.shape[1] < time:
+    mask = attention_mask[:, -read.shape[1] :].bool()
+    if mask.shape != read.shape[:2]:
         raise UserError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, and {rows} rows of {time} "
+            f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(read.shape[:2])} "
             "tokens were given: give one row per sequence and one column per token, 1 for a token "
             "and 0 for padding"
         )
-    mask = attention_mask[:, attention_mask.shape[1] - time :].bool()
     return None if bool(mask.all()) else mask
 
 
-def packed_documents(
-    position_ids: Tensor | None, cu_seq_lens: Tensor | None, read: Tensor
-) -> Tensor | None:
+def packed_documents(position_ids: Tensor | None, read: Tensor) -> Tensor | None:
     """`(b, t)` bool, True at the first token of each packed document; None for one per row.
 
     Args:
         position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
-            further one.
-        cu_seq_lens: `(documents + 1,)`, boundaries of the documents of a single row.
+            further one. A row whose first position is above 0 continues the given state.
         read: tokens `(b, t)`, or vectors `(b, t, d)`.
 
     Raises:
-        UserError: what `longrnn.hf.packing` refuses, or another number of rows or tokens.
+        UserError: a position that neither is 0 nor continues its document, or another shape.
     """
-    rows, time = read.shape[:2]
-    if cu_seq_lens is not None:
-        starts = document_starts(cu_seq_lens, time)
-    elif position_ids is not None:
-        starts = document_starts_of_positions(position_ids)
-        starts = starts.expand(rows, -1) if len(starts) == 1 else starts
-    else:
+    if position_ids is None:
         return None
-    if starts.shape != (rows, time):
+    starts = position_ids == 0
+    continues = nn.functional.pad(position_ids.diff() == 1, (1, 0), value=True)
+    is_fit = starts.shape in (read.shape[:2], (1, read.shape[1]))
+    if not is_fit or not bool((starts | continues & (position_ids > 0)).all()):
         raise UserError(
-            f"position_ids or cu_seq_lens_q describe {tuple(starts.shape)} tokens, and {rows} rows "
-            f"of {time} were given: give one position per token, or cu_seq_lens_q for a single row"
+            "position_ids must have one position per token, restart at 0 with each document and "
+            f"grow by 1 within it, and are {reprlib.repr(position_ids.tolist())} for "
+            f"{tuple(read.shape[:2])} tokens: give such positions, or leave them out"
         )
     # A row of one document continues the given state.
-    return starts if bool(starts[:, 1:].any()) else None
+    return starts.expand(read.shape[:2]) if bool(starts[:, 1:].any()) else None
 
 
 def with_hidden_states(
@@ -193,32 +212,25 @@ def with_hidden_states(
     """`RecurrentLM.hidden` of the last `time` tokens, and the vectors before and after each block.
 
     Args:
-        model: reads a long text in parts.
+        model: reads the whole text at once.
         read: tokens `(b, t)`, or vectors `(b, t, d)`.
         before: the state before them.
         rows: of the call.
         time: number of tokens.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
-
-    def see(number: int, block: nn.Module, inputs: Any, output: Any) -> None:
-        if number == 0:
-            parts[0].append(inputs[0])
-        parts[number + 1].append(output[0])
-
-    handles = [
-        block.register_forward_hook(partial(see, number))
-        for number, block in enumerate(model.blocks)
-    ]
-    try:
-        hidden, after = model.hidden(read, before, keep=time, rows=rows)
-    finally:
-        for handle in handles:
-            handle.remove()
-    # The tensors that the model computes with, where they are whole and in order.
-    found = [part[0] if len(part) == 1 else torch.cat(part, 1) for part in parts]
+    if read.ndim == 2:
+        read = check_tokens(read, model.vocab_size, rows)
+    moved = read if rows is None else rows.arrange(read)
+    own = None if rows is None else rows.slice(0, moved.shape[1])
+    x, position = model.embed(moved, before.position, own)
+    found, layers = [x], []
+    for block, layer, edit in zip(model.blocks, before.layers, model.edits, strict=True):
+        x, layer = block(x, layer, edit, own)
+        found.append(x)
+        layers.append(layer)
+    found[-1] = model.normed(x)
     if rows is not None:
         found = [rows.restore(one[:, rows.first_kept(time) :], time) for one in found]
     elif read.shape[1] != time:
         found = [one[:, -time:] for one in found]
-    return hidden, after, [*found[:-1], hidden]
+    return found[-1], LMState(position, tuple(layers)), found

@@ -52,7 +52,10 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     with TemporaryDirectory(dir=destination.parent, prefix=".") as drafts:
         draft = Path(drafts) / destination.name
         draft.mkdir()
-        has_tokenizer = _copy_tokenizer(folder, draft)
+        copied = [name for name in COPIED if (folder / name).is_file()]
+        for name in copied:
+            shutil.copyfile(folder / name, draft / name)
+        has_tokenizer = any(name in TOKENIZER_FILES for name in copied)
         if config is None:
             save_model(model, draft, tokenizer="tokenizer.json" if has_tokenizer else "bytes")
         else:
@@ -68,11 +71,3 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
             f"{source} was trained under {model.trained_under}, which the layout {to} does not "
             f"record: load it as {destination}+{model.trained_under}"
         )
-
-
-def _copy_tokenizer(folder: Path, draft: Path) -> bool:
-    """Copy the files of the tokenizer and of generation; return whether there is a tokenizer."""
-    for name in COPIED:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, draft / name)
-    return any((draft / name).is_file() for name in TOKENIZER_FILES)

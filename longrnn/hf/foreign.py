@@ -23,8 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from longrnn.errors import UserError
 from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.hf.probe import probe
-from longrnn.models.base import LanguageModel, LMOutput, hash_weights
-from longrnn.models.checks import check_tokens, out_of_reach
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, out_of_reach
 from longrnn.ops.rows import Rows
 from longrnn.state import (
     LMState,
@@ -56,7 +55,9 @@ class ForeignLM(LanguageModel):
         model: any causal language model.
 
     Attributes:
+        kind: the `model_type` of the model's configuration.
         max_length: the maximum length of a sequence in tokens; None for no limit.
+        can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
         like: the state's layers for one row without its batch axis, on the meta device.
 
@@ -71,15 +72,14 @@ class ForeignLM(LanguageModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model.eval()
+        self.kind: str = model.config.model_type
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
         self.tokens_together = self.kind not in ONE_TOKEN
-        reason = _scaling_by_length(self.config)
-        if reason is None:
-            reason = probe(self) if self._cache_name is not None else "it takes no cache"
-        if reason is not None:
+        reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
+        if reason := reason or probe(self):
             raise UserError(
                 f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
                 "whose cache can be forked"
@@ -87,22 +87,7 @@ class ForeignLM(LanguageModel):
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_length = limit if limit and histories(self.like) else None
         self._table = _table_of_positions(model)
-
-    @property
-    def kind(self) -> str:
-        """The `model_type` of the model's configuration."""
-        return self.model.config.model_type
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the embedding transposed."""
-        head = self.model.get_output_embeddings()
-        return head is not None and head.weight is self.model.get_input_embeddings().weight
-
-    @property
-    def can_go_beyond(self) -> bool:
-        """Whether the model can compute positions beyond `max_length`."""
-        return self._table is None
+        self.can_go_beyond = self._table is None
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""
@@ -157,17 +142,16 @@ class ForeignLM(LanguageModel):
         if reason := out_of_reach(self, max(positions) + time):
             raise UserError(reason)
 
-        groups = [
-            [row for row, position in enumerate(positions) if position == length]
-            for length in sorted(set(positions))
-        ]
+        groups: dict[int, list[int]] = {}
+        for row, position in enumerate(positions):
+            groups.setdefault(position, []).append(row)
         if len(groups) == 1:
             return self.read(tokens, state, positions[0], keep)
         outputs = [
-            self.read(tokens[group], take(state, group), positions[group[0]], keep)
-            for group in groups
+            self.read(tokens[rows], take(state, rows), position, keep)
+            for position, rows in groups.items()
         ]
-        order = torch.tensor([row for group in groups for row in group]).argsort()
+        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
         logits = torch.cat([output.logits for output in outputs])
         after = take(join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
@@ -244,7 +228,7 @@ class ForeignLM(LanguageModel):
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight
-        return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
+        return weight.new_zeros(batch_size, 0, self.vocab_size)
 
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`."""

@@ -18,14 +18,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longrnn.cells.mamba2 import Mamba2
-from longrnn.config import build_config, validated
+from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.files import one_line, write_atomic
-from longrnn.models.config import Count
+from longrnn.files import write_atomic
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
-# Options of the cell: ours, and their names in mamba-ssm and in transformers.
-OPTIONS = {
+# Options of the model and of its cells: ours, and their names in mamba-ssm and in transformers.
+MODEL = {
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "d_model": ("d_model", "hidden_size"),
+    "n_layers": ("n_layer", "num_hidden_layers"),
+    "tie_embeddings": ("tie_embeddings", "tie_word_embeddings"),
+    "residual_in_fp32": ("residual_in_fp32", "residual_in_fp32"),
+}
+CELL = {
     "d_state": ("d_state", "state_size"),
     "head_dim": ("headdim", "head_dim"),
     "expand": ("expand", "expand"),
@@ -35,7 +41,9 @@ OPTIONS = {
     "conv_bias": ("conv_bias", "use_conv_bias"),
     "dt_limit": ("dt_limit", "time_step_limit"),
 }
-# What a configuration of mamba-ssm and its `ssm_cfg` must have for ours to compute the same.
+# What a configuration of mamba-ssm has by default.
+NATIVE_DEFAULTS = {"tie_embeddings": True, "residual_in_fp32": True, "pad_vocab_size_multiple": 8}
+# What it and its `ssm_cfg` must have for ours to compute the same.
 NATIVE_FIXED = {"d_intermediate": 0, "attn_layer_idx": [], "rms_norm": True}
 NATIVE_CELL_FIXED = {
     "layer": "Mamba2",
@@ -96,8 +104,6 @@ class Layout(NamedTuple):
 
 def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
     options = config.get("ssm_cfg") or {}
-    if not isinstance(options, Mapping):
-        raise UserError(f"{source}, key ssm_cfg: it must be a mapping; copy the checkpoint again")
     cell = {"layer": "Mamba1", **options}
     for given, fixed in ((config, NATIVE_FIXED), (cell, NATIVE_CELL_FIXED)):
         for key, value in fixed.items():
@@ -106,37 +112,22 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                     f"{source} has {key} = {given[key]!r}, and longrnn computes only {key} = "
                     f"{value!r}: load this checkpoint with mamba-ssm"
                 )
-    names: dict[str, str] = {theirs: ours for ours, (theirs, _) in OPTIONS.items()}
+    names = {theirs: ours for ours, (theirs, _) in CELL.items()}
     without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
     ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
-    vocabulary, multiple = (
-        validated(Count, config.get(key, default), f"{source}, key {key!r}")
-        for key, default in (("vocab_size", None), ("pad_vocab_size_multiple", 8))
-    )
-    return _configuration(
-        ours,
-        source,
-        vocab_size=-(-vocabulary // multiple) * multiple,
-        d_model=config["d_model"],
-        n_layers=config["n_layer"],
-        tie_embeddings=config.get("tie_embeddings", True),
-        residual_in_fp32=config.get("residual_in_fp32", True),
-        norm_eps=NATIVE_EPS,
-    )
+    given = {**NATIVE_DEFAULTS, **config}
+    found = {name: given.get(theirs) for name, (theirs, _) in MODEL.items()}
+    multiple = given["pad_vocab_size_multiple"]
+    found["vocab_size"] = -(-given["vocab_size"] // multiple) * multiple
+    return _configuration(found | {"norm_eps": NATIVE_EPS}, ours, source)
 
 
 def _write_native(model: RecurrentLM) -> str:
-    config, options = model.config, _cell_options(model, "mamba-ssm", NATIVE_EPS)
-    content = {
-        "d_model": config.d_model,
-        "n_layer": config.n_layers,
-        "vocab_size": config.vocab_size,
-        "ssm_cfg": {"layer": "Mamba2"} | {OPTIONS[k][0]: value for k, value in options.items()},
-        "attn_cfg": {},
-        "residual_in_fp32": config.residual_in_fp32,
-        "fused_add_norm": True,
+    options = _cell_options(model, "mamba-ssm", NATIVE_EPS)
+    content = {theirs: getattr(model.config, name) for name, (theirs, _) in MODEL.items()}
+    content |= {
+        "ssm_cfg": {"layer": "Mamba2"} | {CELL[name][0]: options[name] for name in CELL},
         "pad_vocab_size_multiple": 1,
-        "tie_embeddings": config.tie_embeddings,
     }
     return json.dumps(content | NATIVE_FIXED, indent=2) + "\n"
 
@@ -145,28 +136,16 @@ def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
     from transformers import Mamba2Config
 
     # transformers fills in missing values and refuses values that contradict each other.
-    try:
-        whole = Mamba2Config.from_json_file(source)
-    except Exception as error:  # its validation raises errors of several kinds
-        raise UserError(
-            f"{source} is not a Mamba-2 configuration ({one_line(error)}): copy it again"
-        ) from error
+    whole = Mamba2Config.from_json_file(source)
     if whole.hidden_act not in ("silu", "swish"):
         raise UserError(
             f"{source} has hidden_act {whole.hidden_act!r}, and longrnn supports only silu: load "
             "this checkpoint with transformers"
         )
-    options = {ours: getattr(whole, theirs) for ours, (_, theirs) in OPTIONS.items()}
-    return _configuration(
-        options | {"norm_eps": whole.layer_norm_epsilon},
-        source,
-        vocab_size=whole.vocab_size,
-        d_model=whole.hidden_size,
-        n_layers=whole.num_hidden_layers,
-        tie_embeddings=whole.tie_word_embeddings,
-        residual_in_fp32=whole.residual_in_fp32,
-        norm_eps=whole.layer_norm_epsilon,
-    )
+    options = {name: getattr(whole, theirs) for name, (_, theirs) in CELL.items()}
+    eps = {"norm_eps": whole.layer_norm_epsilon}
+    found = {name: getattr(whole, theirs) for name, (_, theirs) in MODEL.items()}
+    return _configuration(found | eps, options | eps, source)
 
 
 def _write_hugging_face(model: RecurrentLM) -> str:
@@ -175,25 +154,23 @@ def _write_hugging_face(model: RecurrentLM) -> str:
     config = model.config
     options = _cell_options(model, "transformers", config.norm_eps)
     written = Mamba2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
         num_heads=options["expand"] * config.d_model // options["head_dim"],
         layer_norm_epsilon=config.norm_eps,
-        residual_in_fp32=config.residual_in_fp32,
-        tie_word_embeddings=config.tie_embeddings,
         architectures=["Mamba2ForCausalLM"],
         dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
         # The defaults belong to the vocabulary of another model.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **{OPTIONS[name][1]: value for name, value in options.items()},
+        **{theirs: getattr(config, name) for name, (_, theirs) in MODEL.items()},
+        **{theirs: options[name] for name, (_, theirs) in CELL.items()},
     )
     return written.to_json_string()
 
 
-def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> RecurrentConfig:
+def _configuration(
+    config: Mapping[str, Any], options: Mapping[str, Any], source: str
+) -> RecurrentConfig:
     """Return our configuration; options of the cell that have their default value are left out."""
     given = dict(options)
     if given.get("dt_limit") is not None:
@@ -202,13 +179,12 @@ def _configuration(options: Mapping[str, Any], source: str, **config: Any) -> Re
         given["dt_limit"] = None if limit == [0, math.inf] else limit
     defaults = Mamba2.__init__.__kwdefaults__ or {}
     spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
-    return build_config(
-        RecurrentConfig, {**config, "mixer": {"kind": "mamba2", **spelled}}, source=source
-    )
+    mixer = {"mixer": {"kind": "mamba2", **spelled}}
+    return build_config(RecurrentConfig, {**config, **mixer}, source=source)
 
 
 def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]:
-    """Returns `OPTIONS` of the cells, which are the same in all layers.
+    """Returns the options of the cells, which are the same in all layers.
 
     Args:
         model: the model to write.
@@ -232,8 +208,7 @@ def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]
             f"{config.norm_eps} in its blocks and {options['norm_eps']} in its cells: convert it "
             "to ours"
         )
-    options["dt_limit"] = options["dt_limit"] or (0.0, math.inf)
-    return {name: options[name] for name in OPTIONS}
+    return options | {"dt_limit": options["dt_limit"] or (0.0, math.inf)}
 
 
 NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}

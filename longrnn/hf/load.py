@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.names import (
@@ -82,23 +84,6 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
-    return mitigated(*load_plain(name_or_path, backend=backend, **options))
-
-
-def load_plain(
-    name_or_path: str | Path,
-    *,
-    backend: str = "auto",
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-) -> tuple[Model, str | None]:
-    """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
-
-    Raises:
-        UserError: as `load`.
-    """
     name, spec = split_spec(str(name_or_path))
     named, spec = split_dtype(spec)
     if named is not None and dtype not in (None, named):
@@ -109,53 +94,47 @@ def load_plain(
         verified = pool.submit(verify_folder, folder)
         try:
             model = _open(folder, backend, dtype or named, device)
-        except UserError as error:
-            # The defect itself is more informative than a wrong checksum: both are reported.
-            if (damage := verified.exception()) is None:
+        except Exception as error:  # damaged files raise errors of many kinds
+            if isinstance(error, UserError) and str(folder) in str(error):
                 raise
-            raise UserError(f"{error}; besides, {damage}") from error
-        verified.result()
+            reason = shorten(one_line(error), 240)
+            raise UserError(
+                f"{folder} cannot be loaded ({reason}): it is incomplete, damaged or not what its "
+                "config.json says; copy it again, pickles as safetensors"
+            ) from error
+        finally:
+            verified.result()  # a wrong checksum is the cause of any other error
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
         model.to(device=device)
-    return model, spec
+        spec = model.trained_under if spec is None else spec
+    return model if spec is None else _mitigated(model, split(spec))
 
 
-def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
-    """Return a model under the mitigation that `spec` describes; the given one is not changed.
+def _mitigated(model: Any, parts: Sequence[str]) -> Model:
+    """Return a model under mitigations; the given one is not changed.
 
-    Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
-    A `spec` takes its place; `none` leaves it out. Two more are valid for
-    Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
-    limits the attention layers of a hybrid.
+    Two more names are valid for Hugging Face models: `beyond` lifts the maximum length of any, and
+    `attention_window(window=…)` limits the attention layers of a hybrid.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
     """
-    parts = [
-        part for one in ([spec] if isinstance(spec, str) else spec or []) for part in split(one)
-    ]
     others = [part for part in parts if part != NONE]
     if not isinstance(model, RecurrentLM):
-        model, others = _without_own(model, others)
-    elif model.trained_under is not None and not parts:
-        return model.under(mitigation(model.trained_under))
+        for part in others:
+            if part == BEYOND:
+                model = model.beyond()
+            elif part.partition("(")[0] == WINDOW:
+                _, options = parse(part)
+                if not model.cells or options.keys() != {"window"}:
+                    raise UserError(
+                        f"{part} is not valid for this {model.kind}: write {WINDOW}(window=4096), "
+                        "after a hybrid"
+                    )
+                model = model.with_attention_window(parse_length(str(options["window"])))
+        others = [one for one in others if one.partition("(")[0] not in (BEYOND, WINDOW)]
     return model.under(mitigation(others)) if others else model
-
-
-def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
-    windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
-    others = [part for part in parts if part != BEYOND and part not in windows]
-    if windows and not model.cells:
-        raise UserError(f"{WINDOW} is for hybrids, and this is a {model.kind}: leave it out")
-    for part in windows:
-        _, options = parse(part)
-        if options.keys() != {"window"}:
-            raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        window = parse_length(str(options["window"]))
-        model = model.with_attention_window(window)
-    return model.beyond() if BEYOND in parts else model, others
 
 
 def load_editable(name_or_path: str | Path, **options: Any) -> Model:
@@ -186,12 +165,12 @@ def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
         UserError: as `load_editable`, and for a hybrid.
     """
     model = load_editable(name_or_path, **options)
-    if not isinstance(model, RecurrentLM):
-        raise UserError(
-            f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
-            "compute: give a checkpoint of longrnn"
-        )
-    return model
+    if isinstance(model, RecurrentLM):
+        return model
+    raise UserError(
+        f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
+        "compute: give a checkpoint of longrnn"
+    )
 
 
 def _open(
@@ -210,7 +189,7 @@ def _open(
     if layout is not None:
         read = layout.read(config, str(folder / "config.json"))
         tensors = layout.rename(read_weights(folder), to_ours=True)
-        own = build_model(read, tensors, source=folder, backend=backend)
+        own = build_model(read, tensors, backend=backend)
     elif config.get("model_type") == "longrnn":
         own = load_model(folder, backend=backend)
     elif backend != "auto":
@@ -232,7 +211,4 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         is_layers = "layer" in name
         most = max(stored // 64, 1000) if is_layers else 8 * stored
         if stored and not is_layers <= int(size) <= most:
-            raise UserError(
-                f"{folder} cannot be loaded (its config.json has {name} {size}, which the "
-                f"{stored:,} bytes of weights in the folder cannot have): copy it again"
-            )
+            raise ValueError(f"{name} is {size}, and there are {stored:,} bytes of weights")

@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from safetensors.torch import load_file, save
@@ -120,7 +119,8 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         base: in float32; changed in place.
 
     Raises:
-        UserError: PEFT is not installed, or the adapter is damaged or of another model.
+        UserError: PEFT is not installed, or the adapter is of other weights.
+        Exception: of PEFT, torch and safetensors, for a damaged one.
     """
     _require_peft()
     record = folder / ADAPTER_RECORD
@@ -130,13 +130,7 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
             f"{folder} is an adapter of other weights than those of {base_of(folder)}: put back "
             "the checkpoint that it was trained on"
         )
-    try:
-        _merge(folder, base)
-    except Exception as error:  # PEFT, torch and safetensors raise many types
-        raise UserError(
-            f"the adapter in {folder} does not fit its base model ({shorten(str(error), 240)}): "
-            "give the checkpoint that it was trained on, or merge it with PEFT and save the model"
-        ) from error
+    _merge(folder, base)
     base.trained_under = known.get("mitigation", base.trained_under)
     return base.eval().requires_grad_()
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
+from longrnn.config import read_recorded
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
-from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
+from longrnn.units import parse_length
 
 # The mitigation that changes nothing.
 NONE = "none"
@@ -58,18 +59,9 @@ def split_spec(text: str) -> tuple[str, str | None]:
 
 
 def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
-    """Split the dtype of the weights off what follows a checkpoint: `float32+state_norm(…)`.
-
-    Raises:
-        UserError: there are several.
-    """
-    parts = [] if spec is None else split(spec)
-    found = [DTYPE_NAMES[part] for part in parts if part in DTYPE_NAMES]
-    if len(found) > 1:
-        raise UserError(f"{spec} has {len(found)} dtypes: give one of {', '.join(DTYPE_NAMES)}")
-    if not found:
-        return None, spec
-    return found[0], "+".join(part for part in parts if part not in DTYPE_NAMES) or None
+    """Split the dtype of the weights off what follows a checkpoint: `float32+state_norm(…)`."""
+    first, _, rest = (spec or "").partition("+")
+    return (DTYPE_NAMES[first], rest or None) if first in DTYPE_NAMES else (None, spec)
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -140,3 +132,29 @@ def base_of(folder: Path) -> str:
             f"{folder / ADAPTER} names no base model: write it there as base_model_name_or_path"
         )
     return base
+
+
+def training_length(checkpoint: str) -> int | None:
+    """Returns the training length in tokens from a checkpoint's train.yaml; None without it.
+
+    If a run carried its state, this is the length of one segment.
+
+    Args:
+        checkpoint: name, folder, or `CHECKPOINT+MITIGATION`.
+
+    Raises:
+        UserError: train.yaml is damaged.
+    """
+    return read_recorded(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
+
+
+def required_training_length(checkpoint: str, given: str | None = None) -> int:
+    """Returns the length that the user gives, such as `4k`, or else the `training_length`.
+
+    Raises:
+        UserError: `given` is not a valid length, or the length is not known.
+    """
+    found = training_length(checkpoint) if given is None else parse_length(given)
+    if found is None:
+        raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
+    return found

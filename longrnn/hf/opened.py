@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.load import load_plain, mitigated
-from longrnn.hf.names import split_spec
+from longrnn.hf.load import load
+from longrnn.hf.names import split_dtype, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.base import LanguageModel
 from longrnn.text import Tokenizer
@@ -23,8 +23,6 @@ class OpenCheckpoint(NamedTuple):
         tokenizer: the tokenizer of the model.
         source: what another process passes to `load` and `load_tokenizer` to open the same model;
             empty for a model that was built in this process.
-        mitigation: the mitigation in `source` and any further ones, else that which the checkpoint
-            records; None for none.
         device: the device of the model.
     """
 
@@ -32,13 +30,18 @@ class OpenCheckpoint(NamedTuple):
     model: LanguageModel
     tokenizer: Tokenizer
     source: str = ""
-    mitigation: str | None = None
     device: str = "cpu"
 
     @property
     def checkpoint(self) -> str:
         """`source` without its dtype and mitigation."""
         return split_spec(self.source)[0]
+
+    @property
+    def mitigation(self) -> str | None:
+        """The mitigation in `source`, else that of the model; None for none."""
+        own = self.model.mitigation
+        return split_dtype(split_spec(self.source)[1])[1] or (None if own is None else str(own))
 
 
 def refuse_unfit(tokenizer: Tokenizer, model: LanguageModel, name: str = "the model") -> None:
@@ -62,23 +65,12 @@ def open_checkpoint(
     Args:
         source: `CHECKPOINT`, `CHECKPOINT+DTYPE` or either with `+MITIGATION`, as `load` takes it.
         mitigation: a mitigation in addition to that of `source`.
-        name: its name in results; None for `source`, with the further mitigation after a plus.
+        name: its name in results; None for `source` with the further mitigation after a plus.
         device: None for the CPU.
 
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
-    plain, own = load_plain(source, device=device)
-    specs = [spec for spec in (own, mitigation) if spec is not None]
-    model = mitigated(plain, specs)
-    if not specs and model.mitigation is not None:
-        specs = [str(model.mitigation)]  # which the checkpoint records
-    label = "+".join(filter(None, (source, mitigation)))
-    return OpenCheckpoint(
-        label if name is None else name,
-        model,
-        load_tokenizer(source),
-        source,
-        "+".join(specs) or None,
-        str(device or "cpu"),
-    )
+    source = source if mitigation is None else f"{source}+{mitigation}"
+    model, tokenizer = load(source, device=device), load_tokenizer(source)
+    return OpenCheckpoint(name or source, model, tokenizer, source, str(device or "cpu"))

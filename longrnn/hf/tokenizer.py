@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,28 +36,28 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
 )
-# A vocabulary may be larger than its tokenizer by this many ids, or by this share of its size.
-MAX_PADDING, MAX_PADDING_SHARE = 256, 0.05
 NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
 NONE = (
     "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
     "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
 )
-PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
+# Begins what the assistant wrote, in a chat template.
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class HFTokenizer:
     """A Hugging Face tokenizer as a `longrnn.text.Tokenizer`.
 
     Args:
-        tokenizer: any tokenizer of transformers. Encoding adds no special tokens, and decoding
-            keeps them.
+        tokenizer: of transformers, with a `tokenizer.json`. Encoding adds no special tokens, and
+            decoding keeps them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
+        self._backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -67,9 +68,26 @@ class HFTokenizer:
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        from longrnn.hf.chat import encode_chat
-
-        return encode_chat(self.tokenizer, messages)
+        """See `longrnn.text.Tokenizer`. The chat template marks what the assistant wrote."""
+        try:
+            template = self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                "the tokenizer has no chat template: put a chat_template.jinja beside its "
+                "tokenizer.json, or give prompt and completion instead of messages"
+            ) from error
+        if not GENERATION.search(template):
+            raise UserError(
+                "the chat template does not say which text the assistant wrote: put {% generation "
+                "%} and {% endgeneration %} around it, or give prompt and completion"
+            )
+        try:
+            found: Any = self.tokenizer.apply_chat_template(
+                [dict(one) for one in messages], return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"its chat template refuses it, {one_line(error)}") from error
+        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
@@ -84,8 +102,6 @@ class HFTokenizer:
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
-        if not getattr(self.tokenizer, "is_fast", False):
-            return None
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # Offsets count characters.
         bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
@@ -94,13 +110,9 @@ class HFTokenizer:
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the SHA-256 of everything that determines the ids."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:  # written in Python: hash the vocabulary, and the ids of a sample text
-            parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
-        else:
-            whole = json.loads(backend.to_str())
-            names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-            parts = [whole[name] for name in names]
+        whole = json.loads(self._backend.to_str())
+        names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        parts = [whole[name] for name in names]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -179,18 +191,8 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
         ) from error
 
 
-def fits(ids: int, size: int) -> bool:
-    """Whether a tokenizer with `ids` ids can belong to a model with a vocabulary of `size`.
-
-    Vocabularies are often padded to a multiple of some number, or with room for further tokens, so
-    that a model may have somewhat more ids than its tokenizer.
-    """
-    return ids <= size and size - ids <= max(MAX_PADDING, size * MAX_PADDING_SHARE)
-
-
-@contextmanager
-def own_tokenizers() -> Iterator[None]:
-    """Replace `AutoTokenizer.from_pretrained` for foreign code that allows remote code.
+def own_tokenizers() -> AbstractContextManager[Any]:
+    """Replace `AutoTokenizer.from_pretrained` in a context, for code that allows remote code.
 
     A name that `load_tokenizer` takes, also one with a mitigation, gives that tokenizer; any other
     is loaded without remote code.
@@ -207,5 +209,4 @@ def own_tokenizers() -> Iterator[None]:
             return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 
-    with patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
-        yield
+    return patch.object(AutoTokenizer, "from_pretrained", from_pretrained)

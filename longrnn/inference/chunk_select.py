@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.inference.engine import forks
+from longrnn.inference.trie import read_texts
 from longrnn.models import LanguageModel
-from longrnn.models.finite import explain_nonfinite
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
@@ -39,7 +39,7 @@ def select(
     query: Tensor,
     *,
     chunk: int,
-    prefix: Tensor | None = None,
+    prefix: Tensor,
     batch_size: int = 16,
 ) -> Choice:
     """Selects the chunk of a context with the lowest entropy of the answer (arXiv 2505.07793).
@@ -54,21 +54,19 @@ def select(
         context: `(t,)` token ids, t >= 1.
         query: `(t,)` token ids, t >= 1, of its own length.
         chunk: tokens per chunk; the last chunk may be shorter.
-        prefix: `(t,)` token ids that precede every chunk.
+        prefix: `(t,)` token ids that precede every chunk; t = 0 is allowed.
         batch_size: how many chunks are read at once.
     """
-    before = [] if prefix is None else prefix.tolist()
-    chunks = [(*before, *one.tolist()) for one in context.split(chunk)]
+    chunks = [torch.cat([prefix, one]) for one in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    for numbers, _, read in forks(model, chunks, batch_size, silent, keep=0):
+    for numbers, _, read in read_texts(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         found = torch.special.entr(wide.softmax(-1)).sum(-1)
-        if not bool(found.isfinite().all()):
-            explain_nonfinite(model, queries, read)
+        refuse_nonfinite(found, model, queries, read)
         entropies[numbers] = found.double().cpu()
         least = int(found.argmin())
         if best is None or (float(found[least]), numbers[least]) < best[:2]:

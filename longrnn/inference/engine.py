@@ -1,7 +1,7 @@
-"""Answers, completions, scores and losses; what texts share is read once (see `trie`).
+"""Completions, scores and losses; what texts share is read once (see `trie`).
 
-Forks of one state are used for all questions about a context and all continuations of it. The calls
-of the model differ from those for each text alone; the results are equal up to rounding.
+Forks of one state are used for all continuations of a context. The calls of the model differ from
+those for each text alone; the results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -13,42 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.data.prompts import length
 from longrnn.errors import UserError
 from longrnn.inference import trie
-from longrnn.inference.trie import Ids, Prompt, branches, read_contexts, read_texts, scored_tokens
+from longrnn.inference.trie import Ids, read_texts
 from longrnn.models import LanguageModel, generate
-from longrnn.models.checks import out_of_reach
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
+from longrnn.models.base import MAX_LOGITS, out_of_reach
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
 # Ids that are decoded in front of those that may be the end of a completion.
 CONTEXT = 8
-
-
-class Answer(NamedTuple):
-    """The ids that a model generates after prompt `number`."""
-
-    number: int
-    ids: list[int]
-
-
-class Cost(NamedTuple):
-    """Number of tokens that a model processes to answer prompts, including the answers.
-
-    Attributes:
-        shared: with `answers`.
-        naive: with each prompt read separately.
-    """
-
-    shared: int
-    naive: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer tokens are processed."""
-        return self.naive / max(self.shared, 1)
 
 
 class Pair(NamedTuple):
@@ -72,53 +47,19 @@ def refuse_long(model: LanguageModel, tokens: int) -> None:
         raise UserError(reason)
 
 
-def count_tokens(prompts: Sequence[Prompt], *, max_new_tokens: int) -> Cost:
-    """Counts the tokens that `answers` would process, without a model."""
-    trunks = {prompt.trunk: 0 for prompt in prompts}
-    for prompt in prompts:
-        trunks[prompt.trunk] = max(trunks[prompt.trunk], prompt.fork)
-    after_forks = sum(stops[-1].position for stops in branches(prompts).values())
-    questions = sum(len(prompt.question) + max_new_tokens for prompt in prompts)
-    contexts = sum(length(prompt.context) for prompt in prompts)
-    return Cost(sum(trunks.values()) + after_forks + questions, contexts + questions)
-
-
-@torch.no_grad()
-def answers(
-    model: LanguageModel,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    progress: Progress,
-) -> Iterator[list[Answer]]:
-    """Yields batches of greedy answers, in the order in which they are computed."""
-    for texts in read_contexts(model, prompts, batch_size, progress):
-        asked = [prompts[number].question for number in texts.numbers]
-        for size in dict.fromkeys(map(len, asked)):
-            same = [row for row, question in enumerate(asked) if len(question) == size]
-            questions = torch.stack([asked[row] for row in same]).to(texts.state.position.device)
-            found = generate(
-                model, questions, take(texts.state, same), max_new_tokens=max_new_tokens
-            )
-            progress.advance(0, questions.numel())
-            numbers = [texts.numbers[row] for row in same]
-            yield [Answer(*one) for one in zip(numbers, found.tokens, strict=True)]
-
-
 @torch.no_grad()
 def complete(
     model: LanguageModel,
-    prompts: Sequence[Ids],
+    prompts: Sequence[Ids | Tensor],
     *,
     decode: Callable[[Sequence[int]], str],
-    until: Sequence[str],
-    eos: int | None,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
     batch_size: int,
     progress: Progress,
+    until: Sequence[str] = (),
+    eos: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> Iterator[tuple[int, str]]:
     """Generates completions of prompts.
 
@@ -126,13 +67,13 @@ def complete(
         model: any language model.
         prompts: token ids, at least one per prompt.
         decode: maps ids to text.
-        until: texts that end a completion; they remain at its end.
-        eos: the id that ends a completion, if there is one.
         max_new_tokens: the maximum number per prompt.
-        temperature: 0 takes the most likely token; otherwise torch's global generator is used.
-        top_p: sample among the fewest tokens whose probabilities reach this sum.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
+        until: texts that end a completion; they remain at its end.
+        eos: the id that ends a completion, if there is one.
+        temperature: 0 takes the most likely token; otherwise torch's global generator is used.
+        top_p: sample among the fewest tokens whose probabilities reach this sum.
 
     Yields:
         The index of a prompt and its completion, in the order in which they are computed.
@@ -152,8 +93,8 @@ def complete(
 
     # `generate` gets the last token, because it needs at least one.
     contexts = [prompt[:-1] for prompt in prompts]
-    for numbers, _, state in forks(model, contexts, batch_size, progress, keep=0):
-        last = torch.tensor([prompts[i][-1:] for i in numbers], device=state.position.device)
+    for numbers, _, state in read_texts(model, contexts, batch_size, progress, keep=0):
+        last = torch.tensor([[int(prompts[i][-1])] for i in numbers], device=state.position.device)
         found = generate(
             model,
             last,
@@ -190,8 +131,7 @@ def token_losses(
         part = windows[:, start : start + trie.SCORED_TOKENS + 1].to(state.position.device)
         nats, state = model.token_losses(part[:, :-1], part[:, 1:], state)
         nats = nats.double().cpu()
-        if not bool(nats.isfinite().all()):
-            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1], before)
+        refuse_nonfinite(nats, model, windows[:, : start + part.shape[1] - 1], before)
         yield start, nats
 
 
@@ -211,75 +151,25 @@ def score(
         The index of a pair and its score, in the order in which they are computed.
     """
     contexts = [pair.context for pair in pairs]
-    for numbers, logits, state in forks(model, contexts, batch_size, progress):
-        continuations = [pairs[number].continuation for number in numbers]
-        for row, found in _score_batch(model, continuations, logits, state, progress):
-            progress.advance(1, 0)
-            yield numbers[row], found
-
-
-def forks(
-    model: LanguageModel,
-    contexts: Sequence[Ids],
-    batch_size: int,
-    progress: Progress,
-    *,
-    keep: int = 1,
-) -> Iterator[trie.Texts]:
-    """Yields all contexts, of which equal ones are read once and forked, in batches.
-
-    Args:
-        model: any language model.
-        contexts: token ids.
-        batch_size: rows per batch.
-        progress: counts the tokens that are computed.
-        keep: 1 for the logits after the last token, 0 for none.
-    """
-    members: dict[Ids, list[int]] = {}
-    for number, context in enumerate(contexts):
-        members.setdefault(context, []).append(number)
-    texts = list(members)
-    for found in read_texts(model, texts, batch_size, progress, keep=keep):
-        forks = [(row, i) for row, text in enumerate(found.numbers) for i in members[texts[text]]]
-        for first in range(0, len(forks), batch_size):
-            rows, numbers = zip(*forks[first : first + batch_size], strict=True)
-            yield trie.Texts(list(numbers), found.logits[list(rows)], take(found.state, rows))
-
-
-def _score_batch(
-    model: LanguageModel,
-    continuations: Sequence[Ids],
-    logits: Tensor,
-    state: LMState,
-    progress: Progress,
-) -> Iterator[tuple[int, Score]]:
-    """Scores one batch of continuations, those of one length together.
-
-    Args:
-        model: any language model.
-        continuations: one per row.
-        logits: `(b, v)`, the prediction of their first tokens, which are finite.
-        state: after the contexts.
-        progress: counts the tokens that are computed.
-
-    Yields:
-        The number of a row and its score.
-    """
-    device = state.position.device
-    for size in dict.fromkeys(map(len, continuations)):
-        rows = [row for row, ids in enumerate(continuations) if len(ids) == size]
-        ids = torch.tensor([continuations[row] for row in rows], device=device)
-        nats, greedy = _compare(logits[rows, None], ids[:, :1])
-        after = take(state, rows)
-        width = scored_tokens(len(rows), model.vocab_size)
-        for start in range(0, size - 1, width):
-            before, part = after, ids[:, start : min(start + width, size - 1)]
-            predicted, after = model(part, before)
-            loss, best = _compare(predicted, ids[:, start + 1 : start + 1 + part.shape[1]])
-            refuse_nonfinite(loss, model, part, before)
-            nats, greedy = nats + loss, greedy & best
-            progress.advance(0, part.numel())
-        yield from zip(rows, map(Score, (-nats).tolist(), greedy.tolist()), strict=True)
+    for numbers, logits, state in read_texts(model, contexts, batch_size, progress):
+        device, continuations = state.position.device, [pairs[i].continuation for i in numbers]
+        # Continuations of one length together.
+        for size in dict.fromkeys(map(len, continuations)):
+            rows = [row for row, ids in enumerate(continuations) if len(ids) == size]
+            ids = torch.tensor([continuations[row] for row in rows], device=device)
+            nats, greedy = _compare(logits[rows, None], ids[:, :1])
+            after = take(state, rows)
+            width = min(trie.SCORED_TOKENS, max(1, MAX_LOGITS // (len(rows) * model.vocab_size)))
+            for start in range(0, size - 1, width):
+                before, part = after, ids[:, start : min(start + width, size - 1)]
+                predicted, after = model(part, before)
+                loss, best = _compare(predicted, ids[:, start + 1 : start + 1 + part.shape[1]])
+                refuse_nonfinite(loss, model, part, before)
+                nats, greedy = nats + loss, greedy & best
+                progress.advance(0, part.numel())
+            progress.advance(len(rows), 0)
+            scores = map(Score, (-nats).tolist(), greedy.tolist())
+            yield from zip([numbers[row] for row in rows], scores, strict=True)
 
 
 def _compare(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

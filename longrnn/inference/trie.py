@@ -1,26 +1,25 @@
 """Reads many texts in batches; beginnings that they share are read once, and the state is forked.
 
 Texts of different lengths need no padding, which would enter the state: all rows of a batch are
-read up to the next stop of one of them, and a row leaves the batch after its last stop.
+read up to the end of the shortest one, which then leaves the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longrnn.data.prompts import RepeatedTokens, length, read
 from longrnn.models import LanguageModel
-from longrnn.models.base import MAX_LOGITS
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, join, leaves, take
 
-Ids = tuple[int, ...]
+Ids: TypeAlias = tuple[int, ...]
 
 # Tokens per row in one call that returns at most the logits after its last token.
 PREFILL_TOKENS = 16384
@@ -28,27 +27,8 @@ PREFILL_TOKENS = 16384
 SCORED_TOKENS = 4096
 # A fork must save at least this many tokens; otherwise reading the rows in one batch is faster.
 MIN_SAVED_TOKENS = 256
-
-
-class Stop(NamedTuple):
-    """The text or prompt `number` ends after `position` tokens of a row."""
-
-    position: int
-    number: int
-
-
-class Row(NamedTuple):
-    """What follows a fork.
-
-    Attributes:
-        read: returns the tokens from one position up to another, `(t,)`, counted from the fork.
-        stops: nearest first.
-        state: at the fork, one row.
-    """
-
-    read: Callable[[int, int], Tensor]
-    stops: list[Stop]
-    state: LMState
+# Big-endian, so that the order of the bytes of texts is that of their ids.
+ID = np.dtype(">u4")
 
 
 class Texts(NamedTuple):
@@ -65,28 +45,12 @@ class Texts(NamedTuple):
     state: LMState
 
 
-class Prompt(NamedTuple):
-    """One prompt.
+class Row(NamedTuple):
+    """The ids of text `number` after a fork, and the state there, of one row."""
 
-    Attributes:
-        context: the text before the question.
-        question: `(t,)` token ids, t >= 1.
-        trunk: prompts of the same trunk have equal contexts up to the smaller of their `fork`.
-        fork: how many tokens of the context belong to the trunk.
-        branch: of two prompts with the same trunk, fork and branch, the shorter context is a prefix
-            of the longer.
-    """
-
-    context: list[RepeatedTokens]
-    question: Tensor
-    trunk: Hashable
-    fork: int
-    branch: Hashable
-
-
-def scored_tokens(rows: int, vocab_size: int) -> int:
-    """Tokens per row of one call that returns all logits, at least 1."""
-    return min(SCORED_TOKENS, max(1, MAX_LOGITS // (rows * vocab_size)))
+    number: int
+    rest: np.ndarray
+    state: LMState
 
 
 def prefill(
@@ -132,47 +96,15 @@ def prefill(
     return logits, state
 
 
-def read_rows(
-    model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: Progress, *, keep: int = 1
-) -> Iterator[Texts]:
-    """Reads rows from their forks to their stops, in batches of rows of similar length."""
-    rows = sorted(rows, key=lambda row: row.stops[-1].position)
-    for first in range(0, len(rows), batch_size):
-        active = rows[first : first + batch_size]
-        state = join([row.state for row in active])
-        stops, position = [list(row.stops) for row in active], 0
-        while active:
-            goal = min(own[0].position for own in stops)
-            readers = [row.read for row in active]
-            logits, state = prefill(
-                model,
-                lambda start, stop, readers=readers: torch.stack([r(start, stop) for r in readers]),
-                position,
-                goal,
-                state,
-                progress,
-                keep=keep,
-            )
-            position = goal
-            due = [row for row, own in enumerate(stops) if own[0].position == goal]
-            numbers = [stops[row].pop(0).number for row in due]
-            yield Texts(numbers, logits[due], take(state, due))
-            # A row may have two stops at one position, for two questions.
-            kept = [row for row, own in enumerate(stops) if own]
-            if len(kept) < len(active):
-                active, stops = [active[row] for row in kept], [stops[row] for row in kept]
-                state = take(state, kept)
-
-
 def read_texts(
     model: LanguageModel,
-    texts: Sequence[Ids],
+    texts: Sequence[Ids | Tensor],
     batch_size: int,
     progress: Progress,
     *,
     keep: int = 1,
 ) -> Iterator[Texts]:
-    """Reads distinct texts from the initial state.
+    """Reads texts from the initial state, of which equal ones are read once and forked.
 
     Args:
         model: any language model.
@@ -180,89 +112,87 @@ def read_texts(
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
         keep: 1 for the logits after the last token, 0 for none.
+
+    Yields:
+        All texts, in batches.
     """
-    order = sorted(range(len(texts)), key=texts.__getitem__)
-    if order and not texts[order[0]]:
-        yield Texts([order.pop(0)], torch.empty(1, 0), model.init_state(1))
-    # Texts that are equal up to a fork, and the state (one row) at an earlier token.
-    stack = [(order, 0, 0, model.init_state(1))] if order else []
-    while stack:
-        numbers, start, fork, state = stack.pop()
-        shared = texts[numbers[0]]
-        _, state = prefill(
-            model, lambda a, b, text=shared: _ids(text, 0)(a, b)[None], start, fork, state,
-            progress, keep=0,
-        )  # fmt: skip
-        rows: list[Row] = []
-        for group in _groups(texts, numbers, fork):
-            further = _fork(texts, group, fork)
-            if (further - fork) * (len(group) - 1) >= MIN_SAVED_TOKENS:
-                stack.append((group, fork, further, state))
-                continue
-            for number in group:
-                text = texts[number]
-                rows.append(Row(_ids(text, fork), [Stop(len(text) - fork, number)], state))
-        yield from read_rows(model, rows, batch_size, progress, keep=keep)
+    equal: dict[bytes, list[int]] = {}
+    for number, text in enumerate(texts):
+        equal.setdefault(np.asarray(text, dtype=ID).tobytes(), []).append(number)
+    distinct = sorted(equal)
+    for found in _read_distinct(model, distinct, batch_size, progress, keep):
+        forks = [(row, i) for row, n in enumerate(found.numbers) for i in equal[distinct[n]]]
+        for first in range(0, len(forks), batch_size):
+            rows, numbers = zip(*forks[first : first + batch_size], strict=True)
+            yield Texts(list(numbers), found.logits[list(rows)], take(found.state, rows))
 
 
-def _ids(text: Ids, fork: int) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: torch.tensor(text[fork + start : fork + stop], dtype=torch.long)
-
-
-def _groups(texts: Sequence[Ids], numbers: list[int], fork: int) -> list[list[int]]:
-    """Groups texts by their token at `fork`; a text that ends there is a group of its own."""
-
-    def kind(number: int) -> tuple[int, bool]:
-        return texts[number][fork], len(texts[number]) > fork + 1
-
-    return [list(group) for _, group in groupby(numbers, kind)]
-
-
-def _fork(texts: Sequence[Ids], numbers: list[int], start: int) -> int:
-    """How many tokens some texts share, leaving at least one token of each.
-
-    Args:
-        texts: all texts.
-        numbers: indices of the texts to compare, in sorted order.
-        start: a number of tokens that they are known to share.
-    """
-    if len(numbers) == 1:
-        return start
-    first, last = texts[numbers[0]], texts[numbers[-1]]
-    shortest = min(len(texts[number]) for number in numbers) - 1
-    return next((i for i in range(start, shortest) if first[i] != last[i]), shortest)
-
-
-def read_contexts(
-    model: LanguageModel, prompts: Sequence[Prompt], batch_size: int, progress: Progress
+def _read_distinct(
+    model: LanguageModel, texts: Sequence[bytes], batch_size: int, progress: Progress, keep: int
 ) -> Iterator[Texts]:
-    """Reads the contexts of prompts from the initial state; `Prompt` says what they share."""
-    found = branches(prompts)
-    for trunk in dict.fromkeys(prompt.trunk for prompt in prompts):
-        own = {key: stops for key, stops in found.items() if key[0] == trunk}
-        longest = prompts[max(own.items(), key=lambda item: item[0][1])[1][-1].number].context
-        state, position, forks = model.init_state(1), 0, dict[int, LMState]()
-        for fork in sorted({key[1] for key in own}):
-            _, state = prefill(
-                model, lambda a, b, text=longest: read(text, a, b)[None], position, fork, state,
-                progress, keep=0,
-            )  # fmt: skip
-            forks[fork], position = state, fork
-        rows = [
-            Row(_context(prompts[stops[-1].number].context, fork), stops, forks[fork])
-            for (_, fork, _), stops in own.items()
-        ]
-        yield from read_rows(model, rows, batch_size, progress, keep=0)
+    """Reads distinct texts in sorted order."""
+    ids = [np.frombuffer(text, ID) for text in texts]
+    # How many tokens each text shares with the one before it.
+    shared = [0, *(_shared(one, other) for one, other in pairwise(ids))]
+    rows: list[Row] = []
+    # Texts that share `level` tokens, their state after `start` of them, and where they are forked.
+    stack = [(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []
+    while stack:
+        group, level, start, fork, state = stack.pop()
+        _, state = prefill(model, _reader([ids[group[0]]]), start, fork, state, progress, keep=0)
+        for run in _runs(group, shared, level):
+            further = min((shared[number] for number in run[1:]), default=0)
+            if len(run) == 1:
+                rows.append(Row(run[0], ids[run[0]][fork:], state))
+            elif (further - fork) * (len(run) - 1) >= MIN_SAVED_TOKENS:
+                stack.append((run, further, fork, further, state))
+            else:
+                stack.append((run, further, fork, fork, state))
+        # Rows of as many forks as a batch has rows wait for others of similar lengths.
+        if not stack or len({id(row.state) for row in rows}) >= batch_size:
+            rows.sort(key=lambda row: len(row.rest))
+            for first in range(0, len(rows), batch_size):
+                yield from _read_rows(model, rows[first : first + batch_size], progress, keep)
+            rows = []
 
 
-def _context(context: list[RepeatedTokens], fork: int) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: read(context, fork + start, fork + stop)
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two texts share, leaving at least one token of each."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else max(0, size - 1)
 
 
-def branches(prompts: Sequence[Prompt]) -> dict[tuple[Hashable, int, Hashable], list[Stop]]:
-    """Where the contexts of each (trunk, fork, branch) end, counted from the fork."""
-    found: dict[tuple[Hashable, int, Hashable], list[Stop]] = {}
-    for number, prompt in enumerate(prompts):
-        stop = Stop(length(prompt.context) - prompt.fork, number)
-        found.setdefault((prompt.trunk, prompt.fork, prompt.branch), []).append(stop)
-    return {key: sorted(stops) for key, stops in found.items()}
+def _runs(group: list[int], shared: list[int], level: int) -> list[list[int]]:
+    """Divides a sorted group of texts into those that share more than `level` tokens."""
+    runs = [group[:1]]
+    for number in group[1:]:
+        if shared[number] > level:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _read_rows(
+    model: LanguageModel, rows: list[Row], progress: Progress, keep: int
+) -> Iterator[Texts]:
+    """Reads rows, the shortest first, in one batch that each row leaves at its end."""
+    state, position = join([row.state for row in rows]), 0
+    while rows:
+        stop = len(rows[0].rest)
+        rests = _reader([row.rest for row in rows])
+        logits, state = prefill(model, rests, position, stop, state, progress, keep=keep)
+        due = sum(len(row.rest) == stop for row in rows)
+        ended = take(state, range(due))
+        yield Texts([row.number for row in rows[:due]], logits[:due], ended)
+        if due < len(rows):
+            state = take(state, range(due, len(rows)))
+        rows, position = rows[due:], stop
+
+
+def _reader(texts: list[np.ndarray]) -> Callable[[int, int], Tensor]:
+    """Returns the function that reads the same positions of several texts as a batch."""
+    return lambda start, stop: torch.from_numpy(
+        np.stack([text[start:stop] for text in texts]).astype(np.int64)
+    )

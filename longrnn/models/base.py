@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations import Chain, Mitigation, bind
-from longrnn.models.checks import check_tokens
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, PyTree
+from longrnn.ops.transforms import is_transformed
+from longrnn.state import LMState, PyTree, described
 
 # Logits, over all rows and tokens, that one call for losses may hold.
 MAX_LOGITS = 2**25
@@ -170,11 +170,58 @@ class LanguageModel(nn.Module, ABC):
 def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    # Transforms of torch.func wrap the weights, and wrapped tensors have no bytes to read.
-    with torch._C._DisableFuncTorch():
-        for name, weight in sorted(weights.items()):
-            tensor: Any = torch.func.debug_unwrap(weight).detach()
-            raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(raw.numpy())
+    for name, weight in sorted(weights.items()):
+        raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        digest.update(raw.numpy())
     return digest.hexdigest()[:16]
+
+
+def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> Tensor:
+    """Returns token ids as int64, from any integer dtype.
+
+    Args:
+        tokens: `(b, t)` integers.
+        vocab_size: number of token ids.
+        rows: where padding stands, at which any id is allowed and 0 is returned.
+
+    Raises:
+        UserError: not integers of shape `(b, t)` with b >= 1, ids outside the vocabulary, or rows
+            of another shape.
+    """
+    is_integer = isinstance(tokens, Tensor) and not (
+        tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    )
+    if not is_integer or tokens.ndim != 2 or not len(tokens):
+        raise UserError(
+            f"tokens must be integers of shape (batch, time) with a batch of at least 1, not "
+            f"{described(tokens)}: give torch.tensor(ids), one row per sequence"
+        )
+    tokens = tokens.long()
+    if rows is not None:
+        if rows.shape != tuple(tokens.shape):
+            raise UserError(
+                f"the rows describe {rows.shape} tokens and {tuple(tokens.shape)} were given: "
+                "make Rows from masks of the shape of the tokens"
+            )
+        tokens = rows.zero_padding(tokens)
+    # Reading the ids from another device would wait for it at every token.
+    if tokens.numel() and tokens.device.type == "cpu" and not is_transformed():
+        low, high = map(int, tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise UserError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "
+                "use the tokenizer that this model was trained with"
+            )
+    return tokens
+
+
+def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
+    """Why a model cannot read a sequence of that many tokens; None if it can."""
+    limit = model.max_length
+    if limit is None or tokens <= limit:
+        return None
+    return (
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -40,11 +42,10 @@ class Block(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._run(x, state, edit, rows)
         # Inside the module, so that its hooks (shards, DDP) run with recomputation too.
-        found = checkpoint(
+        pair: Any = checkpoint(
             self._run, x, state, edit, rows, use_reentrant=False, preserve_rng_state=False
         )
-        assert found is not None
-        return found
+        return pair
 
     def _run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None

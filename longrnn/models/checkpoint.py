@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.files import one_line, read_json, write_atomic
+from longrnn.files import read_json, write_atomic
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
 
@@ -91,35 +91,19 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name, on the CPU, from one file or from several.
 
     Raises:
-        UserError: weights are missing, a file is damaged, or a pickle contains more than tensors.
+        UserError: weights are missing.
+        Exception: of other libraries, for a damaged file or a pickle of more than tensors.
     """
+    from huggingface_hub import load_state_dict_from_file
+
     for pattern in WEIGHTS:
+        how: dict[str, Any] = {"safe": pattern.endswith(".safetensors"), "weights_only": True}
+        read = partial(load_state_dict_from_file, map_location="cpu", **how)
         if paths := sorted(folder.glob(pattern)):
-            return {name: one for path in paths for name, one in _read_file(path).items()}
+            return {name: one for path in paths for name, one in read(path).items()}
     raise UserError(
         f"{folder} is incomplete (it has none of {', '.join(WEIGHTS)}): copy or download it again"
     )
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    from huggingface_hub import load_state_dict_from_file
-
-    safe = path.suffix == ".safetensors"
-    try:
-        content = load_state_dict_from_file(path, map_location="cpu", weights_only=True, safe=safe)
-    except Exception as error:  # a damaged file can raise any error
-        raise UserError(
-            f"{path} is truncated or damaged, or a pickle of more than tensors, which could run "
-            f"code ({one_line(error)}): copy it again, or use a safetensors version"
-        ) from error
-    if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(one, Tensor) and one.layout == torch.strided
-        for name, one in content.items()
-    ):
-        raise UserError(
-            f"{path} holds something other than named tensors: give a checkpoint of weights alone"
-        )
-    return dict(content)
 
 
 def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
@@ -137,41 +121,34 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     config = build_config(RecurrentConfig, options, source=source)
     # transformers writes `model.` in front of all names.
     tensors = {name.removeprefix("model."): one for name, one in read_weights(folder).items()}
-    model = build_model(config, tensors, source=folder, backend=backend)
+    model = build_model(config, tensors, backend=backend)
     model.trained_under = description.get("mitigation")
     return model
 
 
 def build_model(
-    config: RecurrentConfig, tensors: Mapping[str, Tensor], *, source: Path, backend: str = "auto"
+    config: RecurrentConfig, tensors: Mapping[str, Tensor], *, backend: str = "auto"
 ) -> RecurrentLM:
     """Builds a model in eval mode from weights, each of which keeps its dtype.
 
     Args:
         config: describes the model.
         tensors: weights by their names in `RecurrentLM`; a tied head may be left out.
-        source: where they come from, for error messages.
         backend: implementation of the recurrence; `auto` for that of the configuration.
 
     Raises:
-        UserError: a weight is missing, unexpected, or of another shape.
+        RuntimeError: a weight is missing, unexpected, or of another shape.
     """
     if backend != "auto":
         config.mixer = {**config.mixer, "backend": backend}
     given = dict(tensors)
     if config.tie_embeddings and "embedding.weight" in given:
         given.setdefault("head.weight", given["embedding.weight"])
-    try:
-        with torch.device("meta"):  # so that the sizes in a damaged file allocate no memory
-            model = RecurrentLM(config)
-        model.load_state_dict(given, strict=True, assign=True)
-        if config.tie_embeddings:
-            model.head.weight = model.embedding.weight
-    except Exception as error:  # torch raises several types for sizes that are too large
-        reason = shorten(" ".join(str(error).split()), 240)
-        raise UserError(
-            f"{source} does not fit its config.json ({reason}): copy both files again"
-        ) from error
+    with torch.device("meta"):  # so that the sizes in a damaged file allocate no memory
+        model = RecurrentLM(config)
+    model.load_state_dict(given, strict=True, assign=True)
+    if config.tie_embeddings:
+        model.head.weight = model.embedding.weight
     for weight in (*model.parameters(), *model.buffers()):
         # Copies, so that the weights do not change if the memory-mapped file does.
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.models.base import MAX_LOGITS, LanguageModel
+from longrnn.models.base import LanguageModel
 from longrnn.state import LMState
 
 # Tokens of a call in the search: a position is exact to the chunk that a kernel computes at once,
@@ -44,9 +44,7 @@ def explain_nonfinite(
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
     after = model.init_state(len(tokens)) if state is None else state
-    tokens = tokens.to(after.position.device)
-    width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
-    first = _first_nonfinite(model, tokens, after, width)
+    first = _first_nonfinite(model, tokens.to(after.position.device), after, STEP)
     place = "" if first is None else f" from token {first:,} on"
     raise UserError(f"the model's logits are not finite{place}: {cause_of_nonfinite(model)}")
 

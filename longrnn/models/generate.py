@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models.base import LanguageModel
-from longrnn.models.checks import check_tokens
+from longrnn.models.base import LanguageModel, check_tokens
 from longrnn.models.finite import explain_nonfinite
 from longrnn.state import LMState, join, take
 
@@ -76,10 +75,9 @@ def generate(
     for _ in range(max_new_tokens):
         last = logits[:, -1]
         # A sum is not finite if a logit is not, and takes less time than a look at each of them.
-        for row, total in zip(active, last.sum(-1, dtype=torch.double).tolist(), strict=True):
-            if not isfinite(total):
-                read = torch.cat([prompt[row], prompt.new_tensor(ids[row])])[None]
-                explain_nonfinite(model, read, None if state is None else take(state, [row]))
+        if not isfinite(last.sum(dtype=torch.double)):
+            read = torch.cat([prompt[active], prompt.new_tensor([ids[row] for row in active])], 1)
+            explain_nonfinite(model, read, None if state is None else take(state, active))
         tokens = _choose(last, temperature=temperature, top_p=top_p, generator=generator)
         logits, after = model(tokens[:, None], after, keep=1)
         for row, token in zip(active, tokens.tolist(), strict=True):

@@ -8,20 +8,14 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import MIXERS, Cell
-from longrnn.errors import UserError, nearest
-from longrnn.mitigations import Chain, Mitigation
-from longrnn.models.base import LanguageModel, LMOutput, hash_weights
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights
 from longrnn.models.blocks import Block
-from longrnn.models.checks import check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.hooks import own_weight
@@ -33,15 +27,11 @@ from longrnn.options import validated
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, check
 
-# What the backward pass computes again at a time: nothing, one block of one segment, or one segment
-# with all its blocks. Of the latter only tokens and states are kept.
-GRANULARITIES = ("no", "block", "segment")
 # Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
 # numbers between two layers; chosen by measurement.
 SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
-# The same on other devices, where every segment costs some hundred launches per layer, and with
-# recomputation by segment, which keeps the activations of one segment at a time.
-DEVICE_SEGMENT_TOKENS, RECOMPUTED_SEGMENT_TOKENS = 2**16, 2**13
+# The same on other devices, where every segment costs some hundred launches per layer.
+DEVICE_SEGMENT_TOKENS = 2**16
 # A window is computed in blocks of its own length, up to so many tokens.
 MAX_WINDOW_SEGMENT = 2**14
 
@@ -55,14 +45,10 @@ class RecurrentLM(LanguageModel):
     Attributes:
         loaded_from: the folder that the model was loaded from; None for a new one.
         trained_under: the spec of the mitigation under which the model was trained; None without.
-        recomputation: one of `GRANULARITIES`. (Not `gradient_checkpointing`: transformers and PEFT
-            take a module's attribute of that name for a switch, and any word for on.)
 
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
     """
-
-    recomputation = "no"
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -107,33 +93,10 @@ class RecurrentLM(LanguageModel):
         pairs = zip(self.cells, self.edits, strict=True)
         return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
 
-    def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
-        copied = super().under(mitigation)
-        copied._token_stack = TokenStack()
-        return copied
-
-    def gradient_checkpointing_enable(self, every: str = "block") -> None:
-        """Computes activations again in the backward pass instead of keeping them.
-
-        Args:
-            every: `block` keeps the input of each block and its state at each segment; `segment`
-                keeps the states alone, and computes all blocks of a segment again at once; `no`
-                keeps everything.
-
-        Raises:
-            UserError: another word.
-        """
-        if every not in GRANULARITIES:
-            raise UserError(
-                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
-            )
-        self.recomputation = every
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """Keeps the input of each block alone, which the backward pass computes again."""
         for block in self.blocks:
-            block.gradient_checkpointing = every == "block"  # type: ignore[assignment]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keeps all activations, as by default."""
-        self.gradient_checkpointing_enable("no")
+            block.gradient_checkpointing = enabled  # type: ignore[assignment]
 
     def forward(
         self,
@@ -181,22 +144,21 @@ class RecurrentLM(LanguageModel):
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
-            if self.recomputation == "segment" and torch.is_grad_enabled():
-                pair: Any = checkpoint(
-                    self._segment, part, after, own, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                pair = self._segment(part, after, own)
-            hidden, after = pair
+            hidden, after = self._segment(part, after, own)
             if start + width > first:  # even an empty view would hold the segment's memory
                 kept.append(hidden[:, max(0, first - start) :])
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
-        if self.norm is not None:
-            hidden = rms_norm(hidden, own_weight(self.norm), self.config.norm_eps)
-            hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+        hidden = self.normed(hidden)
         return hidden if rows is None else rows.restore(hidden, keep), after
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The head's input from the output of the last block."""
+        if self.norm is None:
+            return x
+        hidden = rms_norm(x, own_weight(self.norm), self.config.norm_eps)
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
 
     @torch.no_grad()
     def token_losses(
@@ -230,10 +192,10 @@ class RecurrentLM(LanguageModel):
     def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
         x, position = self.embed(tokens, state.position, rows)
-        stack = self._token_stack
-        if rows is None and stack.suits(self.blocks, x, state.layers, self._edits):
-            x, layers = stack.run(x, state.layers)
-            return x, LMState(position, tuple(layers))
+        if rows is None:
+            stacked = self._token_stack.run(self.blocks, x, state.layers, self._edits)
+            if stacked is not None:
+                return stacked[0], LMState(position, stacked[1])
         layers = []
         for block, layer, edit in zip(self.blocks, state.layers, self.edits, strict=True):
             x, layer = block(x, layer, edit, rows)
@@ -252,9 +214,7 @@ class RecurrentLM(LanguageModel):
             by_size = max(SEGMENT_TOKENS, SEGMENT_NUMBERS // self.config.d_model)
             tokens, least = min(4 * SEGMENT_TOKENS, by_size), 64
         else:
-            by_segment = self.recomputation == "segment"
-            tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
-            least = 1024
+            tokens, least = DEVICE_SEGMENT_TOKENS, 1024
         tokens = max(least, tokens // max(1, batch_size))
         return max(1, tokens // block) * block
 

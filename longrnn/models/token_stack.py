@@ -39,37 +39,36 @@ class TokenStack:
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
 
-    def suits(
+    def run(
         self, blocks: nn.ModuleList, x: Tensor, states: Sequence[PyTree], edits: Edits
-    ) -> bool:
-        """Whether `run` computes this call.
+    ) -> tuple[Tensor, tuple[PyTree, ...]] | None:
+        """Computes a call of one token per row; None if the kernel cannot compute it.
 
         Args:
             blocks: of the model.
             x: `(b, t, d)`.
             states: of the cell of each block.
             edits: of each cell; None for no edits.
+
+        Returns:
+            The output of the last block `(b, 1, d)`, and the states after the tokens.
         """
         if x.shape[1] != 1 or len(x) > cpu.FEW_ROWS or torch.is_autocast_enabled("cpu"):
-            return False
+            return None
         # A local name, because other threads may replace the attribute.
         packed = self._packed
         if packed is None or not packed.is_of(blocks, edits):
             self._packed = packed = _Packed(blocks, edits)
-        given = [x, *(leaf for state in states for leaf in _leaves(state))]
-        return (
-            packed.layers is not None
-            and x.dtype in cpu.MIXED
-            and cpu.refusal(given) is None
-            and not cpu.tracked([*given, *packed.tensors])
-            and not any(packed.hooks)
-            and not torch_module._has_any_global_hook()
-        )
-
-    def run(self, x: Tensor, states: Sequence[PyTree]) -> tuple[Tensor, list[PyTree]]:
-        """The output of the last block `(b, 1, d)`, and the states after one token per row."""
-        assert self._packed is not None
-        assert self._packed.layers is not None
+        leaves = [x, *(leaf for state in states for leaf in _leaves(state))]
+        if (
+            packed.layers is None
+            or x.dtype not in cpu.MIXED
+            or cpu.refusal(leaves) is not None
+            or cpu.tracked([*leaves, *packed.tensors])
+            or any(packed.hooks)
+            or torch_module._has_any_global_hook()
+        ):
+            return None
         given = [
             cpu.Tokens(one.state.conv, one.state.ssm, one.recent)
             if isinstance(one, EditedState)
@@ -77,9 +76,9 @@ class TokenStack:
             for one in states
         ]
         memory = self._memory.take(len(states), given[0].ssm)
-        y, after = cpu.layers(self._packed.layers, x, given, memory)
+        y, after = cpu.layers(packed.layers, x, given, memory)
         own = [(Mamba2State(conv, ssm), recent) for conv, ssm, recent in after]
-        return y, [one if recent is None else EditedState(one, recent) for one, recent in own]
+        return y, tuple(one if recent is None else EditedState(one, recent) for one, recent in own)
 
 
 def _leaves(state: PyTree) -> Sequence[Tensor]:

@@ -145,9 +145,9 @@ class TrainConfig(Options, validate_default=True):
     """Ends with the weights of the best validation, by its loss over all positions."""
     mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
     """Dtype of products."""
-    gradient_checkpointing: Annotated[Literal["no", "block", "segment"], Recomputed] = "no"
-    """What the backward pass computes again instead of keeping it: each block, or all blocks of a
-    segment of tokens at once. Gradients have the same bits."""
+    gradient_checkpointing: Annotated[Literal["no", "block"], Recomputed] = "no"
+    """Whether the backward pass computes each block again instead of keeping its activations.
+    Gradients have the same bits."""
     save_steps: PositiveInt = 500
     """Steps between checkpoints."""
     save_total_limit: PositiveInt = 2

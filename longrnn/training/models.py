@@ -15,9 +15,9 @@ from longrnn.config import build_config
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf import lora
-from longrnn.hf.load import load_plain
-from longrnn.hf.names import resolve, split_spec
-from longrnn.hf.tokenizer import HFTokenizer, byte_level, fits, load_tokenizer
+from longrnn.hf.load import load
+from longrnn.hf.names import NONE, resolve, split_dtype, split_spec
+from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import load_model, save_model
@@ -62,7 +62,7 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
             "it as before"
         )
     model.trained_under = spec_of(model)
-    model.gradient_checkpointing_enable(config.gradient_checkpointing)
+    model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
 
 
@@ -72,12 +72,13 @@ def spec_of(model: RecurrentLM) -> str | None:
 
 
 def _load(source: str) -> RecurrentLM:
-    model, spec = load_plain(source)
+    spec = split_dtype(split_spec(source)[1])[1]
     if spec is not None:
         raise UserError(
             f"init_from={source} names a mitigation: leave out what follows the plus, and set "
             f"mitigation={spec} to train under it"
         )
+    model = load(f"{source}+{NONE}")
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"init_from={source} is a Hugging Face model, and longrnn trains its own recurrent "
@@ -93,9 +94,12 @@ def _load(source: str) -> RecurrentLM:
 
 
 def _check_vocabulary(vocab_size: int, task: Task) -> None:
-    """Refuses a model without the ids of the task, or with many more than the tokenizer."""
+    """Refuses a model without the ids of the task, or with many more than the tokenizer.
+
+    Vocabularies are often padded to a multiple of some number, or with room for further tokens.
+    """
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
-    if vocab_size < ids or (reads_text and not fits(ids, vocab_size)):
+    if vocab_size < ids or (reads_text and vocab_size > max(ids + 256, 1.05 * ids)):
         raise UserError(
             f"the task uses {ids:,} token ids and model.vocab_size is {vocab_size:,}: leave out "
             "tokenizer and model.vocab_size for those that fit, or start from another model"

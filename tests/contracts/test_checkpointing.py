@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longrnn.models import RecurrentLM
-from longrnn.models.recurrent import GRANULARITIES
 from longrnn.state import LMState
 from tests.contracts.builders import build_model, random_state, random_tokens
 from tests.contracts.subjects import Subject, every_subject, outcome, small_chunks, started
@@ -18,7 +17,6 @@ from tests.contracts.subjects import Subject, every_subject, outcome, small_chun
 pytestmark = pytest.mark.core
 
 TIME, SIZES = 100, [80, 20]  # segments of 64, 16 and 20 tokens
-every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES if g != "no"])
 
 
 def count_calls(model: RecurrentLM, tokens: Tensor, state: LMState) -> int:
@@ -32,28 +30,26 @@ def count_calls(model: RecurrentLM, tokens: Tensor, state: LMState) -> int:
     return len(calls)
 
 
-@every_granularity
 @every_subject
-def test_the_same_bits_are_computed_twice(subject: Subject, every: str) -> None:
+def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
     """Values, final state and gradients; without gradients nothing is computed again."""
     model, tokens = subject.build(), random_tokens(2, TIME)
     state = started(model, 2)
     with small_chunks(16):
         expected = outcome(model, tokens, state, SIZES)
         runs = count_calls(model, tokens, state)
-        model.gradient_checkpointing_enable(every)
+        model.gradient_checkpointing_enable()
         assert count_calls(model, tokens, state) == 2 * runs
         with torch.no_grad():
             assert count_calls(model, tokens, state) == runs
         for name, tensor in outcome(model, tokens, state, SIZES).items():
             assert torch.equal(tensor, expected[name]), name
-        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable(False)
         assert count_calls(model, tokens, state) == runs
 
 
-@every_granularity
 @pytest.mark.parametrize("kind", ["mamba2", "lstm"])
-def test_autocast(kind: str, every: str) -> None:
+def test_autocast(kind: str) -> None:
     """A block is computed again in the precision in which it was computed first."""
     model = build_model(kind, dtype=torch.float32)
     state, tokens = random_state(model, 2), random_tokens(2, 40)
@@ -64,6 +60,6 @@ def test_autocast(kind: str, every: str) -> None:
         return torch.autograd.grad(loss, list(model.parameters()))
 
     expected = gradients()
-    model.gradient_checkpointing_enable(every)
+    model.gradient_checkpointing_enable()
     for ours, theirs in zip(gradients(), expected, strict=True):
         assert torch.equal(ours, theirs)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
-from longrnn.data.prompts import whole
 from longrnn.errors import UserError
-from longrnn.inference.engine import Pair, Prompt, answers, score, token_losses
+from longrnn.inference.engine import Pair, complete, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
@@ -148,9 +147,9 @@ def test_the_token_is_named(mixer: str) -> None:
     pairs = [Pair((1, 2, 3), (4, 5, 7, 1)), Pair((1, 2, 3), (4, 5))]
     with pytest.raises(UserError, match=message):
         list(score(model, pairs, batch_size=2, progress=quiet()))
-    prompt = Prompt([whole(tokens[0, :6])], tokens[0, 6:], "trunk", 6, "branch")
+    how = {"decode": str, "max_new_tokens": 1, "batch_size": 1, "progress": quiet()}
     with pytest.raises(UserError, match=message):
-        list(answers(model, [prompt], max_new_tokens=1, batch_size=1, progress=quiet()))
+        list(complete(model, tokens, **how))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -204,9 +204,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "pytorch_model.bin").write_bytes(
             (f / "pytorch_model.bin").read_bytes()[:900]
         ),
-        "truncated or damaged",
+        "damaged",
     ),
-    "evil": (lambda f: torch.save(Evil(), f / "pytorch_model.bin"), "a pickle of more than"),
+    "evil": (lambda f: torch.save(Evil(), f / "pytorch_model.bin"), "safetensors"),
 }
 
 

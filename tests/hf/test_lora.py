@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from longrnn import load
+from longrnn import load, mitigation
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
+from longrnn.hf import lora
 from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.auto.models import build_auto
 
 peft = pytest.importorskip("peft")
-TOKENS = random_tokens(2, 9)
+TOKENS, WINDOW = random_tokens(2, 9), "sliding_window(window=3)"
 
 
 @pytest.fixture
@@ -61,6 +63,23 @@ def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_pa
     folder = tmp_path / "adapter"
     wanted = save(base, folder)
     assert_near(load(folder)(TOKENS).logits, wanted, 1e-5)
+
+
+def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
+    """With its mitigation and the parameters that were trained as a whole; it can be saved."""
+    model: Any = load(base)
+    known = {"base": str(base), "base_fingerprint": model.fingerprint(), "mitigation": WINDOW}
+    lora.add_adapters(model, r=2, alpha=4, targets=["in_proj"], full=["A_log"])
+    with torch.no_grad():
+        for one in model.parameters():
+            one += 0.1 * one.requires_grad
+    lora.save_adapter(model, tmp_path / "adapter", model.state_dict(), **known)
+    wanted = model.under(mitigation(WINDOW))(TOKENS).logits
+    for name in ("adapter", "saved"):
+        auto = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert_near(auto(TOKENS).logits, wanted, 1e-5)
+        assert_near(load(tmp_path / name)(TOKENS).logits, wanted, 1e-5)
+        auto.save_pretrained(tmp_path / "saved")
 
 
 def lose_a_tensor(folder: Path) -> None:

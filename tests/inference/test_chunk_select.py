@@ -63,7 +63,7 @@ def test_chunks_and_batches_of_every_size_equal_the_loop(
     """No chunk depends on another one, and a shorter last chunk is neither padded nor omitted."""
     model = MODELS[name]
     entropies, states = loop(model, CONTEXT, QUERY, chunk, prefix)
-    given = torch.tensor(prefix, dtype=torch.long) if prefix else None
+    given = torch.tensor(prefix, dtype=torch.long)
     ours = select(model, CONTEXT, QUERY, chunk=chunk, prefix=given, batch_size=batch)
     assert ours.entropies.tolist() == pytest.approx(entropies, rel=1e-12)
     # Chunks of one token repeat each other, and equal chunks differ by rounding.

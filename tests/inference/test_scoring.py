@@ -10,7 +10,7 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
-from longrnn.inference import trie
+from longrnn.inference import engine, trie
 from longrnn.inference.engine import Pair, Score, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
@@ -65,7 +65,7 @@ def test_scores_equal_the_definition(
     """With and without forks; `min_saved` decides where states are forked."""
     monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(trie, "MAX_LOGITS", 6 * VOCAB)
+    monkeypatch.setattr(engine, "MAX_LOGITS", 6 * VOCAB)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
     model = (
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
@@ -92,6 +92,9 @@ def test_what_texts_share_is_read_once() -> None:
     texts = [head + shots + words(rng, 10 + n) for n in range(4)] + [head + words(rng, 9)]
     computed = scored(model, [Pair(text, (0,)) for text in texts])[1]
     assert computed <= 400 + 300 + (10 + 11 + 12 + 13) + 9
+    # A beginning that is too short for a fork hides no longer one behind it.
+    deep = [head[:9] + shots + words(rng, 5) for _ in range(2)] + [head[:9] + words(rng, 5)]
+    assert scored(model, [Pair(text, (0,)) for text in deep])[1] == 9 + 300 + 5 + 5 + 14
 
 
 @pytest.mark.parametrize("min_saved", [1, 10**6])
@@ -111,11 +114,7 @@ def test_completions_equal_those_of_each_prompt_alone(
             model,
             prompts,
             decode=lambda ids: " ".join(map(str, ids)),
-            until=[],
-            eos=None,
             max_new_tokens=6,
-            temperature=0.0,
-            top_p=1.0,
             batch_size=3,
             progress=progress,
         )
@@ -139,10 +138,8 @@ def test_a_completion_ends_with_a_text_of_several_tokens_and_decodes_few_ids() -
             [(1, 2, 3)],
             decode=decode,
             until=[until, "never"],
-            eos=None,
             max_new_tokens=300,
             temperature=1.0,
-            top_p=1.0,
             batch_size=2,
             progress=Progress("test", 1, unit="tokens", quiet=True),
         )

@@ -68,7 +68,7 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     "changes",
     [
         {"learning_rate_scale": {"*.D": 0}},
-        pytest.param({"gradient_checkpointing": "segment"}, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": "block"}, marks=pytest.mark.slow),
         pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow),
     ],
 )

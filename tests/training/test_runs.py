@@ -32,7 +32,6 @@ from tests.training.runs import train as run
 # Changes of a run that train the same model in another way.
 WAYS: dict[str, dict[str, Any]] = {
     "block": {"gradient_checkpointing": "block"},
-    "segment": {"gradient_checkpointing": "segment"},
 }
 
 

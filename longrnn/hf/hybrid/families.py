@@ -1,63 +1,155 @@
 """How the recurrent layers of each Hugging Face architecture map onto cells of this project.
 
-Layers that map onto the same cell have the same attributes. The table lists what differs: the class
-of the layer, what surrounds its input projections, and how a Mamba-2 layer gates its output.
+A cell takes its weights from the layer. Layers that map onto the same cell have the same
+attributes. The table lists what differs: the class of the layer, what surrounds its input
+projections, and how a Mamba-2 layer gates its output.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.hf.hybrid.shared import (
-    Family,
-    Gate,
-    SharedGatedDeltaNet,
-    SharedMamba2,
-    SharedOlmoHybrid,
-    with_groups,
-)
+from longrnn.cells import GatedDeltaNet, Mamba2, ScanningCell
 from longrnn.ops.norm import gated_rms_norm
 
+# Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
+Gate = Callable[..., Tensor] | None
 
-def norm_then_gate(
-    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
-) -> Tensor:
-    """rms_norm(y + D x) · weight · silu(z), per group of channels."""
-    wide = _with_skip(y, x, D)
-    grouped = wide.unflatten(-1, (groups, -1))
-    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
-    return (normed * weight * F.silu(z.to(wide.dtype))).to(z.dtype)
+
+def with_groups(gate: Callable[..., Tensor], groups: int) -> Gate:
+    """A gate whose norm has other groups than B and C."""
+
+    def regrouped(*arguments: Any) -> Tensor:
+        return gate(*arguments[:6], groups)
+
+    return regrouped
+
+
+def gated_norm(theirs: Any) -> Gate:
+    """The gate of a layer whose norm follows it."""
+    norm = theirs.norm
+    groups = getattr(norm, "n_groups", None) or theirs.intermediate_size // norm.group_size
+    return None if groups == theirs.n_groups else with_groups(gated_rms_norm, groups)
+
+
+def own_projection(theirs: Any, x: Tensor) -> Tensor:
+    """The input projection of a layer that has a single one."""
+    return theirs.in_proj(x)
+
+
+class Family(NamedTuple):
+    """The recurrent layers of one architecture.
+
+    Attributes:
+        layer: name of their class.
+        cell: the class of our cells on their weights.
+        project: computes what the cell's own `in_proj` would, from a layer and its input.
+        gate: returns how a Mamba-2 layer gates its output.
+    """
+
+    layer: str
+    cell: type[SharedMamba2] | type[SharedGatedDeltaNet]
+    project: Callable[[Any, Tensor], Tensor] = own_projection
+    gate: Callable[[Any], Gate] = gated_norm
+
+
+class SharedCell(ScanningCell):
+    """A cell whose modules and parameters are those of a Hugging Face layer.
+
+    Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
+    by another tensor or extended by an adapter is the weight of this cell.
+
+    Args:
+        theirs: the layer.
+        family: its architecture.
+
+    Attributes:
+        shared: what this cell reads from the layer in every use, and its name there.
+    """
+
+    layer: Any
+    recurrent_weights = ("A_log", "dt_bias")
+    shared: ClassVar[dict[str, str]]
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        # Not the constructor of the cell, which would create weights.
+        ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        self.layer, self._family, self.backend = theirs, family, "auto"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.shared:
+            return getattr(self.layer, self.shared[name])
+        if name == "in_proj":
+            return partial(self._family.project, self.layer)
+        return super().__getattr__(name)
+
+
+class SharedMamba2(SharedCell, Mamba2):
+    """A `Mamba2` cell on the weights of a layer; see `SharedCell`."""
+
+    shared: ClassVar = {
+        name: name for name in ("A_log", "dt_bias", "D", "conv1d", "norm", "out_proj")
+    }
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        super().__init__(theirs, family)
+        self.n_heads, self.head_dim = theirs.num_heads, theirs.head_dim
+        self.d_inner, self.d_state = theirs.intermediate_size, theirs.ssm_state_size
+        self.n_groups, self.d_conv = theirs.n_groups, theirs.conv_kernel_size
+        self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
+        least, largest = theirs.time_step_limit
+        self.dt_limit = float(least), float(largest)
+        self.norm_eps = getattr(self.norm, "variance_epsilon", 0.0)
+        self.gate = family.gate(theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "norm" and not hasattr(getattr(self.layer, "norm", None), "weight"):
+            return self.layer.conv1d  # any weight: the gate of a layer without a norm reads none
+        return super().__getattr__(name)
+
+
+class SharedGatedDeltaNet(SharedCell, GatedDeltaNet):
+    """A `GatedDeltaNet` cell on the weights of a layer; see `SharedCell`."""
+
+    shared: ClassVar = {name: name for name in ("A_log", "dt_bias", "conv1d", "norm", "out_proj")}
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        super().__init__(theirs, family)
+        self.n_heads, self.n_key_heads = theirs.num_v_heads, theirs.num_k_heads
+        self.key_dim, self.value_dim = theirs.head_k_dim, theirs.head_v_dim
+        self.d_conv = theirs.conv_kernel_size
+        self.largest_beta = 2.0 if getattr(theirs, "allow_neg_eigval", False) else 1.0
+        keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
+        self.in_sizes = [2 * keys + values, values, self.n_heads, self.n_heads]
+        self.norm_eps = self.norm.variance_epsilon
+
+
+class SharedOlmoHybrid(SharedGatedDeltaNet):
+    """The same for an OLMo-Hybrid, where two modules have other names."""
+
+    shared: ClassVar = SharedGatedDeltaNet.shared | {"norm": "o_norm", "out_proj": "o_proj"}
 
 
 def plain_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
     """(y + D x) · silu(z), without a norm."""
-    wide = _with_skip(y, x, D)
-    return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
-
-
-def _with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
-    """y + D x, `(b, t, h p)` in float32 or wider."""
     dtype = torch.promote_types(y.dtype, torch.float32)
-    return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+    wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+    return (wide * F.silu(z.to(dtype))).to(z.dtype)
 
 
 def _falcon_gate(theirs: Any) -> Gate:
-    if not theirs.mamba_rms_norm:
-        return plain_gate
-    if theirs.norm.norm_before_gate:
-        return with_groups(norm_then_gate, theirs.norm.n_groups)
-    same = theirs.norm.n_groups == theirs.n_groups
-    return None if same else with_groups(gated_rms_norm, theirs.norm.n_groups)
+    return gated_norm(theirs) if theirs.mamba_rms_norm else plain_gate
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
@@ -98,11 +190,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@contextmanager
-def wide_weights(kind: str) -> Iterator[None]:
-    """Makes transformers load the weights of recurrences in float32, the rest in any dtype.
+def wide_weights(kind: str) -> AbstractContextManager[Any]:
+    """In this context, transformers loads the weights of recurrences in float32.
 
-    In a narrower dtype the slow decays of a float32 checkpoint would be rounded away.
+    In a narrower dtype, which the others may have, slow decays would be rounded away.
 
     Args:
         kind: the model type; for one without a family nothing changes.
@@ -110,16 +201,14 @@ def wide_weights(kind: str) -> Iterator[None]:
     # A model of images and text is loaded without its images.
     family = FAMILIES.get(kind, FAMILIES.get(f"{kind}_text"))
     if family is None:
-        yield
-        return
+        return nullcontext()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     name = "_keep_in_fp32_modules_strict"
     kept = [*(getattr(cls, name) or ()), *family.cell.wide_weights]
-    with patch.object(cls, name, kept):
-        yield
+    return patch.object(cls, name, kept)
 
 
 @contextmanager

@@ -204,9 +204,8 @@ class HybridLM(ForeignLM):
 def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     """Return the recurrent layers of a hybrid by their number in the model; empty for others."""
     family = FAMILIES.get(model.config.model_type)
-    if family is None:
-        return {}
-    found: list[Any] = [one for one in model.modules() if type(one).__name__ == family.layer]
+    name = family and family.layer
+    found: list[Any] = [one for one in model.modules() if type(one).__name__ == name]
     return {layer.layer_idx: layer for layer in found}
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from longrnn.cells import MIXERS
-from longrnn.hf import auto_weights as home
+from longrnn.hf import auto
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
@@ -44,7 +44,7 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
         built.append(RecurrentLM(config))
         return built[-1]
 
-    monkeypatch.setattr(home, "RecurrentLM", build)
+    monkeypatch.setattr(auto, "RecurrentLM", build)
     model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert len(built) == 2  # the model itself, and the new one
     assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}

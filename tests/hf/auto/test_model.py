@@ -163,8 +163,11 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         ({"output_attentions": True}, "attentions"),
         ({"attention_masks": torch.ones(1, 3)}, ""),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask"),
-        ({"position_ids": torch.tensor([[0, 2, 3]])}, ""),
-        ({"cu_seq_lens_q": torch.tensor([0, 5])}, ""),
+        ({"position_ids": torch.tensor([[0, 2, 3]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[4, 4, 5]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[-1, 0, 1]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[0, 1]])}, "position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, "position_ids"),
         ({"past_key_values": ((),)}, "StateCache"),
     ],
 )

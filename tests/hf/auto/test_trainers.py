@@ -77,6 +77,13 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
         assert float(packed.loss) == pytest.approx(total / count, rel=1e-5)
         logits = torch.cat([model(torch.tensor([ids])).logits for ids in documents], 1)
         torch.testing.assert_close(packed.logits, logits)
+        state, found = None, []
+        for part in (slice(0, 3), slice(3, 16)):  # the first document goes on in the second call
+            given = {name: batch[name][:, part] for name in ("input_ids", "position_ids")}
+            output = model(**given, past_key_values=state)
+            state = output.past_key_values
+            found.append(output.logits)
+        torch.testing.assert_close(torch.cat(found, 1), logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

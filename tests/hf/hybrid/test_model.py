@@ -27,7 +27,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in sorted(FAMILIES)),
     ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     ("bamba", LIMIT),
-    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 2}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}),
     ("falcon_h1", {"mamba_d_ssm": 48, "mamba_n_heads": 6, **MULTIPLIERS}),
     ("granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0}),
@@ -103,8 +102,10 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
 
 def test_a_layer_that_differs_from_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our cells would give other logits than transformers."""
-    with pytest.raises(UserError, match="logits differ"):
-        open_hugging_face(architecture("bamba", hidden_act="relu"))
+    norm_first = {"mamba_rms_norm": True, "mamba_norm_before_gate": True}
+    for kind, options in (("bamba", {"hidden_act": "relu"}), ("falcon_h1", norm_first)):
+        with pytest.raises(UserError, match="logits differ"):
+            open_hugging_face(architecture(kind, **options))
     family = FAMILIES["bamba"]
     wrong = family._replace(project=lambda theirs, x: theirs.in_proj(x.flip(-1)))
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
