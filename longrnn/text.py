@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +13,6 @@ from pydantic import Field
 
 from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
-
-# What counts as text in a folder.
-TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
 class Tokenizer(Protocol):
@@ -106,9 +103,6 @@ class Reading(Options):
     subset: str | None = Field(
         default=None, description="Configuration of a dataset that has several."
     )
-    revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a dataset on the Hub."
-    )
     split_on: str | None = Field(
         default=None,
         min_length=1,
@@ -138,17 +132,6 @@ class Reading(Options):
                 "name the eos_token in its tokenizer_config.json"
             )
         return self.append_eos
-
-
-def files_below(folder: Path, suffixes: Collection[str] = TEXT_SUFFIXES) -> list[Path]:
-    """The files in a folder and below with one of these suffixes, by path, but no hidden ones."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and path.suffix.lower() in suffixes
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
 
 
 def read_text(

@@ -45,7 +45,5 @@ def build(corpora: Corpora) -> None:
     dtype = np.dtype(header.dtype).name
     typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({dtype})")
     if header.dropped_documents:
-        typer.echo(
-            f"dropped: {header.dropped_documents:,} documents that are too short or have no "
-            f"answer, {header.dropped_tokens:,} tokens in all"
-        )
+        dropped = f"{header.dropped_documents:,} documents that are too short or have no answer"
+        typer.echo(f"dropped: {dropped}")

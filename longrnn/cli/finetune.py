@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,7 +47,7 @@ def finetune(options: Finetuning) -> None:
     """Fine-tune a checkpoint on long documents, and evaluate it before and after.
 
     The data is tokenized with the tokenizer of the checkpoint, and a part of it is held out. The
-    run validates on that part, and ends with its best model. OUTPUT/train.yaml is the
+    run validates on that part. OUTPUT/train.yaml is the
     configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss on
     held-out data and the recall of passkeys before and after.
 
@@ -72,7 +71,6 @@ def finetune(options: Finetuning) -> None:
             validation=options.validation,
             output_dir=options.output,
             overrides=overrides,
-            processes=int(os.environ.get("WORLD_SIZE", "1")),
         )
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")

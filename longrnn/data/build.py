@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from longrnn.checksums import write_checksums
-from longrnn.data.sources import Source, documents, sources
+from longrnn.data.sources import documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
     HEADER,
@@ -36,29 +37,50 @@ from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
 
 # Changes whenever the files of a corpus do.
-FORMAT = "longrnn-corpus-2"
+FORMAT = "longrnn-corpus-3"
 
 
 def corpus_of(
-    data: str | Sequence[str], reading: Reading, tokenizer: Tokenizer, *, quiet: bool = True
+    data: str | Sequence[str], tokenizer: Tokenizer, part: str = "all", *, instruct: bool = False
 ) -> Corpus:
-    """The corpus that `data` is, or that is made of it in the cache.
+    """A part of the corpus that `data` is, or that is made of it in the cache.
 
     The cache is `$LONGRNN_CACHE`, or `~/.cache/longrnn`. Later runs on the same files, with the
-    same tokenizer and options, find it there.
+    same tokenizer, find it there.
+
+    Args:
+        data: see `longrnn.data.sources`; or one corpus.
+        tokenizer: makes the ids.
+        part: see `Corpus`.
+        instruct: see `Reading`.
 
     Raises:
-        UserError: the data is missing or cannot be read.
+        UserError: the data is missing or cannot be read, or the corpus is of another kind.
     """
     listed = [data] if isinstance(data, str) else list(data)
-    if len(listed) == 1 and (Path(listed[0]).expanduser() / HEADER).is_file():
-        return Corpus(Path(listed[0]).expanduser())
-    cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
-    identity = _identity(sources(listed), reading, tokenizer)
-    folder = cache / "corpora" / file_name(f"{Path(listed[0]).name}-{identity[:16]}")
-    if not (folder / HEADER).is_file():
-        build(listed, tokenizer, folder, reading=reading, quiet=quiet)
-    return Corpus(folder)
+    folder = Path(listed[0]).expanduser()
+    if len(listed) > 1 or not (folder / HEADER).is_file():
+        reading = Reading(instruct=instruct)
+        cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
+        name = f"{folder.name}-{_identity(listed, reading, tokenizer)[:16]}"
+        folder = cache / "corpora" / file_name(name)
+        if not (folder / HEADER).is_file():
+            build(listed, tokenizer, folder, reading=reading, quiet=True)
+    corpus = Corpus(folder, part)
+    header = corpus.header
+    if header.fingerprint != tokenizer.fingerprint():
+        raise UserError(
+            f"{folder} was made with the tokenizer {header.tokenizer!r} ({header.fingerprint}) and "
+            f"this one is {tokenizer.fingerprint()}: set tokenizer={header.tokenizer}, or build it "
+            "again with `longrnn data build`"
+        )
+    if instruct != (corpus.scored is not None):
+        raise UserError(
+            f"{folder} holds {'texts' if instruct else 'prompts and answers'}: train on it with "
+            f"task.kind={'text' if instruct else 'instruct'}, or build another with `longrnn data "
+            "build`"
+        )
+    return corpus
 
 
 def build(
@@ -84,13 +106,7 @@ def build(
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
             something else. Nothing is left behind.
     """
-    if reading.instruct and (reading.split_on is not None or reading.text_column != "text"):
-        raise UserError(
-            "prompts and answers are read from prompt and completion, or messages: leave out "
-            "split_on and text_column"
-        )
-    found = sources(data)
-    identity = _identity(found, reading, tokenizer)
+    identity = _identity(data, reading, tokenizer)
     with Lock(folder, instead="choose another --out"):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
@@ -101,7 +117,7 @@ def build(
             fingerprint=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
             identity=identity,
-            sources=[source.name for source in found],
+            sources=[_stands(source)[0] for source in sources(data)],
             scored_tokens=0 if reading.instruct else None,
         )
         beside = folder.with_name(f".{folder.name}.partial")
@@ -110,7 +126,7 @@ def build(
             shutil.rmtree(beside)
         beside.mkdir(parents=True)
         try:
-            _write(header, found, tokenizer, beside, reading, quiet)
+            _write(header, data, tokenizer, beside, reading, quiet)
             write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
             write_checksums(beside, ("*",))
             os.rename(beside, folder)
@@ -120,25 +136,32 @@ def build(
     return header
 
 
-def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -> str:
+def _identity(data: Sequence[str], reading: Reading, tokenizer: Tokenizer) -> str:
+    """A hash of what determines a corpus, as far as that can be seen without reading it."""
+    found = [_stands(source) for source in sources(data)]
     # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     options = reading.model_dump(include=set(Reading.model_fields))
-    used = [options, tokenizer.fingerprint(), tokenizer.eos_id, template]
-    return digest([FORMAT, [source.identity() for source in found], *used])
+    return digest([FORMAT, found, options, tokenizer.fingerprint(), tokenizer.eos_id, template])
+
+
+def _stands(source: Path | str) -> list[Any]:
+    if isinstance(source, str):
+        return [source]
+    found = source.stat()
+    return [str(source.resolve()), found.st_size, found.st_mtime_ns]
 
 
 def _write(
     header: Header,
-    found: Sequence[Source],
+    data: Sequence[str],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
     quiet: bool,
 ) -> None:
     """Writes the columns of a corpus, and counts in its header."""
-    names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
-    count, most = 0, reading.max_tokens or sys.maxsize
+    names, found = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])], sources(data)
     with (
         ExitStack() as stack,
         Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
@@ -146,13 +169,11 @@ def _write(
         columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
         for source in found:
             for ids, scored in documents(source, tokenizer, reading):
-                if header.tokens >= most:
+                if header.tokens >= (reading.max_tokens or sys.maxsize):
                     break
-                count += 1
-                progress.advance(0, len(ids), Path(source.name).name)
+                progress.advance(0, len(ids), Path(source).name)
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
-                    header.dropped_tokens += len(ids)
                     continue
                 header.documents += 1
                 header.tokens += len(ids)
@@ -162,18 +183,9 @@ def _write(
                 if header.scored_tokens is not None:
                     header.scored_tokens += int(scored.sum())
             progress.advance(1, 0)
-        for column in columns:
-            column.flush()
-            os.fsync(column.fileno())
-    if reading.split_on is not None and count == len(found):
-        raise UserError(
-            f"{reading.split_on!r} is in none of the files: write what separates their documents "
-            r"(a file with the line ends of Windows has \r\n where others have \n)"
-        )
     if not header.documents:
-        answer = " and an answer" if reading.instruct else ""
         raise UserError(
-            f"no document has {reading.min_length} tokens or more{answer} "
-            f"({header.dropped_documents:,} were dropped): give other files or a smaller "
-            "--min-length"
+            f"no document has {reading.min_length} tokens or more"
+            f"{' and an answer' if reading.instruct else ''} ({header.dropped_documents:,} were "
+            "dropped): give other files or a smaller --min-length"
         )

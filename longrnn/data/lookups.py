@@ -7,7 +7,6 @@ from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED
 from longrnn.data.sequences import SequenceTask
-from longrnn.errors import LengthError
 
 
 @TASKS.register("predecessor_query")
@@ -22,12 +21,9 @@ class PredecessorQuery(SequenceTask):
 
     has_query = False
 
-    def check(self, length: int) -> None:
-        if not 2 <= length <= self.n_tokens:
-            raise LengthError(
-                f"predecessor_query has from 2 to vocab_size={self.n_tokens} distinct tokens, not "
-                f"{length}: take such a length, or set vocab_size={length}"
-            )
+    @property
+    def lengths(self) -> range:
+        return range(2, self.n_tokens + 1)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """The distinct tokens and, as the last of `(n, length + 1)`, the one asked about."""
@@ -56,17 +52,9 @@ class Recall(SequenceTask):
 
     has_query = False
 
-    def check(self, length: int) -> None:
-        if length < 2 or length % 2:
-            raise LengthError(
-                f"recall has pairs of a key and a value, so its length is even, not {length}: take "
-                f"a length of {max(2, length + 1)}"
-            )
-        if length // 2 > self.n_tokens // 2:
-            raise LengthError(
-                f"recall has {length // 2} distinct keys and half of vocab_size={self.n_tokens} to "
-                f"take them from: set vocab_size={length} or more, or take a smaller length"
-            )
+    @property
+    def lengths(self) -> range:
+        return range(2, self.n_tokens // 2 * 2 + 1, 2)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """Pairs, then the keys in the order in which they are asked, `(n, 3 · length / 2)`."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch
-from longrnn.data.sequences import Condition, Reverse, SequenceTask, Vocabulary
-from longrnn.errors import LengthError
+from longrnn.data.sequences import LONGEST, Reverse, SequenceTask, Vocabulary
 from longrnn.options import Count, Seed, Tokens
 from longrnn.text import Tokenizer
 
 # Beyond the end of a sequence in what `ReverseVariable.draw` gives.
 NOTHING = -1
-# Whether the token asked for is rare, and whether the others, the disturbants, are.
-CONDITIONS = [(False, False), (False, True), (True, False), (True, True)]
+
+
+class Condition(NamedTuple):
+    """Where the tokens of a test sequence are drawn from, uniformly.
+
+    Attributes:
+        name: of the condition.
+        target: ids of the token that the test is about.
+        disturbants: ids of all other tokens.
+    """
+
+    name: str
+    target: range
+    disturbants: range
 
 
 @TASKS.register("reverse_variable")
@@ -51,12 +62,9 @@ class ReverseVariable(SequenceTask):
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         self.min_length = min_length
 
-    def check(self, length: int) -> None:
-        if length < self.min_length:
-            raise LengthError(
-                f"the longest sequence has {length} tokens and the shortest "
-                f"min_length={self.min_length}: set a smaller min_length or take a larger length"
-            )
+    @property
+    def lengths(self) -> range:
+        return range(self.min_length, LONGEST + 1)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """Sequences `(n, length)`, with −1 after the end of those that are shorter."""
@@ -111,15 +119,20 @@ class ReverseDualFrequency(Reverse):
         self.half, self.rare_share = vocab_size // 2, rare_share
 
     def frequency_classes(self) -> dict[str, range]:
+        """Ids of the `frequent` and of the `rare` tokens."""
         return {"frequent": range(self.half), "rare": range(self.half, self.n_tokens)}
 
     def conditions(self) -> list[Condition]:
+        """The conditions of the test; held-out sequences take them in turn."""
         classes = self.frequency_classes()
         return [
             Condition(f"{target} target, {others} disturbants", classes[target], classes[others])
             for target in classes
             for others in classes
         ]
+
+    def condition(self, index: int) -> str | None:
+        return self.conditions()[index % 4].name
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         x = torch.randint(self.half, (n, length), generator=generator)
@@ -133,9 +146,8 @@ class ReverseDualFrequency(Reverse):
 
     def _draw_held_out(self, length: int, generator: torch.Generator) -> Tensor:
         index = torch.arange(self.n_held_out)
-        target, others = torch.tensor(CONDITIONS)[index % 4].unbind(1)
         is_target = torch.arange(length) == self._place(index, length)[:, None]
-        rare = torch.where(is_target, target[:, None], others[:, None])
+        rare = torch.where(is_target, index[:, None] % 4 >= 2, index[:, None] % 2 == 1)
         x = torch.randint(self.half, (self.n_held_out, length), generator=generator)
         return x + self.half * rare
 

@@ -12,7 +12,7 @@ those of independent samples, for every task whose sequences are not equally lik
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -28,26 +28,14 @@ from longrnn.text import Tokenizer
 Vocabulary = Annotated[int, Field(ge=2)]
 # Draws in a row that may be held out.
 TRIES = 1000
-
-
-class Condition(NamedTuple):
-    """Where the tokens of a test sequence are drawn from, uniformly.
-
-    Attributes:
-        name: of the condition; None where the task has only one.
-        target: ids of the token that the test is about.
-        disturbants: ids of all other tokens.
-    """
-
-    name: str | None
-    target: range
-    disturbants: range
+# The length of a sequence without a limit of its own.
+LONGEST = 10**9
 
 
 class SequenceTask(Task):
     """Random sequences over V tokens, of which some are held out of training.
 
-    Members write `rule`; where their sequences are not uniform, also `draw` and `check`.
+    Members write `rule`; where their sequences are not uniform, also `draw` and `lengths`.
 
     Args:
         tokenizer: ignored.
@@ -83,25 +71,14 @@ class SequenceTask(Task):
         """`n` sequences as they are drawn in training, a row of int64 each."""
         return torch.randint(self.n_tokens, (n, length), generator=generator)
 
-    def check(self, length: int) -> None:
-        """Raises LengthError for a length that the task does not have."""
-        if length < 1:
-            raise LengthError(
-                f"a sequence has at least 1 token, not {length}: use a greater length"
-            )
-
-    def conditions(self) -> list[Condition]:
-        """The conditions of the test; held-out sequences take them in turn."""
-        return [Condition(None, range(self.n_tokens), range(self.n_tokens))]
-
-    def frequency_classes(self) -> dict[str, range]:
-        """Ids of the `frequent` and of the `rare` tokens; empty if all are equally frequent."""
-        return {}
+    @property
+    def lengths(self) -> range:
+        """The lengths that the task has."""
+        return range(1, LONGEST + 1)
 
     def condition(self, index: int) -> str | None:
         """Name of the condition of held-out sequence `index`; None where there is only one."""
-        conditions = self.conditions()
-        return conditions[index % len(conditions)].name
+        return None
 
     def batch(
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
@@ -133,18 +110,15 @@ class SequenceTask(Task):
         return self.evaluation_batch(0, 1, length=length).tokens.shape[1]
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """`token_accuracy`, `exact_match` and `edit_distance` (Damerau–Levenshtein, in tokens)."""
-        scored = batch.answers()
-        right = (predictions == batch.targets) & scored
+        """Also `edit_distance` (Damerau–Levenshtein, in tokens)."""
         distances = [
             DamerauLevenshtein.distance(predicted[mask].tolist(), target[mask].tolist())
-            for predicted, target, mask in zip(predictions, batch.targets, scored, strict=True)
+            for predicted, target, mask in zip(
+                predictions, batch.targets, batch.answers(), strict=True
+            )
         ]
-        return {
-            "token_accuracy": right.sum(1) / scored.sum(1),
-            "exact_match": (right | ~scored).all(1).float(),
-            "edit_distance": torch.tensor(distances, dtype=torch.float32),
-        }
+        edit_distance = torch.tensor(distances, dtype=torch.float32)
+        return {**super().score(predictions, batch), "edit_distance": edit_distance}
 
     def _batch(self, x: Tensor) -> Batch:
         tokens, targets = self.rule(x)
@@ -156,7 +130,12 @@ class SequenceTask(Task):
     def _evaluation_set(self, length: int) -> tuple[Tensor, set[bytes]]:
         """The held-out sequences of one length, also as a set of their bytes."""
         if length not in self._held_out:
-            self.check(length)
+            if length not in self.lengths:
+                raise LengthError(
+                    f"{type(self).__name__} with vocab_size={self.n_tokens} has lengths from "
+                    f"{self.lengths[0]} to {self.lengths[-1]:,} in steps of {self.lengths.step}, "
+                    f"not {length}: take one of these, or set vocab_size or min_length"
+                )
             rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
         return self._held_out[length]
@@ -222,13 +201,9 @@ class DelayedSum(SequenceTask):
 
     has_query = False
 
-    def check(self, length: int) -> None:
-        super().check(length)
-        if length % 2:
-            raise LengthError(
-                f"delayed_sum has two equal halves, so its length is even, not {length}: take "
-                f"a length of {length + 1}"
-            )
+    @property
+    def lengths(self) -> range:
+        return range(2, LONGEST + 1, 2)
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=1)

@@ -22,8 +22,6 @@ CAPTIONS = {
     "grad_norm": "Norm of the gradient before clipping, on a logarithmic scale.",
     "learning_rate": "Learning rate of the step, before the factors of learning_rate_scale.",
     "tokens_per_second": "Tokens per second of the logged step, over all processes.",
-    "mfu": "Model FLOPs utilisation of the logged step: share of the GPU's peak in bfloat16.",
-    "peak_memory_gib": "Peak memory of the tensors on the GPU in the logged step, in GiB.",
 }
 
 

@@ -42,7 +42,7 @@ class Answers(Evaluation):
     # Documents in one batch.
     batch_size: Count = 8
 
-    _documents: Any = PrivateAttr()
+    _corpus: Any = PrivateAttr()
     _sha256: str = PrivateAttr()
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
@@ -54,8 +54,8 @@ class Answers(Evaluation):
                     f"{self.title} is that per token: give models that share one"
                 )
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        self._documents, self._sha256 = task.documents, task.data_sha256()
-        lengths = self._documents.lengths
+        self._corpus, self._sha256 = task.corpus, task.data_sha256()
+        lengths = self._corpus.lengths
         chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
         longest = int(lengths[chosen].max()) - 1  # the last token is only predicted
         pairs = {document: self._pairs(document) for document in chosen}
@@ -99,9 +99,9 @@ class Answers(Evaluation):
 
     def _pairs(self, document: int) -> list[Pair]:
         """Return the answers of a document, each with all tokens before it."""
-        length = int(self._documents.lengths[document])
-        ids = tuple(self._documents.read(document, 0, length).tolist())
-        scored = self._documents.read_scored(document, 0, length).tolist()
-        scored[0] = False  # nothing predicts the first token
+        start, stop = self._corpus.spans[document]
+        ids = tuple(self._corpus.tokens[start:stop].tolist())
+        # Nothing predicts the first token.
+        scored = [False, *(self._corpus.scored[start + 1 : stop] == 1).tolist()]
         edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
         return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from longrnn.data import Instruct, Passkey, Task, Text
-from longrnn.data.stream import Documents
+from longrnn.data.stream import Corpus
 from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.files import write_atomic
 from longrnn.text import Tokenizer, yaml_text
@@ -54,10 +54,10 @@ def write_suite(
     lengths = [length * 2**k for k in range(longest.bit_length()) if length * 2**k <= longest]
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
-        data = str(task.documents.corpus.folder)
-        evaluations.append({"kind": "answers", "data": data, "part": task.documents.part})
+        data = str(task.corpus.folder)
+        evaluations.append({"kind": "answers", "data": data, "part": task.corpus.part})
     elif isinstance(task, Text):
-        tokens = int(task.documents.lengths.sum())
+        tokens = int(task.corpus.lengths.sum())
         fitting = [one for one in lengths if tokens >= LEAST * _with_margin(one)]
         if not fitting and tokens >= _with_margin(length):
             fitting = [length]
@@ -67,7 +67,7 @@ def write_suite(
                 f"{format_length(longest)}: give more with --validation"
             )
         if fitting:
-            write_atomic(folder / TEXT, held_out_text(task.documents, tokenizer, fitting[-1]))
+            write_atomic(folder / TEXT, held_out_text(task.corpus, tokenizer, fitting[-1]))
             what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
             evaluations.append({"kind": "perplexity", **what, "windows": MOST})
     least = Passkey(tokenizer).least_length()
@@ -78,24 +78,24 @@ def write_suite(
     return read_suite(str(folder / SUITE))
 
 
-def held_out_text(documents: Documents, tokenizer: Tokenizer, length: int) -> str:
+def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
     """Return a text of at most `MOST` windows, from as many documents as possible.
 
     It has the beginnings of all documents, each as long as a window at most, the longest first; if
     that is not enough, what follows them.
 
     Args:
-        documents: see `longrnn.data.stream.Documents`.
+        corpus: the held-out documents.
         tokenizer: of the documents.
         length: tokens of a window.
     """
     size, left = _with_margin(length), MOST * _with_margin(length)
-    order = np.argsort(-documents.lengths, kind="stable").tolist()
+    order = np.argsort(-corpus.lengths, kind="stable").tolist()
     parts = []
-    for start, document in product(range(0, int(documents.lengths.max()), size), order):
-        stop = min(start + size, int(documents.lengths[document]))
+    for start, document in product(range(0, int(corpus.lengths.max()), size), order):
+        stop = min(start + size, int(corpus.lengths[document]))
         if start < stop and left > 0:
-            parts.append(tokenizer.decode(documents.read(document, start, stop).tolist()))
+            parts.append(tokenizer.decode(corpus.read(document, start, stop).tolist()))
             left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)

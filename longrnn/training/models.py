@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn.config import build_config
 from longrnn.data import SequenceTask, Task
@@ -20,10 +20,9 @@ from longrnn.hf.names import resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, fits, load_tokenizer
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import load_model, save_model
+from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
-from longrnn.training.initial_states import INITIAL_STATES
 
 Say = Callable[[str], None]
 
@@ -46,7 +45,7 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
     else:
         own = found is None or config.peft is not None
         plain = _load(config.init_from if own else str(found))
-    _check_vocabulary(plain.vocab_size, task)
+    check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
         r, targets, full = config.peft.r, config.peft.targets, config.peft.full
@@ -54,7 +53,6 @@ def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) 
     model = plain
     if config.mitigation is not None:
         model = plain.under(mitigation(config.mitigation))
-    _check_state(model, config)
     if plain.trained_under not in (None, spec_of(model)):
         say(
             f"the model was trained under {plain.trained_under}, and this run trains it under "
@@ -92,25 +90,17 @@ def _load(source: str) -> RecurrentLM:
     return model
 
 
-def _check_vocabulary(vocab_size: int, task: Task) -> None:
-    """Refuses a model without the ids of the task, or with many more than the tokenizer."""
+def check_vocabulary(vocab_size: int, task: Task) -> None:
+    """Refuses a model without the ids of a task, or with many more than the tokenizer.
+
+    Raises:
+        UserError: such a model.
+    """
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
     if vocab_size < ids or (reads_text and not fits(ids, vocab_size)):
         raise UserError(
             f"the task uses {ids:,} token ids and model.vocab_size is {vocab_size:,}: leave out "
             "tokenizer and model.vocab_size for those that fit, or start from another model"
-        )
-
-
-def _check_state(model: RecurrentLM, config: TrainConfig) -> None:
-    """Refuses noise as an initial state of a mitigation that remembers tokens."""
-    kind = config.initial_state["kind"]
-    if INITIAL_STATES[kind].whole_states:
-        return
-    if any(edit is not None and edit.window is not None for edit in model.edits):
-        raise UserError(
-            f"initial_state={kind} draws states without the tokens that {spec_of(model)} "
-            "remembers: set initial_state={kind: pass} or {kind: zero}"
         )
 
 
@@ -172,13 +162,3 @@ def save(
         tokenizer.save(folder)
         file = {"tokenizer": "tokenizer.json"}
     save_model(model, folder, weights=weights, mitigation=spec, **file)
-
-
-def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
-    """The weights that `save` wrote of such a model.
-
-    Raises:
-        UserError: they are damaged.
-    """
-    is_adapter = lora.has_adapters(model)
-    return lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()

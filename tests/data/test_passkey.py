@@ -45,8 +45,9 @@ class Signs(ByteTokenizer):
 def test_the_drawing_in_the_docstring() -> None:
     """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
-    prompt = task.prompt("42719", length=14, depth=3 / 8)
-    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], [True], [True])
+    needles = [Needle("42719", 3 / 8)]
+    text = read(task.context(needles, 0, length=14))
+    batch = task._batch([task._row(text, needles)])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],
@@ -141,14 +142,14 @@ def test_several_queries_follow_one_another() -> None:
     assert counts == {(1, 1), (2, 2), (4, 3)}
 
 
-def test_accuracy_is_the_share_of_whole_keys() -> None:
-    """A key with one wrong digit counts as wrong, and only that key."""
+def test_a_row_is_right_where_all_keys_are() -> None:
+    """One wrong digit makes a row wrong; the text before the answers does not count."""
     task = Passkey(n_keys=4, n_queries=4)
     batch = task.sample(2, length=300, seed=5)
     predictions = batch.targets.clone()
     predictions[0, 301] += 1  # a digit of the first answer
     predictions[1, :200] += 1  # text before the answers
-    assert task.score(predictions, batch)["accuracy"].tolist() == [0.75, 1.0]
+    assert task.score(predictions, batch)["exact_match"].tolist() == [0, 1]
 
 
 def test_numbered_keys() -> None:

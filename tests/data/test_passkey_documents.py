@@ -116,8 +116,8 @@ def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> Non
     batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)
     n_asked = int(batch.answers().any(dim=1).sum())
     task = build()
-    assert task.score(batch.targets, batch)["accuracy"].tolist() == [1.0] * n_asked
-    assert task.score(batch.targets + 1, batch)["accuracy"].tolist() == [0.0] * n_asked
+    assert task.score(batch.targets, batch)["exact_match"].tolist() == [1.0] * n_asked
+    assert task.score(batch.targets + 1, batch)["exact_match"].tolist() == [0.0] * n_asked
 
 
 def test_documents_grow_with_the_steps() -> None:

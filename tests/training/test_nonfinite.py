@@ -36,7 +36,7 @@ def test_a_run_stops_and_names_the_last_healthy_checkpoint(fault: str, tmp_path:
 
 
 def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
-    """A run goes on without the steps whose rows hold the bad token; ten in a row end it."""
+    """A run goes on without the steps whose rows hold the bad token."""
     start = sick(tmp_path / "sick", "forwards")
     few = {"per_device_train_batch_size": 1, "length": {"max": 4}, "nonfinite": "skip"}
     few |= {"max_steps": 12, "logging_steps": 1, "seed": 1}
@@ -45,9 +45,6 @@ def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
     skipped = [row["step"] for row in rows if "loss" not in row]
     assert 1 <= len(skipped) <= 9
     assert rows[-1]["skipped"] == len(skipped)
-    many = {**few, "max_steps": 30, "per_device_train_batch_size": 64}
-    with pytest.raises(DivergedError, match=naming("10", "not finite")):
-        train(tiny("reverse", tmp_path / "many", init_from=start, **many))
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -92,17 +92,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """The newest and the best are kept; without a damaged one, which is named, the run goes on."""
+    """The newest are kept; without a damaged one, which is named, the run goes on."""
     folder = tmp_path / "run"
-    how = {"save_steps": 2, "logging_steps": 1, "eval_steps": 2, "learning_rate": 3.0}
-    how |= {"lr_scheduler_type": "constant", "warmup_steps": 3}
-    done = run(tiny("fitted_noise", folder, **how))
-    losses = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
-    best = min(losses, key=lambda step: losses[step])
-    kept = {checkpoint.steps(path) for path in checkpoint.checkpoints(folder)}
-    assert best < 8
-    assert kept == {best, 8, 10}
-    assert load(folder).fingerprint() == load(checkpoint.folder_of(folder, best)).fingerprint()
+    run(tiny("fitted_noise", folder, save_steps=2, logging_steps=1))
+    assert [path.name[-2:] for path in checkpoint.checkpoints(folder)] == ["08", "10"]
+    assert load(folder).fingerprint() == load(last_checkpoint(folder)).fingerprint()
     whole = metrics(folder)
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
