@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,29 +108,14 @@ class Reading(Options):
         description="Text that separates documents inside a file, such as '<|endoftext|>' "
         "(default: one document per file, or per row of a table).",
     )
-    append_eos: bool | None = Field(
-        default=None,
-        description="End each document with the end-of-sequence token (default: only answers).",
+    append_eos: bool = Field(
+        default=False,
+        description="End each document with the end-of-sequence token, as answers always do.",
     )
     min_length: Tokens = Field(default=2, description="Drop documents with fewer tokens than this.")
     max_tokens: Tokens | None = Field(
         default=None, description="Stop after the document that reaches this many tokens."
     )
-
-    def appends_eos(self, tokenizer: Tokenizer) -> bool:
-        """Whether documents, or completions, end with the end-of-sequence token.
-
-        Raises:
-            UserError: they should, and the tokenizer has none.
-        """
-        if self.append_eos is None:
-            return self.instruct and tokenizer.eos_id is not None
-        if self.append_eos and tokenizer.eos_id is None:
-            raise UserError(
-                "the tokenizer has no end-of-sequence token to append: leave append_eos out, or "
-                "name the eos_token in its tokenizer_config.json"
-            )
-        return self.append_eos
 
 
 def read_text(
@@ -189,14 +173,9 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        found = yaml.load(text, _with_numbers(yaml.SafeLoader))
+        return yaml.load(text, _with_numbers(yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
-    try:
-        json.dumps(found, default=str, skipkeys=True)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("an anchor contains itself, or it is nested too deeply") from error
-    return found
 
 
 def yaml_text(content: Any, **options: Any) -> str:
@@ -212,20 +191,3 @@ def _with_numbers(kind: Any) -> Any:
     number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
     own.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     return own
-
-
-def check_text(name: str, text: str, *, remedy: str) -> None:
-    """Refuses text of the command line that came from bytes that are not UTF-8.
-
-    Args:
-        name: of the option.
-        text: what was given; Python stands surrogates for such bytes.
-        remedy: what to do instead.
-
-    Raises:
-        UserError: such text.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the text of {name} is not UTF-8: {remedy}") from error

@@ -43,14 +43,12 @@ def generate(model: Model, sampling: Sampling) -> None:
     from longrnn.models.generate import ends_of
     from longrnn.models.generate import generate as continue_text
     from longrnn.seeds import seeded
-    from longrnn.text import check_text, read_text
+    from longrnn.text import read_text
 
     prompt, file = sampling.prompt, sampling.prompt_file
     if (prompt is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file")
     text = prompt if file is None else read_text(file)[0]
-    for option, given in (("--prompt", text), *(("--stop", stop) for stop in sampling.stops)):
-        check_text(option, given or "", remedy="give text in UTF-8")
     target = pick_device(model.device)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=target)
     tokenizer, most = opened.tokenizer, sampling.max_new_tokens

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,23 +61,18 @@ def corpus_of(
     if len(listed) > 1 or not (folder / HEADER).is_file():
         reading = Reading(instruct=instruct)
         cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
-        name = f"{folder.name}-{_identity(listed, reading, tokenizer)[:16]}"
+        name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
         folder = cache / "corpora" / file_name(name)
         if not (folder / HEADER).is_file():
             build(listed, tokenizer, folder, reading=reading, quiet=True)
     corpus = Corpus(folder, part)
-    header = corpus.header
-    if header.fingerprint != tokenizer.fingerprint():
+    header, has_answers = corpus.header, corpus.scored is not None
+    if (header.fingerprint, has_answers) != (tokenizer.fingerprint(), instruct):
         raise UserError(
             f"{folder} was made with the tokenizer {header.tokenizer!r} ({header.fingerprint}) and "
-            f"this one is {tokenizer.fingerprint()}: set tokenizer={header.tokenizer}, or build it "
-            "again with `longrnn data build`"
-        )
-    if instruct != (corpus.scored is not None):
-        raise UserError(
-            f"{folder} holds {'texts' if instruct else 'prompts and answers'}: train on it with "
-            f"task.kind={'text' if instruct else 'instruct'}, or build another with `longrnn data "
-            "build`"
+            f"holds {'prompts and answers' if has_answers else 'texts'}: set tokenizer="
+            f"{header.tokenizer} and task.kind={'instruct' if has_answers else 'text'}, or build "
+            "another with `longrnn data build`"
         )
     return corpus
 
@@ -106,7 +100,8 @@ def build(
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
             something else. Nothing is left behind.
     """
-    identity = _identity(data, reading, tokenizer)
+    found = sources(data)
+    identity = _identity(found, reading, tokenizer)
     with Lock(folder, instead="choose another --out"):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
@@ -117,8 +112,7 @@ def build(
             fingerprint=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
             identity=identity,
-            sources=[_stands(source)[0] for source in sources(data)],
-            scored_tokens=0 if reading.instruct else None,
+            sources=[_stands(source)[0] for source in found],
         )
         beside = folder.with_name(f".{folder.name}.partial")
         if beside.exists():
@@ -126,7 +120,7 @@ def build(
             shutil.rmtree(beside)
         beside.mkdir(parents=True)
         try:
-            _write(header, data, tokenizer, beside, reading, quiet)
+            _write(header, found, tokenizer, beside, reading, quiet)
             write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
             write_checksums(beside, ("*",))
             os.rename(beside, folder)
@@ -136,13 +130,13 @@ def build(
     return header
 
 
-def _identity(data: Sequence[str], reading: Reading, tokenizer: Tokenizer) -> str:
+def _identity(found: Sequence[Path | str], reading: Reading, tokenizer: Tokenizer) -> str:
     """A hash of what determines a corpus, as far as that can be seen without reading it."""
-    found = [_stands(source) for source in sources(data)]
     # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
-    options = reading.model_dump(include=set(Reading.model_fields))
-    return digest([FORMAT, found, options, tokenizer.fingerprint(), tokenizer.eos_id, template])
+    used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
+    stands = [_stands(source) for source in found]
+    return digest([FORMAT, stands, *used, tokenizer.eos_id, template])
 
 
 def _stands(source: Path | str) -> list[Any]:
@@ -154,19 +148,18 @@ def _stands(source: Path | str) -> list[Any]:
 
 def _write(
     header: Header,
-    data: Sequence[str],
+    found: Sequence[Path | str],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
     quiet: bool,
 ) -> None:
     """Writes the columns of a corpus, and counts in its header."""
-    names, found = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])], sources(data)
+    ends, marks = [], []
     with (
-        ExitStack() as stack,
+        open(folder / TOKENS, "wb") as file,
         Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
     ):
-        columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
         for source in found:
             for ids, scored in documents(source, tokenizer, reading):
                 if header.tokens >= (reading.max_tokens or sys.maxsize):
@@ -175,17 +168,20 @@ def _write(
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
                     continue
-                header.documents += 1
+                ids.astype(header.dtype).tofile(file)
                 header.tokens += len(ids)
-                values = (ids.astype(header.dtype), np.array([header.tokens], "<u8"), scored)
-                for column, one in zip(columns, values, strict=False):
-                    column.write(one.tobytes())
-                if header.scored_tokens is not None:
-                    header.scored_tokens += int(scored.sum())
+                ends.append(header.tokens)
+                marks += [scored] if reading.instruct else []
             progress.advance(1, 0)
-    if not header.documents:
+    header.documents = len(ends)
+    if not ends:
         raise UserError(
             f"no document has {reading.min_length} tokens or more"
             f"{' and an answer' if reading.instruct else ''} ({header.dropped_documents:,} were "
             "dropped): give other files or a smaller --min-length"
         )
+    np.array(ends, "<u8").tofile(folder / DOCUMENTS)
+    if reading.instruct:
+        scored = np.concatenate(marks)
+        scored.tofile(folder / SCORED)
+        header.scored_tokens = int(scored.sum())

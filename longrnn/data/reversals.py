@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -15,20 +15,6 @@ from longrnn.text import Tokenizer
 
 # Beyond the end of a sequence in what `ReverseVariable.draw` gives.
 NOTHING = -1
-
-
-class Condition(NamedTuple):
-    """Where the tokens of a test sequence are drawn from, uniformly.
-
-    Attributes:
-        name: of the condition.
-        target: ids of the token that the test is about.
-        disturbants: ids of all other tokens.
-    """
-
-    name: str
-    target: range
-    disturbants: range
 
 
 @TASKS.register("reverse_variable")
@@ -122,17 +108,17 @@ class ReverseDualFrequency(Reverse):
         """Ids of the `frequent` and of the `rare` tokens."""
         return {"frequent": range(self.half), "rare": range(self.half, self.n_tokens)}
 
-    def conditions(self) -> list[Condition]:
-        """The conditions of the test; held-out sequences take them in turn."""
+    def conditions(self) -> dict[str, tuple[range, range]]:
+        """The conditions of the test: ids of the target and of the disturbants, by name."""
         classes = self.frequency_classes()
-        return [
-            Condition(f"{target} target, {others} disturbants", classes[target], classes[others])
+        return {
+            f"{target} target, {others} disturbants": (classes[target], classes[others])
             for target in classes
             for others in classes
-        ]
+        }
 
     def condition(self, index: int) -> str | None:
-        return self.conditions()[index % 4].name
+        return [*self.conditions()][index % 4]
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         x = torch.randint(self.half, (n, length), generator=generator)

@@ -87,7 +87,13 @@ def documents(
     ids: list[NDArray[np.int64]] = []
     scored: list[NDArray[np.bool_]] = []
     pieces = _pieces(source, tokenizer, reading)
-    end = [tokenizer.eos_id] if reading.appends_eos(tokenizer) else []
+    if reading.append_eos and tokenizer.eos_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-sequence token to append: leave append_eos out, or name "
+            "the eos_token in its tokenizer_config.json"
+        )
+    has_end = (reading.append_eos or reading.instruct) and tokenizer.eos_id is not None
+    end = [tokenizer.eos_id] if has_end else []
     while group := list(islice(pieces, TOGETHER)):
         made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
         for piece in group:
@@ -136,8 +142,6 @@ def _answered(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Itera
         )
     try:
         ids, scored = tokenizer.encode_chat(messages)
-    except UserError:
-        raise
     except ValueError as error:
         raise UserError(
             f"{where} cannot be used ({error}): correct the template or leave the row out"

@@ -58,7 +58,7 @@ class Header:
     vocab_size: int
     identity: str
     sources: list[str]
-    scored_tokens: int | None
+    scored_tokens: int | None = None
     documents: int = 0
     tokens: int = 0
     dropped_documents: int = 0
@@ -179,13 +179,10 @@ def _divided(spans: Whole, part: str, may_cut: bool) -> Whole:
     ends = np.cumsum(lengths)
     border = int(np.searchsorted(ends, kept))
     head, tail = spans[: border + 1].copy(), spans[border:].copy()
-    if may_cut:
-        head[-1, 1] = tail[0, 0] = spans[border, 1] - (ends[border] - kept)
-    else:
-        head = head[:-1]
+    head[-1, 1] = tail[0, 0] = spans[border, 1] - (ends[border] - kept) if may_cut else tail[0, 0]
     chosen = head if part == "training" else tail
     chosen = chosen[chosen[:, 1] - chosen[:, 0] > 1]
-    if not len(chosen) or not len(head):
+    if not len(chosen):
         raise UserError(
             f"the data has {len(spans):,} documents with {int(lengths.sum()):,} tokens, too few to "
             "hold some out: give more of them, or validation data of its own"

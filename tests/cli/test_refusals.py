@@ -62,7 +62,6 @@ CASES = """
     generate TEXT --prompt-file empty.txt | empty.txt is empty
     generate TEXT --prompt-file none.txt | no text file none.txt
     generate TEXT --prompt-file bytes.txt | bytes.txt is not UTF-8
-    generate TEXT --prompt a\udcff | --prompt | UTF-8
     generate TEXT --prompt a --temperature -1 | temperature
     generate TEXT --prompt a --top-p 0 | top_p
     generate LLAMA --prompt 'The sky' --max-new-tokens 250 | 256

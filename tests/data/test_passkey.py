@@ -70,7 +70,7 @@ def test_prompts_have_exactly_the_length_asked(
     """A prompt has exactly the requested length, with the key at the requested depth."""
     task, key = task_with(tokenizer), keys(True)[pick]
     length = task.least_length() + extra
-    prompt = task.prompt(key, length=length, depth=depth)
+    prompt = task.prompt_of([Needle(key, depth)], 0, length=length)
     assert prompt.shape == (length,)
     assert prompt.dtype == torch.int64
     text = task.tokenizer.decode(prompt.tolist())
@@ -93,9 +93,10 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
     least = task.least_length()
     lines = {key: len(task.ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
     longest = max(lines, key=lambda key: lines[key])
-    assert len(task.prompt(longest, length=least, depth=0.5)) == least
+    needles = [Needle(longest, 0.5)]
+    assert len(task.prompt_of(needles, 0, length=least)) == least
     with pytest.raises(UserError, match=naming(least)) as error:
-        task.prompt(longest, length=least - 1, depth=0.5)
+        task.prompt_of(needles, 0, length=least - 1)
     assert "\n" not in str(error.value)
 
 

@@ -107,7 +107,7 @@ def test_prompts_and_answers() -> None:
     assert found.scored is not None
     assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
     assert documents(source, tokenizer=Ended(), instruct=True) == ["2+2=4$", "3+3=6!$"]
-    assert documents(source, tokenizer=Ended(), instruct=True, append_eos=False)[0] == "2+2=4"
+    assert documents(source, text_column="prompt", tokenizer=Ended(), append_eos=True)[0] == "2+2=$"
 
 
 class Chat(ByteTokenizer):

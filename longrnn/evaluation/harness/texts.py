@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import is_recalled, keys
+from longrnn.data.prompts import Needle, is_recalled, keys
 from longrnn.errors import UserError
 from longrnn.evaluation.options import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
@@ -57,7 +57,8 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
             key = random.Random(f"{given.seed}/{index}").choice(keys(True))
             text, tokens, room = "", length + 1, length
             while tokens > length:  # a text may have more tokens than it was made of
-                text = tokenizer.decode(task.prompt(key, length=room, depth=depth).tolist())
+                prompt = task.prompt_of([Needle(key, depth)], 0, length=room)
+                text = tokenizer.decode(prompt.tolist())
                 tokens = len(tokenizer.encode(text))
                 room -= max(0, tokens - length)
             found = {"input": text, "outputs": [key], "max_length": length}
