@@ -121,10 +121,10 @@ def save(
 
 
 def _refuse_nonfinite(weights: Mapping[str, Tensor], folder: Path) -> None:
-    if (name := models.first_not_finite(weights)) is not None:
+    if bad := [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]:
         raise DivergedError(
-            f"before {folder} the weight {name} is not finite: go on with `longrnn train --resume "
-            f"{folder.parent}` and a lower learning_rate"
+            f"before {folder} the weight {bad[0]} is not finite: go on with `longrnn train "
+            f"--resume {folder.parent}` and a lower learning_rate"
         )
 
 

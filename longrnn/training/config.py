@@ -35,7 +35,6 @@ from longrnn.training.initial_states import INITIAL_STATES
 HELD_OUT = "held_out"
 # YAML 1.1 reads the word `no` as a boolean.
 No = BeforeValidator(lambda value: "no" if value is False else value)
-Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 # Mappings with a `kind`, and the registry with the options of each.
 FAMILIES: dict[str, Registry[Any]] = {
@@ -87,8 +86,8 @@ class TrainConfig(Options, validate_default=True):
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
     option: value, …}`."""
     segments_per_step: PositiveInt = 1
-    """With a carried state (truncated BPTT): consecutive segments through which the gradient of one
-    step flows."""
+    """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
+    of one step flows."""
     seed: Seed = 0
     """Of the run."""
     max_steps: PositiveInt = Field(1000, lt=10**8)
@@ -126,7 +125,8 @@ class TrainConfig(Options, validate_default=True):
     """At a step whose loss or gradient is not finite: stop, or skip it and count."""
     mitigation: Any = None
     """A mitigation under which the model is trained and validated, such as
-    `sliding_window(window=8192)`; saved with the model."""
+    `sliding_window(window=8192)`, or `none`; saved with the model. By default that of
+    `init_from`."""
     peft: Adapters | None = None
     """Trains adapters on `init_from`."""
     validation: dict[str, Any] | Literal["held_out"] | None = None
@@ -141,7 +141,7 @@ class TrainConfig(Options, validate_default=True):
     """Validation rows."""
     mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
     """Dtype of products."""
-    gradient_checkpointing: Annotated[Literal["no", "block", "segment"], Recomputed] = "no"
+    gradient_checkpointing: Annotated[Literal["no", "block", "segment"], No] = "no"
     """What the backward pass computes again instead of keeping it: each block, or all blocks of a
     segment of tokens at once. Gradients have the same bits."""
     save_steps: PositiveInt = 500
@@ -168,7 +168,7 @@ class TrainConfig(Options, validate_default=True):
     @field_validator("mitigation")
     @classmethod
     def _described(cls, value: Any) -> str | None:
-        return None if value in (None, "none") else mitigation(value).describe()
+        return value if value in (None, "none") else mitigation(value).describe()
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -182,11 +182,6 @@ class TrainConfig(Options, validate_default=True):
             self.validation = TASKS.complete(self.validation)
         if self.warmup_steps is None:
             self.warmup_steps = min(100, self.max_steps // 10)
-        if not self.carries and self.segments_per_step > 1:
-            raise UserError(
-                "segments_per_step above 1 needs rows that continue from segment to segment: set "
-                "initial_state={kind: carry}"
-            )
         if self.init_from is not None and self.model:
             raise UserError(
                 f"init_from={self.init_from} brings its own model: leave out the keys of model"

@@ -35,7 +35,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
-USE_FSDP, PRECISION = "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"
+USE_FSDP = "ACCELERATE_USE_FSDP"
 # Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
 # wake-up and waits forever. The command line exits without destructors.
 _KEPT: list[Any] = []
@@ -45,15 +45,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run; joins the processes of a launch (`longrnn.processes`).
 
     Raises:
-        UserError: the launch and the run have different mixed precision, the processes cannot be
-            joined, or the tracker's package is missing.
+        UserError: the processes cannot be joined, or the tracker's package is missing.
     """
-    if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
-        raise UserError(
-            f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
-            f"{config.mixed_precision}: add mixed_precision={os.environ[PRECISION]} behind the "
-            "configuration, or take it out of the launch configuration"
-        )
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise UserError(
             f"report_to={config.report_to} needs a package that is not installed: "

@@ -11,7 +11,6 @@ import torch
 from longrnn.config import load_config
 from longrnn.hf.names import split_spec
 from longrnn.training.config import TrainConfig, configured
-from longrnn.training.initial_states import INITIAL_STATES
 
 # The configuration, also by its name for `longrnn train`.
 RECIPE = "finetune"
@@ -54,8 +53,6 @@ def finetuning(
     }
     if validation:
         values["validation"] = {**task, "data": list(validation)}
-    if not INITIAL_STATES[initial_state].streams:
-        del values["segments_per_step"]
     if torch.cuda.is_available():
         values |= {"mixed_precision": "bf16", "gradient_checkpointing": "block"}
     config = configured(values, overrides, source="longrnn finetune")

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -61,15 +60,6 @@ class Run(NamedTuple):
     def last(self, metric: str) -> float | None:
         """The last finite value; None if there is none."""
         return next(reversed(self.values(metric)), None)
-
-    def least(self, metric: str) -> float | None:
-        """The least finite value; None if there is none."""
-        return min(self.values(metric), default=None)
-
-    def median(self, metric: str) -> float | None:
-        """The median of the finite values; None if there are none."""
-        values = self.values(metric)
-        return median(values) if values else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

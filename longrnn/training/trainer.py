@@ -71,7 +71,7 @@ class Trainer:
         processes.on_main(lambda: TASKS.build(config.task, self.tokenizer) and None)
         self.task = TASKS.build(config.task, self.tokenizer)
         torch.manual_seed(config.seed)
-        model = models.build(config, self.task, self.say, origin)
+        model = models.build(config, self.task, origin)
         fill(model, config.fill)
         model.to(self.accelerator.device).train()
         check_length(self.task, config, model.max_length)

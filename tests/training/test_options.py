@@ -73,6 +73,10 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
     model: Any = other.model()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.mitigation.describe() == spec
+    for name, given in ((spec, {}), (None, {"mitigation": "none"})):
+        how = {"init_from": str(tmp_path / "other"), "max_steps": 1, **given}
+        model = train(tiny("passkey", tmp_path / str(name), **how)).model()
+        assert (model.mitigation and model.mitigation.describe()) == name
 
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
@@ -82,7 +86,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"model": {**LSTM, "d_modell": 3}}, ["d_modell", "d_model"]),
     ({"model": {**LSTM, "vocab_size": 4}}, ["vocab_size"]),
     ({"initial_state": {"kind": "carry"}, "length": {"max": 8}}, ["Reverse", "zero"]),
-    ({"segments_per_step": 2}, ["segments_per_step", "carry"]),
     ({"init_from": "passkey-tiny", "model": LSTM}, ["init_from", "model"]),
     ({"init_from": "nowhere"}, ["nowhere"]),
     ({"init_from": "passkey-tiny", "model": {}, "fill": {"*.x": 1}}, ["fill"]),

@@ -191,9 +191,6 @@ def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> Non
     config = tiny("reverse", tmp_path / "two", init_from=str(tmp_path / "narrow"), max_steps=3)
     second: Any = run(config).model()
     assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
-    with pytest.raises(UserError, match=naming("sliding_window", "mitigation")):
-        spec = f"{tmp_path / 'narrow'}+sliding_window(window=8)"
-        run(tiny("reverse", tmp_path / "three", init_from=spec))
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
