@@ -70,8 +70,8 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
         raise
     except (AssertionError, ConnectionError, FileNotFoundError, ValueError) as error:
         raise UserError(
-            f"the launch is not possible ({one_line(error)}): take a configuration such as cpu2, or see "
-            "`accelerate launch --help`"
+            f"the launch is not possible ({one_line(error)}): take a configuration such as cpu2, "
+            "or see `accelerate launch --help`"
         ) from error
     finally:
         logging.disable(logging.NOTSET)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.errors import DivergedError, UserError
+from longrnn.errors import DivergedError
 from longrnn.training import checkpoint
 from tests.refusals import naming
 from tests.training.runs import metrics, sick, tiny, train
