@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longrnn.registry import Registry
-from longrnn.text import Tokenizer
 
 UNSCORED = -100
 
@@ -99,13 +98,12 @@ class Task(ABC):
     Attributes:
         vocab_size: number of ids in use; a model for the task needs at least as many.
         carries: whether rows can continue from batch to batch.
+        data_sha256: hash of the texts that batches are made of; empty for tasks without texts.
     """
 
     vocab_size: int
     carries = False
-
-    @abstractmethod
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...
+    data_sha256 = ""
 
     @abstractmethod
     def batch(
@@ -149,10 +147,6 @@ class Task(ABC):
 
     def summary(self, length: int) -> str:
         """What it reads in rows of a length, for the first line of a run; may be empty."""
-        return ""
-
-    def data_sha256(self) -> str:
-        """Hash of the texts that batches are made of; empty for tasks without texts."""
         return ""
 
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from longrnn.data.stream import (
     TOKENS,
     Corpus,
     Header,
+    Part,
     digest,
     read_header,
 )
@@ -40,7 +40,7 @@ FORMAT = "longrnn-corpus-3"
 
 
 def corpus_of(
-    data: str | Sequence[str], tokenizer: Tokenizer, part: str = "all", *, instruct: bool = False
+    data: str | Sequence[str], tokenizer: Tokenizer, part: Part = "all", *, instruct: bool = False
 ) -> Corpus:
     """A part of the corpus that `data` is, or that is made of it in the cache.
 
@@ -112,7 +112,8 @@ def build(
             fingerprint=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
             identity=identity,
-            sources=[_stands(source)[0] for source in found],
+            dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
+            sources=[*map(str, found)],
         )
         beside = folder.with_name(f".{folder.name}.partial")
         if beside.exists():
@@ -135,15 +136,9 @@ def _identity(found: Sequence[Path | str], reading: Reading, tokenizer: Tokenize
     # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
-    stands = [_stands(source) for source in found]
+    stats = [source.stat() for source in found if isinstance(source, Path)]
+    stands = [*map(str, found), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
     return digest([FORMAT, stands, *used, tokenizer.eos_id, template])
-
-
-def _stands(source: Path | str) -> list[Any]:
-    if isinstance(source, str):
-        return [source]
-    found = source.stat()
-    return [str(source.resolve()), found.st_size, found.st_mtime_ns]
 
 
 def _write(

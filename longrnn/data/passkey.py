@@ -29,20 +29,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
+from longrnn.options import Count, Share
 from longrnn.seeds import mix
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
-Count = Annotated[int, Field(ge=1)]
+# Tokens, targets and answers of a row, `(t,)` each; see `Batch`.
+Row = tuple[Tensor, Tensor, Tensor]
 Keys = Annotated[int, Field(ge=1, le=9)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Row(NamedTuple):
-    """A row of a batch, `(t,)` each; see `Batch`."""
-
-    tokens: Tensor
-    targets: Tensor
-    answer: Tensor
 
 
 class Document(NamedTuple):
@@ -111,7 +104,7 @@ class Passkey(PasskeyPrompts, Task):
         self,
         tokenizer: Tokenizer | None = None,
         *,
-        text_weight: Weight = 1.0,
+        text_weight: Share = 1.0,
         n_keys: Keys | Annotated[list[Keys], Field(min_length=1)] = 1,
         n_queries: Count = 1,
         min_segments: Count = 1,
@@ -132,7 +125,7 @@ class Passkey(PasskeyPrompts, Task):
         text = text if numbers_every is None else with_numbers(text, numbers_every)
         super().__init__(tokenizer, text, max(self.n_keys))
         self.own_filler = bool(files)
-        self._sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
+        self.data_sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
         self._streams: dict[tuple[int, int], list[Document]] = {}
 
     def batch(
@@ -153,9 +146,6 @@ class Passkey(PasskeyPrompts, Task):
                 made.append(self._row(read(context), [needles[one] for one in asked]))
         return self._batch(made)
 
-    def data_sha256(self) -> str:
-        return self._sha256
-
     def _queried(self, rng: random.Random, count: int) -> list[int]:
         """Indices of the keys that are queried in a text of `count` keys, in their order."""
         # A sample of one would draw other numbers than the recorded runs with one query did.
@@ -174,7 +164,7 @@ class Passkey(PasskeyPrompts, Task):
         has_target, is_answer = (
             torch.tensor(flags).repeat_interleave(sizes)[1:] for flags in (scored, answer)
         )
-        return Row(ids[:-1], ids[1:].where(has_target, UNSCORED), is_answer)
+        return ids[:-1], ids[1:].where(has_target, UNSCORED), is_answer
 
     def _batch(
         self, rows: Sequence[Row], begins: Tensor | bool = True, fork: int | None = None

@@ -78,11 +78,9 @@ class Needle(NamedTuple):
 @lru_cache(maxsize=2)
 def keys(held_out: bool) -> tuple[str, ...]:
     """All keys of one side of the split, in order: one in eight is kept for evaluation."""
-
-    def is_held_out(key: str) -> bool:
-        return hashlib.sha256(key.encode()).digest()[0] % 8 == 0
-
-    return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
+    every = (f"{number:05d}" for number in range(100_000))
+    sides = ((key, hashlib.sha256(key.encode()).digest()[0] % 8 == 0) for key in every)
+    return tuple(key for key, is_held_out in sides if is_held_out == held_out)
 
 
 def draw_needles(rng: random.Random, count: int, *, held_out: bool = False) -> list[Needle]:

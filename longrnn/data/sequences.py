@@ -16,7 +16,6 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from rapidfuzz.distance import DamerauLevenshtein
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
@@ -105,21 +104,6 @@ class SequenceTask(Task):
         """Held-out sequences `start` up to `stop`."""
         return self._batch(self._evaluation_set(length)[0][start:stop])
 
-    def width(self, length: int) -> int:
-        """Tokens of a row, at a length that `batch` takes."""
-        return self.evaluation_batch(0, 1, length=length).tokens.shape[1]
-
-    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Also `edit_distance` (Damerau–Levenshtein, in tokens)."""
-        distances = [
-            DamerauLevenshtein.distance(predicted[mask].tolist(), target[mask].tolist())
-            for predicted, target, mask in zip(
-                predictions, batch.targets, batch.answers(), strict=True
-            )
-        ]
-        edit_distance = torch.tensor(distances, dtype=torch.float32)
-        return {**super().score(predictions, batch), "edit_distance": edit_distance}
-
     def _batch(self, x: Tensor) -> Batch:
         tokens, targets = self.rule(x)
         return Batch(tokens, targets, row_starts(tokens))
@@ -134,7 +118,7 @@ class SequenceTask(Task):
                 raise LengthError(
                     f"{type(self).__name__} with vocab_size={self.n_tokens} has lengths from "
                     f"{self.lengths[0]} to {self.lengths[-1]:,} in steps of {self.lengths.step}, "
-                    f"not {length}: take one of these, or set vocab_size or min_length"
+                    f"not {length}: take one of these, or set vocab_size"
                 )
             rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}

@@ -41,25 +41,21 @@ def sources(data: Sequence[str]) -> list[Path | str]:
     """
     found: list[Path | str] = []
     for given in data:
-        path = Path(given).expanduser()
+        path = Path(given).expanduser().resolve()
+        inside: list[Path | str] = []
         if path.is_dir():
             names = sorted(map(Path, glob("**", root_dir=path, recursive=True)))
-            inside = [path / name for name in names if name.suffix.lower() in IN_FOLDERS]
-            if not inside:
-                raise UserError(
-                    f"no file to train on in {path}: a folder is searched for "
-                    f"{', '.join(IN_FOLDERS)}; rename the files, or name each of them"
-                )
-            found += inside
+            inside += [path / name for name in names if name.suffix.lower() in IN_FOLDERS]
         elif path.is_file():
-            found.append(path)
+            inside = [path]
         elif HUB_NAME.fullmatch(given) and not path.suffix:
-            found.append(given)
-        else:
+            inside = [given]
+        if not inside:
             raise UserError(
-                f"no file {given}: give files or folders of UTF-8 text or tables, or the name of a "
-                "dataset on the Hub such as organisation/name"
+                f"no file to train on at {given}: give files of UTF-8 text or tables, folders with "
+                f"{', '.join(IN_FOLDERS)}, or a dataset on the Hub such as organisation/name"
             )
+        found += inside
     return found
 
 
@@ -169,9 +165,6 @@ def _rows(source: Path | str, reading: Reading) -> Iterator[Mapping[str, Any]]:
     try:
         yield from datasets.load_dataset(**options, streaming=True)
     except Exception as error:  # of datasets or pyarrow, of many kinds
-        # datasets raises OSErrors without a number for names on the Hub.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
         raise UserError(
             f"{source} cannot be read ({one_line(error)}): write the file again, or check the "
             "name, split and subset of the dataset, and the network"

@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from longrnn.checksums import damage, read_checksums
 from longrnn.data.batch import UNSCORED
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
-PARTS = ("all", "training", "held_out")
+Part = Literal["all", "training", "held_out"]
 # Held out: this share of all tokens, but no more than so many tokens.
 SHARE, MOST = 0.05, 2**22
 Whole = NDArray[np.int64]
@@ -46,6 +46,7 @@ class Header:
         fingerprint: of the tokenizer, see `longrnn.text.Tokenizer`.
         vocab_size: number of ids of the tokenizer.
         identity: hash of what determined the content.
+        dtype: that of `tokens.bin`.
         sources: the files and datasets that the documents came from.
         scored_tokens: number of tokens of answers; None for a corpus of texts.
         documents: number of documents.
@@ -57,28 +58,12 @@ class Header:
     fingerprint: str
     vocab_size: int
     identity: str
+    dtype: str
     sources: list[str]
     scored_tokens: int | None = None
     documents: int = 0
     tokens: int = 0
     dropped_documents: int = 0
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of `tokens.bin`."""
-        return "<u2" if self.vocab_size <= 2**16 else "<u4"
-
-
-class Order(NamedTuple):
-    """Documents laid end to end.
-
-    Attributes:
-        starts: `(documents,)`, the first place of each document.
-        tokens: `(documents,)`, the index of the token there.
-    """
-
-    starts: Whole
-    tokens: Whole
 
 
 class Corpus:
@@ -97,12 +82,10 @@ class Corpus:
         scored: which tokens of the folder belong to answers; None for texts.
 
     Raises:
-        UserError: the folder is missing or damaged, an unknown part, or too few documents.
+        UserError: the folder is missing or damaged, or it has too few documents.
     """
 
-    def __init__(self, folder: Path, part: str = "all") -> None:
-        if part not in PARTS:
-            raise UserError(f"part={part!r} is not a part of the data: {nearest(part, PARTS)}")
+    def __init__(self, folder: Path, part: Part = "all") -> None:
         if (wrong := damage(folder)) is not None:
             raise UserError(
                 f"{folder} is damaged ({wrong}): copy it again, or build it again with `longrnn "
@@ -119,12 +102,8 @@ class Corpus:
         self.spans = spans if part == "all" else _divided(spans, part, not has_answers)
         self.lengths: Whole = self.spans[:, 1] - self.spans[:, 0]
         self.places = int((self.lengths - 1).sum())
+        # The first place of each document in the order that a word determines, and its first token.
         self.order = lru_cache(2)(self._order)
-
-    def read(self, document: int, start: int, stop: int) -> Tensor:
-        """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
-        first = int(self.spans[document, 0])
-        return torch.from_numpy(self.tokens[first + start : first + stop].astype(np.int64))
 
     @cached_property
     def answer_tokens(self) -> int:
@@ -149,10 +128,10 @@ class Corpus:
             targets = targets.where(torch.from_numpy(self.scored[index + 1] == 1), UNSCORED)
         return tokens, targets, torch.from_numpy(places == starts[document])
 
-    def _order(self, word: str) -> Order:
+    def _order(self, word: str) -> tuple[Whole, Whole]:
         order = shuffled(len(self.lengths), word)
         sizes = self.lengths[order] - 1
-        return Order(np.cumsum(sizes) - sizes, self.spans[order, 0])
+        return np.cumsum(sizes) - sizes, self.spans[order, 0]
 
 
 def digest(content: Any) -> str:
@@ -165,7 +144,7 @@ def read_header(folder: Path) -> Header:
     return Header(**json.loads((folder / HEADER).read_text()))
 
 
-def _divided(spans: Whole, part: str, may_cut: bool) -> Whole:
+def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:
     """The spans of the documents to train on, or of those that are held out.
 
     A document at the border is divided; where it may not be cut, it belongs to the tail.

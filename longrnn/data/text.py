@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task
 from longrnn.data.build import corpus_of
-from longrnn.data.stream import Whole, shuffled
+from longrnn.data.stream import Part, Whole, shuffled
 from longrnn.text import ByteTokenizer, Tokenizer
 
 
@@ -43,11 +43,12 @@ class Text(Task):
     answers = False
 
     def __init__(
-        self, tokenizer: Tokenizer | None = None, *, data: str | list[str], part: str = "all"
+        self, tokenizer: Tokenizer | None = None, *, data: str | list[str], part: Part = "all"
     ) -> None:
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size
         self.corpus = corpus_of(data, tokenizer, part, instruct=self.answers)
+        self.data_sha256 = self.corpus.sha256
         self.rows, self.windows = lru_cache(4)(self._rows), lru_cache(2)(shuffled)
 
     def batch(
@@ -101,14 +102,10 @@ class Text(Task):
 
     def summary(self, length: int) -> str:
         """What it reads, in words, for the first line of a run."""
-        documents, places = self.corpus.lengths, self.corpus.places
-        longer = f"; {(documents - 1 > length).sum():,} of them lose what exceeds a row"
-        return f"{len(documents):,} documents with {places:,} tokens to predict" + (
-            longer if self.answers else ""
-        )
-
-    def data_sha256(self) -> str:
-        return self.corpus.sha256
+        lengths, places = self.corpus.lengths, self.corpus.places
+        longer = f"; {(lengths - 1 > length).sum():,} of them lose what exceeds a row"
+        what = f"{len(lengths):,} documents with {places:,} tokens to predict"
+        return what + longer if self.answers else what
 
 
 @TASKS.register("instruct")
@@ -142,7 +139,7 @@ class Instruct(Text):
         return batch._replace(weights=batch.answers() * (count / self.corpus.answer_tokens))
 
     def _rows(self, length: int, seed: int) -> tuple[Whole, Whole]:
-        starts = self.corpus.order(f"{seed}/0").starts
+        starts = self.corpus.order(f"{seed}/0")[0]
         ends = [*starts[1:].tolist(), self.corpus.places]
         cuts = [0]
         while cuts[-1] < len(ends):

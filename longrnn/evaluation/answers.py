@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import PrivateAttr
 
 from longrnn.data import Instruct
-from longrnn.data.stream import shuffled
+from longrnn.data.stream import Part, shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.hf.opened import OpenCheckpoint
@@ -36,7 +36,7 @@ class Answers(Evaluation):
     # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
     data: str | list[str]
     # All documents, or training or held_out ones.
-    part: str = "all"
+    part: Part = "all"
     # Number of documents, or all if there are fewer.
     n: Count = 200
     # Documents in one batch.
@@ -54,7 +54,7 @@ class Answers(Evaluation):
                     f"{self.title} is that per token: give models that share one"
                 )
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        self._corpus, self._sha256 = task.corpus, task.data_sha256()
+        self._corpus, self._sha256 = task.corpus, task.data_sha256
         lengths = self._corpus.lengths
         chosen = shuffled(len(lengths), f"{self.seed}/answers")[: self.n].tolist()
         longest = int(lengths[chosen].max()) - 1  # the last token is only predicted

@@ -95,7 +95,9 @@ def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
     for start, document in product(range(0, int(corpus.lengths.max()), size), order):
         stop = min(start + size, int(corpus.lengths[document]))
         if start < stop and left > 0:
-            parts.append(tokenizer.decode(corpus.read(document, start, stop).tolist()))
+            first = corpus.spans[document, 0]
+            ids = corpus.tokens[first + start : first + stop].tolist()
+            parts.append(tokenizer.decode(ids))
             left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)

@@ -17,7 +17,7 @@ from longrnn.evaluation.base import Column, Evaluation, Found, Item, Sample
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.intervals import MEAN, SCORE
+from longrnn.intervals import SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Row
@@ -73,11 +73,12 @@ class Sequences(SequenceOptions, Evaluation):
                 f"there are {task.n_held_out} held-out sequences: give n of at most that, not {n}"
             )
         column = self._column("exact_match")
+        sizes = {one: task.held_out(1, length=one).tokens.shape[1] for one in self.lengths}
         for model in models:
             self._items[model.name] = [
                 Item({"length": length, "index": index}, (length, index))
                 for length in self.lengths
-                if self.reaches(model, task.width(length), column, length)
+                if self.reaches(model, sizes[length], column, length)
                 for index in range(n)
             ]
 
@@ -117,5 +118,4 @@ class Sequences(SequenceOptions, Evaluation):
             yield Sample(column, length, str(index), row["exact_match"])
 
     def _column(self, name: str) -> Column:
-        quantity = MEAN if name == "edit_distance" else SCORE
-        return Column(f"{self.title}, {name.replace('_', ' ')}", quantity, ".3f")
+        return Column(f"{self.title}, {name.replace('_', ' ')}", SCORE, ".3f")

@@ -235,14 +235,14 @@ class Trainer:
 
     def _save(self) -> None:
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        counters["data"] = self.task.data_sha256()
+        counters["data"] = self.task.data_sha256
         base, keep = self.config.init_from, self.config.save_total_limit
         state = self.model, self.optimizer, self.starts.content()
         checkpoint.save(self.output_dir, counters, *state, self.tokenizer, base, keep)
 
     def _restore(self, folder: Path) -> None:
         counters, carried = checkpoint.restore(folder, self.model, self.optimizer)
-        if counters["data"] != self.task.data_sha256():
+        if counters["data"] != self.task.data_sha256:
             raise UserError(
                 f"the data is not that which {folder} was trained on: put it back, or start a new "
                 f"run from there with init_from={folder}"

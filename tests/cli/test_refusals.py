@@ -127,8 +127,8 @@ CASES = """
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
     HARNESS --metadata n=0 | 'n' | not 0
-    data build --out new nothing | no file to train on in nothing
-    data build --out new organisation/name/more | no file organisation/name/more
+    data build --out new nothing | no file to train on at nothing
+    data build --out new organisation/name/more | no file to train on at organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token
     data build --out new --instruct book.txt | prompt and completion
     data build --out new book.txt binary | binary is binary (a NUL at byte 4)

@@ -178,6 +178,6 @@ def test_fillers_of_files_with_numbers(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(text + "x" * 30_000)
     plain, other = (Passkey(filler=str(tmp_path / "a"), numbers_every=n) for n in (None, 9))
     assert plain.n_filler < other.n_filler
-    assert plain.data_sha256() != other.data_sha256()
+    assert plain.data_sha256 != other.data_sha256
     rows = [ByteTokenizer().decode(row) for row in plain.sample(40, length=256).tokens.tolist()]
     assert 0 < sum("xxxxx" in row for row in rows) < 40
