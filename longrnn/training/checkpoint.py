@@ -1,7 +1,7 @@
 """Training checkpoints: folders that are written, synced and then renamed into place.
 
-`checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
-counters), one `carry-RANK.pt` per process with what its initial states remember and, written last,
+`checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, counters), one
+`carry-RANK.pt` per process with what its initial states remember and, written last,
 `checksums.json` with the SHA-256 of each of these files. A folder of that name that does not agree
 with its checksums was damaged after it was written.
 """
@@ -108,8 +108,7 @@ def save(
         _write(beside(folder) / f"carry-{processes.rank()}.pt", carried)
         if processes.is_main():
             models.save(model, beside(folder), tokenizer, weights, base)
-            content = {**counters, "optimizer": moments, "random": torch.get_rng_state()}
-            _write(beside(folder) / "training.pt", content)
+            _write(beside(folder) / "training.pt", {**counters, "optimizer": moments})
     except OSError as error:
         failed = error
     failed = next(filter(None, processes.gather(failed)), None)
@@ -176,7 +175,6 @@ def restore(
             f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
             f"start a new run from it with init_from={folder}"
         ) from error
-    torch.set_rng_state(content["random"])
     return content, read_tensors(folder / f"carry-{processes.rank()}.pt")
 
 

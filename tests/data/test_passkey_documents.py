@@ -107,6 +107,8 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
                 assert not match or said == ANSWER.format(key=match[1])
                 digits = part.targets[0, LENGTH + len(QUESTION) :]
                 assert answer.any() or (digits == UNSCORED).all()
+                asked = slice(LENGTH, LENGTH + len(QUESTION) - 1)
+                assert ByteTokenizer().decode(part.targets[0, asked].tolist()) == QUESTION[1:]
                 distances |= {since} if answer.any() else set()
     assert distances >= {0, 1, 2, 4}
 

@@ -45,3 +45,25 @@ def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
     skipped = [row["step"] for row in rows if "loss" not in row]
     assert 1 <= len(skipped) <= 9
     assert rows[-1]["skipped"] == len(skipped)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """A step whose loss and gradient are finite may still overflow the weights."""
+    with pytest.raises(DivergedError, match=naming("weight", "not finite", "--resume")):
+        train(tiny("reverse", tmp_path / "run", save_steps=1, **{**FAST, "learning_rate": 1e39}))
+    assert not checkpoint.checkpoints(tmp_path / "run")
+
+
+def test_carried_rows_start_from_zero_after_a_skipped_step(tmp_path: Path) -> None:
+    """The state before the step may be the cause, and belongs to another place of the text."""
+    start = sick(tmp_path / "sick", "forwards", "streams", token=ord("b"))
+    (tmp_path / "a.txt").write_text("a" * 40 + "b" + "a" * 40)
+    how = {"task": {"kind": "text", "data": str(tmp_path / "a.txt")}, "init_from": start}
+    how |= {"length": {"max": 8}, "per_device_train_batch_size": 1, "nonfinite": "skip"}
+    how |= {"segments_per_step": 1, "gradient_accumulation_steps": 1, "save_steps": 1}
+    train(tiny("streams", tmp_path / "run", max_steps=6, **how))
+    carried = [
+        checkpoint.read_tensors(folder / "carry-0.pt")
+        for folder in checkpoint.checkpoints(tmp_path / "run")
+    ]
+    assert [bool(one) for one in carried] == [True, False]

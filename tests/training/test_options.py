@@ -69,12 +69,17 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
     """Weights stay float32, and the model is loaded under the mitigation it was trained under."""
     spec = "state_norm(threshold=0.5)"
     how = {"max_steps": 4, "mitigation": spec, "mixed_precision": "bf16"}
-    other = train(tiny("passkey", tmp_path / "other", **how))
-    model: Any = other.model()
+    model: Any = train(tiny("passkey", tmp_path / "other", **how)).model()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.mitigation.describe() == spec
-    for name, given in ((spec, {}), (None, {"mitigation": "none"})):
-        how = {"init_from": str(tmp_path / "other"), "max_steps": 1, **given}
+    other, weak = str(tmp_path / "other"), "state_norm(threshold=0.25)"
+    cases = (
+        (spec, other, {}),
+        (None, other, {"mitigation": "none"}),
+        (weak, f"{other}+{weak}", {}),
+    )
+    for name, start, given in cases:
+        how = {"init_from": start, "max_steps": 1, **given}
         model = train(tiny("passkey", tmp_path / str(name), **how)).model()
         assert (model.mitigation and model.mitigation.describe()) == name
 
