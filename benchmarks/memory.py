@@ -115,7 +115,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
         found = []
         for length in (args.tokens, 2 * args.tokens):
             model = build(args).train()
-            model.gradient_checkpointing_enable(every)
+            model.gradient_checkpointing_enable(every == "block")
             ids = draw(args.vocab, length + 1)
             with LiveBytes(list(model.parameters())) as live:
                 hidden, _ = model.hidden(ids[:, :-1], model.init_state(1))

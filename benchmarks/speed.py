@@ -147,9 +147,11 @@ def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
         return step
 
-    def ours(backend: str = "auto", every: str = "no", carry: bool = False) -> Callable[[], float]:
+    def ours(
+        backend: str = "auto", recompute: bool = False, carry: bool = False
+    ) -> Callable[[], float]:
         model = build(args, backend).train()
-        model.gradient_checkpointing_enable(every)
+        model.gradient_checkpointing_enable(recompute)
         state = model.init_state(1)
 
         def loss() -> Tensor:
@@ -170,7 +172,7 @@ def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         "longrnn": ours(),
         "longrnn, carried state": ours(carry=True),
         "longrnn, backend torch": ours("torch"),
-        "longrnn, checkpointing": ours(every="block"),
+        "longrnn, checkpointing": ours(recompute=True),
         "transformers": stepper(twin, their_loss),
     }
     losses = {name: call() for name, call in calls.items()}

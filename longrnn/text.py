@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +12,6 @@ from pydantic import Field
 
 from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
-
-# What counts as text in a folder.
-TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
 class Tokenizer(Protocol):
@@ -106,49 +102,20 @@ class Reading(Options):
     subset: str | None = Field(
         default=None, description="Configuration of a dataset that has several."
     )
-    revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a dataset on the Hub."
-    )
     split_on: str | None = Field(
         default=None,
         min_length=1,
         description="Text that separates documents inside a file, such as '<|endoftext|>' "
         "(default: one document per file, or per row of a table).",
     )
-    append_eos: bool | None = Field(
-        default=None,
-        description="End each document with the end-of-sequence token (default: only answers).",
+    append_eos: bool = Field(
+        default=False,
+        description="End each document with the end-of-sequence token, as answers always do.",
     )
     min_length: Tokens = Field(default=2, description="Drop documents with fewer tokens than this.")
     max_tokens: Tokens | None = Field(
         default=None, description="Stop after the document that reaches this many tokens."
     )
-
-    def appends_eos(self, tokenizer: Tokenizer) -> bool:
-        """Whether documents, or completions, end with the end-of-sequence token.
-
-        Raises:
-            UserError: they should, and the tokenizer has none.
-        """
-        if self.append_eos is None:
-            return self.instruct and tokenizer.eos_id is not None
-        if self.append_eos and tokenizer.eos_id is None:
-            raise UserError(
-                "the tokenizer has no end-of-sequence token to append: leave append_eos out, or "
-                "name the eos_token in its tokenizer_config.json"
-            )
-        return self.append_eos
-
-
-def files_below(folder: Path, suffixes: Collection[str] = TEXT_SUFFIXES) -> list[Path]:
-    """The files in a folder and below with one of these suffixes, by path, but no hidden ones."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and path.suffix.lower() in suffixes
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
 
 
 def read_text(
@@ -206,14 +173,9 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        found = yaml.load(text, _with_numbers(yaml.SafeLoader))
+        return yaml.load(text, _with_numbers(yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
-    try:
-        json.dumps(found, default=str, skipkeys=True)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("an anchor contains itself, or it is nested too deeply") from error
-    return found
 
 
 def yaml_text(content: Any, **options: Any) -> str:

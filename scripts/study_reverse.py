@@ -131,8 +131,8 @@ def rare(args: Namespace) -> list[str]:
         task: Any = TASKS.build({"kind": kind, "vocab_size": vocab})
         draw = torch.Generator().manual_seed(0)
         inputs = {
-            one.name: triplets(task, one, args.triplets, args.length, draw)
-            for one in task.conditions()
+            name: triplets(task, ids, args.triplets, args.length, draw)
+            for name, ids in task.conditions().items()
         }
         found: dict[tuple[str, str], dict[str, list[float]]] = {}
         for encoding, seed in product(args.encoding, range(args.seeds)):
@@ -154,12 +154,11 @@ def rare(args: Namespace) -> list[str]:
     return [about, table(HEAD, rows), verdict_of(verdicts)]
 
 
-def triplets(task: Any, condition: Any, n: int, length: int, draw: torch.Generator) -> Tensor:
+def triplets(task: Any, ids: Any, n: int, length: int, draw: torch.Generator) -> Tensor:
     """Returns pairs of inputs with the same first token, `(n, 2, 2 · length)`."""
-    low, high = condition.target.start, condition.target.stop
+    (low, high), (start, stop) = ((one.start, one.stop) for one in ids)
     first = torch.randint(low, high, (n, 1, 1), generator=draw).expand(n, 2, 1)
-    low, high = condition.disturbants.start, condition.disturbants.stop
-    rest = torch.randint(low, high, (n, 2, length - 1), generator=draw)
+    rest = torch.randint(start, stop, (n, 2, length - 1), generator=draw)
     inputs = torch.cat([first, rest], dim=2)
     return torch.cat([inputs, torch.full_like(inputs, task.query)], dim=2)
 

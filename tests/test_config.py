@@ -79,7 +79,6 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
         ("", [], "empty"),
         ("- a\n- b", [], "mapping"),
         ("a: [1", [], "YAML"),
-        ("free: &b {c: *b}", [], "free"),
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
@@ -127,8 +126,9 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str) -> None:
 
 
 def test_words() -> None:
-    """`no`, which YAML reads as false, is a word; a boolean is not a value of a kind."""
-    config = configured("reverse_small", ["best_model=no", "gradient_checkpointing=true"])
-    assert (config.best_model, config.gradient_checkpointing) == ("no", "block")
-    with pytest.raises(UserError, match="option 'init"):
-        MIXERS.complete({"kind": "mamba2", "init": False})
+    """`no`, which YAML reads as false, is a word; a NaN or a boolean is not a value of a kind."""
+    config = configured("reverse_small", ["mixed_precision=no", "gradient_checkpointing=no"])
+    assert (config.mixed_precision, config.gradient_checkpointing) == ("no", "no")
+    for options in ({"dt_min": "nan"}, {"A_init": [1, float("nan")]}, {"init": False}):
+        with pytest.raises(UserError, match="option '(dt_min|A_init|init)"):
+            MIXERS.complete({"kind": "mamba2", **options})

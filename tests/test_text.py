@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer, parse_yaml, read_mapping, read_text, yaml_text
+from longrnn.text import ByteTokenizer, parse_yaml, read_text, yaml_text
 
 
 @given(st.text())
@@ -39,14 +39,6 @@ def test_files_that_are_not_texts(content: bytes | None, tmp_path: Path) -> None
     for path in (tmp_path / "a.txt", tmp_path):
         with pytest.raises(UserError, match=path.name):
             read_text(path)
-
-
-def test_yaml_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    """By every reader of a mapping, whatever it would do with the values."""
-    path = tmp_path / "file.yaml"
-    path.write_text("kind: &a\n- heads: *a\n")
-    with pytest.raises(UserError, match="file.yaml"):
-        read_mapping(path, "write it again")
 
 
 @pytest.mark.parametrize("value", ["12e4567890123456", "1e5", "true", "3", 1e-05, 12.0, None])

@@ -41,7 +41,5 @@ def build(corpora: Corpora) -> None:
     made = f"{out} is built already" if is_built else str(out)
     typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens")
     if header.dropped_documents:
-        typer.echo(
-            f"dropped: {header.dropped_documents:,} documents that are too short or have no "
-            f"answer, {header.dropped_tokens:,} tokens in all"
-        )
+        dropped = f"{header.dropped_documents:,} documents that are too short or have no answer"
+        typer.echo(f"dropped: {dropped}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from longrnn.training.run import Run
 
 # Metrics that say nothing about how good a model is.
-COSTS = ("step", "tokens", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib")
+COSTS = ("step", "tokens", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 class Report(Options):

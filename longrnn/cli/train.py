@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -129,7 +128,6 @@ def finetune(options: Finetuning) -> None:
             validation=options.validation,
             output_dir=options.output,
             overrides=overrides,
-            processes=int(os.environ.get("WORLD_SIZE", "1")),
         )
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")

@@ -1,6 +1,5 @@
 """Tasks to train on, and the texts that they are made of. They know nothing about models."""
 
-from longrnn.data import lookups as lookups
 from longrnn.data import reversals as reversals
 from longrnn.data.batch import TASKS as TASKS
 from longrnn.data.batch import UNSCORED as UNSCORED

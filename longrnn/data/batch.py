@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.registry import Registry
-from longrnn.text import Tokenizer
 
 UNSCORED = -100
 
@@ -99,16 +97,13 @@ class Task(ABC):
 
     Attributes:
         vocab_size: number of ids in use; a model for the task needs at least as many.
-        default_length: the default length of a row.
         carries: whether rows can continue from batch to batch.
+        data_sha256: hash of the texts that batches are made of; empty for tasks without texts.
     """
 
     vocab_size: int
-    default_length = 256
     carries = False
-
-    @abstractmethod
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...
+    data_sha256 = ""
 
     @abstractmethod
     def batch(
@@ -129,7 +124,6 @@ class Task(ABC):
 
         Raises:
             LengthError: rows of this length cannot be made.
-            UserError: there is too little data for so many rows.
         """
 
     def sample(self, count: int, *, length: int, seed: int = 0) -> Batch:
@@ -140,26 +134,19 @@ class Task(ABC):
         """Rows to validate on, the same ones for every seed."""
         return self.sample(count, length=length, seed=-1)
 
-    @abstractmethod
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Scores by name, `(b',)` float each, of predicted ids `(b, t)`.
 
-        Rows without a place to score may be left out.
+        `token_accuracy` is the share of the tokens of answers that are right, and `exact_match` is
+        1 where all of them are. Rows without an answer are left out.
         """
+        answers = batch.answers()
+        right, total = ((predictions == batch.targets) & answers).sum(1), answers.sum(1)
+        share = (right / total)[total > 0]
+        return {"token_accuracy": share, "exact_match": (share == 1).float()}
 
-    def longest(self, length: int) -> int | None:
-        """Tokens of the longest document that carried rows may have; None for any number."""
-        raise UserError(
-            f"the task {type(self).__name__} has no documents longer than one row: train it "
-            "with initial_state={kind: zero}"
-        )
-
-    def summary(self, of: int, length: int, carried: bool) -> str:
-        """What it reads, in words, for the first line of a run; may be empty."""
-        return ""
-
-    def data_sha256(self) -> str:
-        """Hash of the texts that batches are made of; empty for tasks without texts."""
+    def summary(self, length: int) -> str:
+        """What it reads in rows of a length, for the first line of a run; may be empty."""
         return ""
 
 

@@ -11,14 +11,13 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from longrnn.checksums import write_checksums
-from longrnn.data.sources import Source, documents, sources
+from longrnn.data.sources import documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
     HEADER,
@@ -26,6 +25,7 @@ from longrnn.data.stream import (
     TOKENS,
     Corpus,
     Header,
+    Part,
     digest,
     read_header,
 )
@@ -36,29 +36,45 @@ from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
 
 # Changes whenever the files of a corpus do.
-FORMAT = "longrnn-corpus-2"
+FORMAT = "longrnn-corpus-3"
 
 
 def corpus_of(
-    data: str | Sequence[str], reading: Reading, tokenizer: Tokenizer, *, quiet: bool = True
+    data: str | Sequence[str], tokenizer: Tokenizer, part: Part = "all", *, instruct: bool = False
 ) -> Corpus:
-    """The corpus that `data` is, or that is made of it in the cache.
+    """A part of the corpus that `data` is, or that is made of it in the cache.
 
     The cache is `$LONGRNN_CACHE`, or `~/.cache/longrnn`. Later runs on the same files, with the
-    same tokenizer and options, find it there.
+    same tokenizer, find it there.
+
+    Args:
+        data: see `longrnn.data.sources`; or one corpus.
+        tokenizer: makes the ids.
+        part: see `Corpus`.
+        instruct: see `Reading`.
 
     Raises:
-        UserError: the data is missing or cannot be read.
+        UserError: the data is missing or cannot be read, or the corpus is of another kind.
     """
     listed = [data] if isinstance(data, str) else list(data)
-    if len(listed) == 1 and (Path(listed[0]).expanduser() / HEADER).is_file():
-        return Corpus(Path(listed[0]).expanduser())
-    cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
-    identity = _identity(sources(listed), reading, tokenizer)
-    folder = cache / "corpora" / file_name(f"{Path(listed[0]).name}-{identity[:16]}")
-    if not (folder / HEADER).is_file():
-        build(listed, tokenizer, folder, reading=reading, quiet=quiet)
-    return Corpus(folder)
+    folder = Path(listed[0]).expanduser()
+    if len(listed) > 1 or not (folder / HEADER).is_file():
+        reading = Reading(instruct=instruct)
+        cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
+        name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
+        folder = cache / "corpora" / file_name(name)
+        if not (folder / HEADER).is_file():
+            build(listed, tokenizer, folder, reading=reading, quiet=True)
+    corpus = Corpus(folder, part)
+    header, has_answers = corpus.header, corpus.scored is not None
+    if (header.fingerprint, has_answers) != (tokenizer.fingerprint(), instruct):
+        raise UserError(
+            f"{folder} was made with the tokenizer {header.tokenizer!r} ({header.fingerprint}) and "
+            f"holds {'prompts and answers' if has_answers else 'texts'}: set tokenizer="
+            f"{header.tokenizer} and task.kind={'instruct' if has_answers else 'text'}, or build "
+            "another with `longrnn data build`"
+        )
+    return corpus
 
 
 def build(
@@ -84,11 +100,6 @@ def build(
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
             something else. Nothing is left behind.
     """
-    if reading.instruct and (reading.split_on is not None or reading.text_column != "text"):
-        raise UserError(
-            "prompts and answers are read from prompt and completion, or messages: leave out "
-            "split_on and text_column"
-        )
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
     with locked(folder, instead="choose another --out"):
@@ -101,8 +112,8 @@ def build(
             fingerprint=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
             identity=identity,
-            sources=[source.name for source in found],
-            scored_tokens=0 if reading.instruct else None,
+            dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
+            sources=[*map(str, found)],
         )
         beside = folder.with_name(f".{folder.name}.partial")
         if beside.exists():
@@ -120,60 +131,52 @@ def build(
     return header
 
 
-def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -> str:
+def _identity(found: Sequence[Path | str], reading: Reading, tokenizer: Tokenizer) -> str:
+    """A hash of what determines a corpus, as far as that can be seen without reading it."""
     # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
-    options = reading.model_dump(include=set(Reading.model_fields))
-    used = [options, tokenizer.fingerprint(), tokenizer.eos_id, template]
-    return digest([FORMAT, [source.identity() for source in found], *used])
+    used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
+    stats = [source.stat() for source in found if isinstance(source, Path)]
+    stands = [*map(str, found), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
+    return digest([FORMAT, stands, *used, tokenizer.eos_id, template])
 
 
 def _write(
     header: Header,
-    found: Sequence[Source],
+    found: Sequence[Path | str],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
     quiet: bool,
 ) -> None:
     """Writes the columns of a corpus, and counts in its header."""
-    names = [TOKENS, DOCUMENTS, *([SCORED] if reading.instruct else [])]
-    count, most = 0, reading.max_tokens or sys.maxsize
+    ends, marks = [], []
     with (
-        ExitStack() as stack,
+        open(folder / TOKENS, "wb") as file,
         Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
     ):
-        columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
         for source in found:
             for ids, scored in documents(source, tokenizer, reading):
-                if header.tokens >= most:
+                if header.tokens >= (reading.max_tokens or sys.maxsize):
                     break
-                count += 1
-                progress.advance(0, len(ids), Path(source.name).name)
+                progress.advance(0, len(ids), Path(source).name)
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
-                    header.dropped_tokens += len(ids)
                     continue
-                header.documents += 1
+                ids.astype(header.dtype).tofile(file)
                 header.tokens += len(ids)
-                values = (ids.astype(header.dtype), np.array([header.tokens], "<u8"), scored)
-                for column, one in zip(columns, values, strict=False):
-                    column.write(one.tobytes())
-                if header.scored_tokens is not None:
-                    header.scored_tokens += int(scored.sum())
+                ends.append(header.tokens)
+                marks += [scored] if reading.instruct else []
             progress.advance(1, 0)
-        for column in columns:
-            column.flush()
-            os.fsync(column.fileno())
-    if reading.split_on is not None and count == len(found):
+    header.documents = len(ends)
+    if not ends:
         raise UserError(
-            f"{reading.split_on!r} is in none of the files: write what separates their documents "
-            r"(a file with the line ends of Windows has \r\n where others have \n)"
+            f"no document has {reading.min_length} tokens or more"
+            f"{' and an answer' if reading.instruct else ''} ({header.dropped_documents:,} were "
+            "dropped): give other files or a smaller --min-length"
         )
-    if not header.documents:
-        answer = " and an answer" if reading.instruct else ""
-        raise UserError(
-            f"no document has {reading.min_length} tokens or more{answer} "
-            f"({header.dropped_documents:,} were dropped): give other files or a smaller "
-            "--min-length"
-        )
+    np.array(ends, "<u8").tofile(folder / DOCUMENTS)
+    if reading.instruct:
+        scored = np.concatenate(marks)
+        scored.tofile(folder / SCORED)
+        header.scored_tokens = int(scored.sum())

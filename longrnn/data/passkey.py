@@ -25,17 +25,17 @@ from typing import Annotated, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
-from longrnn.errors import UserError
+from longrnn.options import Count, Share
 from longrnn.seeds import mix
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
-Count = Annotated[int, Field(ge=1)]
+# Tokens, targets and answers of a row, `(t,)` each; see `Batch`.
+Row = tuple[Tensor, Tensor, Tensor]
 Keys = Annotated[int, Field(ge=1, le=9)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Document(NamedTuple):
@@ -44,7 +44,7 @@ class Document(NamedTuple):
     Attributes:
         start: the index of its first batch.
         needles: its keys, all in one segment.
-        asked: indices of the needles that the questions name, in their order.
+        asked: the needles that the questions name, in their order.
         key_segment: index of the segment that holds them.
         repeats: repetitions of each segment.
         filler: index in the filler at which the document begins.
@@ -52,7 +52,7 @@ class Document(NamedTuple):
 
     start: int
     needles: list[Needle]
-    asked: list[int]
+    asked: list[Needle]
     key_segment: int
     repeats: list[int]
     filler: int
@@ -83,9 +83,7 @@ class Passkey(PasskeyPrompts, Task):
 
     Args:
         tokenizer: any; bytes by default.
-        answer_weight: the loss is text_weight · (mean over the text) + answer_weight · (mean over
-            the answer).
-        text_weight: see answer_weight.
+        text_weight: the loss is text_weight · (mean over the text) + (mean over the answer).
         n_keys: number of keys in a text; or a list to draw it from.
         n_queries: number of keys that training queries, one question with its answer after another
             and no key twice; a text with fewer keys queries all of them.
@@ -106,8 +104,7 @@ class Passkey(PasskeyPrompts, Task):
         self,
         tokenizer: Tokenizer | None = None,
         *,
-        answer_weight: Weight = 1.0,
-        text_weight: Weight = 1.0,
+        text_weight: Share = 1.0,
         n_keys: Keys | Annotated[list[Keys], Field(min_length=1)] = 1,
         n_queries: Count = 1,
         min_segments: Count = 1,
@@ -117,23 +114,18 @@ class Passkey(PasskeyPrompts, Task):
         filler: str | list[str] | None = None,
         numbers_every: Count | None = None,
     ) -> None:
-        if min_segments > max_segments:
-            raise UserError(
-                f"passkey: min_segments={min_segments} is above max_segments={max_segments}: set "
-                "them in this order"
-            )
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size
         self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
-        self.answer_weight, self.text_weight = answer_weight, text_weight
-        self.n_queries, self.grow_steps, self.max_repeat = n_queries, grow_steps, max_repeat
+        self.text_weight, self.n_queries = text_weight, n_queries
+        self.grow_steps, self.max_repeat = grow_steps, max_repeat
         self.min_segments, self.max_segments = min_segments, max_segments
         files = [filler] if isinstance(filler, str) else filler or []
         text = "".join(read_text(Path(file).expanduser())[0] for file in files) or FILLER
         text = text if numbers_every is None else with_numbers(text, numbers_every)
         super().__init__(tokenizer, text, max(self.n_keys))
         self.own_filler = bool(files)
-        self._sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
+        self.data_sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
         self._streams: dict[tuple[int, int], list[Document]] = {}
 
     def batch(
@@ -144,34 +136,15 @@ class Passkey(PasskeyPrompts, Task):
             return self._segments(index, rows, length, seed)
         first = torch.Generator().manual_seed(mix(seed, index, 0))
         rng = random.Random(int(torch.randint(2**62, (), generator=first)))
-        prompts, chosen = [], []
+        made = []
         for row in range(rows.stop):
             needles = draw_needles(rng, rng.choice(self.n_keys))
             asked = self._queried(rng, len(needles))
             start = rng.randrange(self.n_filler) if self.own_filler else 0
             if row >= rows.start:
-                prompts.append(self.prompt_of(needles, asked[0], length=length, start=start))
-                chosen.append([needles[one] for one in asked])
-        return self._batch(prompts, chosen, [True] * len(rows), [True] * len(rows))
-
-    def longest(self, length: int) -> int | None:
-        return self.max_segments * length
-
-    def data_sha256(self) -> str:
-        return self._sha256
-
-    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """`accuracy`: the share of whole keys that are right, in rows with a question."""
-        answer = batch.answers()
-        begins = answer & ~F.pad(answer, (1, 0))[:, :-1]
-        # Places outside the answers belong to answer 0, which is left out.
-        which = begins.cumsum(1) * answer
-        n_answers = begins.sum(1)
-        right = torch.ones(len(answer), int(n_answers.max()) + 1)
-        right.scatter_reduce_(1, which, (predictions == batch.targets).float(), "amin")
-        counted = torch.arange(1, right.shape[1]) <= n_answers[:, None]
-        share = (right[:, 1:] * counted).sum(1) / n_answers
-        return {"accuracy": share[n_answers > 0]}
+                context = self.context(needles, asked[0], length=length, start=start)
+                made.append(self._row(read(context), [needles[one] for one in asked]))
+        return self._batch(made)
 
     def _queried(self, rng: random.Random, count: int) -> list[int]:
         """Indices of the keys that are queried in a text of `count` keys, in their order."""
@@ -180,70 +153,49 @@ class Passkey(PasskeyPrompts, Task):
             return [rng.randrange(count)]
         return rng.sample(range(count), min(self.n_queries, count))
 
-    def _batch(
-        self,
-        prompts: list[Tensor],
-        chosen: list[list[Needle]],
-        begins: list[bool],
-        asked: list[bool],
-        *,
-        fork: int | None = None,
-    ) -> Batch:
-        """Prompts followed by their answers; rows without a question have no target in the answer.
+    def _row(self, text: Tensor, needles: Sequence[Needle], *, asked: bool = True) -> Row:
+        """A text with a question and an answer about each needle; `asked`: see `Document.asks`."""
+        parts, scored, answer = [text], [True], [False]
+        for index, needle in enumerate(needles):
+            parts += [self.question(needle), self.answer(needle)]
+            scored += [asked or index == 0, asked]
+            answer += [False, asked]
+        ids, sizes = torch.cat(parts), torch.tensor([len(part) for part in parts])
+        has_target, is_answer = (
+            torch.tensor(flags).repeat_interleave(sizes)[1:] for flags in (scored, answer)
+        )
+        return ids[:-1], ids[1:].where(has_target, UNSCORED), is_answer
 
-        A prompt ends with the question about the first of its chosen needles. Questions about the
-        others and their answers follow. Tokens from index `fork` on run on a fork of the state.
-        """
-        rows = [self._queries(*row) for row in zip(prompts, chosen, strict=True)]
-        width = max(len(ids) for ids, _ in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        targets = torch.full((len(rows), width - 1), UNSCORED)
-        answer_mask = torch.zeros(len(rows), width - 1, dtype=torch.bool)
-        for row, (own, answers) in enumerate(rows):
-            ids[row, : len(own)] = own
-            last = len(own) if asked[row] else len(prompts[row])
-            targets[row, : last - 1] = own[1:last]
-            for start, stop in answers:
-                answer_mask[row, start - 1 : stop - 1] = asked[row]
+    def _batch(
+        self, rows: Sequence[Row], begins: Tensor | bool = True, fork: int | None = None
+    ) -> Batch:
+        """A batch of rows, whose tokens from index `fork` on run on a fork of the state."""
+        tokens, targets, answer = (
+            pad_sequence(list(column), batch_first=True, padding_value=value)
+            for column, value in zip(zip(*rows, strict=True), (0, UNSCORED, False), strict=True)
+        )
+        query_length = 0
         if fork is not None:
             # The segment is followed by both the question and more filler: it has no target.
             targets[:, fork - 1] = UNSCORED
+            query_length = tokens.shape[1] - fork
         scored = (targets != UNSCORED).float()
         weights = self.text_weight * scored / scored.sum(1, keepdim=True)
-        per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
-        weights = weights + self.answer_weight * per_answer
-        query_length = 0 if fork is None else width - 1 - fork
-        starts = row_starts(targets, torch.tensor(begins))
-        return Batch(ids[:, :-1], targets, starts, weights, answer_mask, query_length)
-
-    def _queries(
-        self, prompt: Tensor, needles: Sequence[Needle]
-    ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """A prompt with all its queries, and the [start, stop) of each answer in it."""
-        parts, answers, end = [prompt], [], len(prompt)
-        for index, needle in enumerate(needles):
-            for part in [*([self.question(needle)] if index else []), self.answer(needle)]:
-                parts.append(part)
-                end += len(part)
-            answers.append((end - len(parts[-1]), end))
-        return torch.cat(parts), answers
+        weights = weights + answer.float() / answer.sum(1, keepdim=True).clamp(min=1)
+        return Batch(tokens, targets, row_starts(tokens, begins), weights, answer, query_length)
 
     # Documents that continue over segments
 
     def _segments(self, index: int, rows: range, length: int, seed: int) -> Batch:
-        bodies, chosen, begins, asked, repeat = [], [], [], [], []
+        made, begins, repeat = [], [], []
         for row in rows:
             document = self._document(row, index, seed)
             place = index - document.start
-            needles = [document.needles[which] for which in document.asked]
-            bodies.append(
-                torch.cat([self._body(document, place, length), self.question(needles[0])])
-            )
-            chosen.append(needles)
+            body = self._body(document, place, length)
+            made.append(self._row(body, document.asked, asked=document.asks(place)))
             begins.append(place == 0)
-            asked.append(document.asks(place))
             repeat.append(document.repeats[place])
-        batch = self._batch(bodies, chosen, begins, asked, fork=length)
+        batch = self._batch(made, torch.tensor(begins), fork=length)
         return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
     def _document(self, row: int, index: int, seed: int) -> Document:
@@ -267,7 +219,7 @@ class Passkey(PasskeyPrompts, Task):
             1 if one in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
             for one in range(segments)
         ]
-        asked = self._queried(rng, len(needles))
+        asked = [needles[one] for one in self._queried(rng, len(needles))]
         return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))
 
     def _body(self, document: Document, index: int, length: int) -> Tensor:

@@ -78,11 +78,9 @@ class Needle(NamedTuple):
 @lru_cache(maxsize=2)
 def keys(held_out: bool) -> tuple[str, ...]:
     """All keys of one side of the split, in order: one in eight is kept for evaluation."""
-
-    def is_held_out(key: str) -> bool:
-        return hashlib.sha256(key.encode()).digest()[0] % 8 == 0
-
-    return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
+    every = (f"{number:05d}" for number in range(100_000))
+    sides = ((key, hashlib.sha256(key.encode()).digest()[0] % 8 == 0) for key in every)
+    return tuple(key for key, is_held_out in sides if is_held_out == held_out)
 
 
 def draw_needles(rng: random.Random, count: int, *, held_out: bool = False) -> list[Needle]:
@@ -119,10 +117,6 @@ class PasskeyPrompts:
         self.n_header, self.n_filler = len(self._header), len(self._filler)
         if self.n_filler == 0:
             raise UserError("passkey needs a filler: name text files, or leave filler out")
-
-    def prompt(self, key: str, *, length: int, depth: float) -> Tensor:
-        """One prompt of exactly `length` tokens about one key, see `prompt_of`."""
-        return self.prompt_of([Needle(key, depth)], 0, length=length)
 
     def prompt_of(
         self, needles: Sequence[Needle], queried: int, *, length: int, start: int = 0
@@ -162,21 +156,6 @@ class PasskeyPrompts:
         form = NUMBERED_KEY_LINE if needle.number else KEY_LINE
         return self.ids(form.format(key=needle.key, number=needle.number))
 
-    def needle_at(self, key: str, insert_at: int, *, length: int) -> Needle:
-        """The single key of a prompt of `length` tokens, after `insert_at` tokens of filler.
-
-        Raises:
-            LengthError: the length is too short.
-        """
-        free = self.free(key, length)
-        if not 0 <= insert_at <= free:
-            raise LengthError(
-                f"{insert_at} tokens of filler before a key need a longer prompt: use a length of "
-                f"{length - free + insert_at} or more"
-            )
-        # `hidden` multiplies by `free` and rounds: a quotient of integers comes back exactly.
-        return Needle(key, insert_at / free if free else 0.0)
-
     def free(self, key: str, length: int) -> int:
         """Tokens of filler in a prompt of `length` tokens with this key; negative if too short."""
         alone = Needle(key, 0.0)
@@ -184,13 +163,13 @@ class PasskeyPrompts:
 
     def least_length(self) -> int:
         """The shortest length that has room for any keys."""
-        held_out = keys(True)
-        return max(self._least(held_out[i : i + 9]) for i in range(0, len(held_out) - 9, 97))
-
-    def _least(self, chosen: Sequence[str]) -> int:
-        needles = numbered([(key, 0.5) for key in chosen[: self.most_keys]])
-        lines = sum(len(self.line(needle)) for needle in needles)
-        return self.n_header + lines + len(self.question(needles[-1]))
+        held_out, least = keys(True), 0
+        for first in range(0, len(held_out) - 9, 97):
+            chosen = held_out[first : first + self.most_keys]
+            needles = numbered([(key, 0.5) for key in chosen])
+            lines = sum(len(self.line(needle)) for needle in needles)
+            least = max(least, self.n_header + lines + len(self.question(needles[-1])))
+        return least
 
     def hidden(
         self, needles: Sequence[Needle], start: int, room: int, length: int

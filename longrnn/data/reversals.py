@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch
-from longrnn.data.sequences import Condition, Reverse, SequenceTask, Vocabulary
-from longrnn.errors import LengthError
-from longrnn.options import Count, Seed, Tokens
-from longrnn.text import Tokenizer
+from longrnn.data.sequences import Reverse, SequenceTask
 
 # Beyond the end of a sequence in what `ReverseVariable.draw` gives.
 NOTHING = -1
-# Whether the token asked for is rare, and whether the others, the disturbants, are.
-CONDITIONS = [(False, False), (False, True), (True, False), (True, True)]
+# The probability of a rare token in training.
+RARE_SHARE = 1 / 8
 
 
 @TASKS.register("reverse_variable")
 class ReverseVariable(SequenceTask):
-    """Reverse a sequence of a length from `min_length` to `length`; lengths are uniform.
+    """Reverse a sequence of a length from half of `length` to `length`; lengths are uniform.
 
     A row of length 3 where the longest has 4:
 
@@ -36,31 +30,11 @@ class ReverseVariable(SequenceTask):
         vocab_size: V.
         held_out: sequences, of all lengths together, kept for evaluation; training rejects them.
         seed: of the held-out sequences.
-        min_length: of the shortest sequences.
     """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        vocab_size: Vocabulary = 32,
-        held_out: Count = 1024,
-        seed: Seed = 0,
-        min_length: Tokens = 32,
-    ) -> None:
-        super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
-        self.min_length = min_length
-
-    def check(self, length: int) -> None:
-        if length < self.min_length:
-            raise LengthError(
-                f"the longest sequence has {length} tokens and the shortest "
-                f"min_length={self.min_length}: set a smaller min_length or take a larger length"
-            )
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """Sequences `(n, length)`, with −1 after the end of those that are shorter."""
-        ends = torch.randint(self.min_length, length + 1, (n, 1), generator=generator)
+        ends = torch.randint(max(1, length // 2), length + 1, (n, 1), generator=generator)
         x = torch.randint(self.n_tokens, (n, length), generator=generator)
         return x.where(torch.arange(length) < ends, NOTHING)
 
@@ -80,8 +54,8 @@ class ReverseVariable(SequenceTask):
 class ReverseDualFrequency(Reverse):
     """Reverse a sequence, half of whose vocabulary is rare.
 
-    In training a token is rare, one of the upper half of the vocabulary, with probability
-    `rare_share`, and one of the lower half otherwise. In the test one token of a sequence is
+    In training a token is rare, one of the upper half of the vocabulary, with probability 1/8, and
+    one of the lower half otherwise. In the test one token of a sequence is
     scored, the target; it is frequent or rare, and all others, the disturbants, are frequent or
     rare: four conditions. A test sequence of a rare target among frequent disturbants:
 
@@ -91,39 +65,36 @@ class ReverseDualFrequency(Reverse):
 
     Args:
         tokenizer: ignored.
-        vocab_size: V, even.
+        vocab_size: V; the last id of an odd one is not used.
         held_out: test sequences, which training rejects; conditions and places of the target take
             turns.
         seed: of the held-out sequences.
-        rare_share: probability of a rare token in training.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        vocab_size: Annotated[int, Field(ge=2, multiple_of=2)] = 32,
-        held_out: Count = 1024,
-        seed: Seed = 0,
-        rare_share: Annotated[float, Field(gt=0, lt=1)] = 0.125,
-    ) -> None:
-        super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
-        self.half, self.rare_share = vocab_size // 2, rare_share
+    @property
+    def half(self) -> int:
+        """The number of frequent tokens, and that of rare ones."""
+        return self.n_tokens // 2
 
     def frequency_classes(self) -> dict[str, range]:
-        return {"frequent": range(self.half), "rare": range(self.half, self.n_tokens)}
+        """Ids of the `frequent` and of the `rare` tokens."""
+        return {"frequent": range(self.half), "rare": range(self.half, 2 * self.half)}
 
-    def conditions(self) -> list[Condition]:
+    def conditions(self) -> dict[str, tuple[range, range]]:
+        """The conditions of the test: ids of the target and of the disturbants, by name."""
         classes = self.frequency_classes()
-        return [
-            Condition(f"{target} target, {others} disturbants", classes[target], classes[others])
+        return {
+            f"{target} target, {others} disturbants": (classes[target], classes[others])
             for target in classes
             for others in classes
-        ]
+        }
+
+    def condition(self, index: int) -> str | None:
+        return [*self.conditions()][index % 4]
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         x = torch.randint(self.half, (n, length), generator=generator)
-        return x + self.half * (torch.rand(n, length, generator=generator) < self.rare_share)
+        return x + self.half * (torch.rand(n, length, generator=generator) < RARE_SHARE)
 
     def evaluation_batch(self, start: int, stop: int, *, length: int) -> Batch:
         batch = super().evaluation_batch(start, stop, length=length)
@@ -133,9 +104,8 @@ class ReverseDualFrequency(Reverse):
 
     def _draw_held_out(self, length: int, generator: torch.Generator) -> Tensor:
         index = torch.arange(self.n_held_out)
-        target, others = torch.tensor(CONDITIONS)[index % 4].unbind(1)
         is_target = torch.arange(length) == self._place(index, length)[:, None]
-        rare = torch.where(is_target, target[:, None], others[:, None])
+        rare = torch.where(is_target, index[:, None] % 4 >= 2, index[:, None] % 2 == 1)
         x = torch.randint(self.half, (self.n_held_out, length), generator=generator)
         return x + self.half * rare
 

@@ -1,4 +1,4 @@
-"""Random sequences with one right answer (arXiv 2402.00236).
+"""Random sequences with one right answer (arXiv 2402.00236; 2312.04927 for `recall`).
 
 A task is one function `rule`, from sequences to input tokens and targets; the drawings use V = 10,
 `?` for the query token (id V) and `.` for an unscored target. None is autoregressive: query tokens
@@ -12,11 +12,10 @@ those of independent samples, for every task whose sequences are not equally lik
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
-from rapidfuzz.distance import DamerauLevenshtein
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
@@ -28,26 +27,14 @@ from longrnn.text import Tokenizer
 Vocabulary = Annotated[int, Field(ge=2)]
 # Draws in a row that may be held out.
 TRIES = 1000
-
-
-class Condition(NamedTuple):
-    """Where the tokens of a test sequence are drawn from, uniformly.
-
-    Attributes:
-        name: of the condition; None where the task has only one.
-        target: ids of the token that the test is about.
-        disturbants: ids of all other tokens.
-    """
-
-    name: str | None
-    target: range
-    disturbants: range
+# The length of a sequence without a limit of its own.
+LONGEST = 10**9
 
 
 class SequenceTask(Task):
     """Random sequences over V tokens, of which some are held out of training.
 
-    Members write `rule`; where their sequences are not uniform, also `draw` and `check`.
+    Members write `rule`; where their sequences are not uniform, also `draw` and `lengths`.
 
     Args:
         tokenizer: ignored.
@@ -83,25 +70,14 @@ class SequenceTask(Task):
         """`n` sequences as they are drawn in training, a row of int64 each."""
         return torch.randint(self.n_tokens, (n, length), generator=generator)
 
-    def check(self, length: int) -> None:
-        """Raises LengthError for a length that the task does not have."""
-        if length < 1:
-            raise LengthError(
-                f"a sequence has at least 1 token, not {length}: use a greater length"
-            )
-
-    def conditions(self) -> list[Condition]:
-        """The conditions of the test; held-out sequences take them in turn."""
-        return [Condition(None, range(self.n_tokens), range(self.n_tokens))]
-
-    def frequency_classes(self) -> dict[str, range]:
-        """Ids of the `frequent` and of the `rare` tokens; empty if all are equally frequent."""
-        return {}
+    @property
+    def lengths(self) -> range:
+        """The lengths that the task has."""
+        return range(1, LONGEST + 1)
 
     def condition(self, index: int) -> str | None:
         """Name of the condition of held-out sequence `index`; None where there is only one."""
-        conditions = self.conditions()
-        return conditions[index % len(conditions)].name
+        return None
 
     def batch(
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
@@ -128,24 +104,6 @@ class SequenceTask(Task):
         """Held-out sequences `start` up to `stop`."""
         return self._batch(self._evaluation_set(length)[0][start:stop])
 
-    def width(self, length: int) -> int:
-        """Tokens of a row, at a length that `batch` takes."""
-        return self.evaluation_batch(0, 1, length=length).tokens.shape[1]
-
-    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """`token_accuracy`, `exact_match` and `edit_distance` (Damerau–Levenshtein, in tokens)."""
-        scored = batch.answers()
-        right = (predictions == batch.targets) & scored
-        distances = [
-            DamerauLevenshtein.distance(predicted[mask].tolist(), target[mask].tolist())
-            for predicted, target, mask in zip(predictions, batch.targets, scored, strict=True)
-        ]
-        return {
-            "token_accuracy": right.sum(1) / scored.sum(1),
-            "exact_match": (right | ~scored).all(1).float(),
-            "edit_distance": torch.tensor(distances, dtype=torch.float32),
-        }
-
     def _batch(self, x: Tensor) -> Batch:
         tokens, targets = self.rule(x)
         return Batch(tokens, targets, row_starts(tokens))
@@ -156,7 +114,12 @@ class SequenceTask(Task):
     def _evaluation_set(self, length: int) -> tuple[Tensor, set[bytes]]:
         """The held-out sequences of one length, also as a set of their bytes."""
         if length not in self._held_out:
-            self.check(length)
+            if length not in self.lengths:
+                raise LengthError(
+                    f"{type(self).__name__} with vocab_size={self.n_tokens} has lengths from "
+                    f"{self.lengths[0]} to {self.lengths[-1]:,} in steps of {self.lengths.step}, "
+                    f"not {length}: take one of these, or set vocab_size"
+                )
             rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
         return self._held_out[length]
@@ -222,15 +185,79 @@ class DelayedSum(SequenceTask):
 
     has_query = False
 
-    def check(self, length: int) -> None:
-        super().check(length)
-        if length % 2:
-            raise LengthError(
-                f"delayed_sum has two equal halves, so its length is even, not {length}: take "
-                f"a length of {length + 1}"
-            )
+    @property
+    def lengths(self) -> range:
+        return range(2, LONGEST + 1, 2)
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=1)
         answer = (first.flip(1) + second) % self.n_tokens
         return x, torch.cat([torch.full_like(first, UNSCORED), answer], 1)
+
+
+@TASKS.register("predecessor_query")
+class PredecessorQuery(SequenceTask):
+    """Distinct tokens, then one of them again: which came right before it?
+
+    tokens   7 1 4 8 4
+    targets  . . . . 1
+
+    `length` counts the distinct tokens; the last input asks about one that has a predecessor.
+    """
+
+    has_query = False
+
+    @property
+    def lengths(self) -> range:
+        return range(2, self.n_tokens + 1)
+
+    def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
+        """The distinct tokens and, as the last of `(n, length + 1)`, the one asked about."""
+        x = distinct(n, length, self.n_tokens, generator)
+        place = torch.randint(1, length, (n, 1), generator=generator)
+        return torch.cat([x, x.gather(1, place)], dim=1)
+
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        place = (x[:, :-1] == x[:, -1:]).int().argmax(dim=1, keepdim=True)
+        targets = torch.full_like(x, UNSCORED)
+        targets[:, -1:] = x.gather(1, place - 1)
+        return x, targets
+
+
+@TASKS.register("recall")
+class Recall(SequenceTask):
+    """Pairs of a key and a value, then every key once more: what is its value?
+
+    Keys are distinct and come from the lower half of the vocabulary, values from the upper:
+
+    tokens   2 9 0 7 1 9 1 2 0
+    targets  . . . . . . 9 9 7
+
+    `length` counts the tokens of the pairs and is even; the keys are asked in a random order.
+    """
+
+    has_query = False
+
+    @property
+    def lengths(self) -> range:
+        return range(2, self.n_tokens // 2 * 2 + 1, 2)
+
+    def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
+        """Pairs, then the keys in the order in which they are asked, `(n, 3 · length / 2)`."""
+        pairs, lower = length // 2, self.n_tokens // 2
+        keys = distinct(n, pairs, lower, generator)
+        values = torch.randint(lower, self.n_tokens, (n, pairs), generator=generator)
+        asked = keys.gather(1, distinct(n, pairs, pairs, generator))
+        return torch.cat([torch.stack([keys, values], dim=2).flatten(1), asked], dim=1)
+
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        length = x.shape[1] // 3 * 2
+        keys, values, asked = x[:, :length:2], x[:, 1:length:2], x[:, length:]
+        place = (asked[:, :, None] == keys[:, None, :]).int().argmax(dim=2)
+        unscored = torch.full_like(x[:, :length], UNSCORED)
+        return x, torch.cat([unscored, values.gather(1, place)], 1)
+
+
+def distinct(n: int, length: int, n_tokens: int, generator: torch.Generator) -> Tensor:
+    """`(n, length)` int64: rows of distinct ids below `n_tokens`, every order equally likely."""
+    return torch.rand(n, n_tokens, generator=generator).topk(length, dim=1).indices

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from longrnn.data import Instruct
-from longrnn.data.stream import Documents, shuffled
+from longrnn.data.stream import Corpus, Part, shuffled
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
@@ -31,7 +31,7 @@ class Answers(Evaluation):
     # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
     data: str | list[str]
     # All documents, or training or held_out ones.
-    part: str = "all"
+    part: Part = "all"
     # Number of documents, or all if there are fewer.
     n: Count = 200
     # Documents in one batch.
@@ -47,13 +47,13 @@ class Answers(Evaluation):
                 )
             refuse_unfit(other.tokenizer, other.model, other.name)
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        documents, data = task.documents, task.data_sha256()
-        chosen = shuffled(len(documents.lengths), f"{self.seed}/answers")[: self.n].tolist()
-        longest = int(documents.lengths[chosen].max()) - 1  # the last token is only predicted
+        corpus, digest = task.corpus, task.data_sha256()
+        chosen = shuffled(len(corpus.lengths), f"{self.seed}/answers")[: self.n].tolist()
+        longest = int(corpus.lengths[chosen].max()) - 1  # the last token is only predicted
         items = [
-            Item({"data": data, "document": number}, own, work=len(own))
+            Item({"data": digest, "document": number}, own, work=len(own))
             for number in chosen
-            for own in [_answers(documents, number)]
+            for own in [_answers(corpus, number)]
         ]
         fitting = [within(model, {None: longest}, self._loss()) for model in models]
         return [Plan(items if reached else [], reasons) for reached, reasons in fitting]
@@ -86,11 +86,12 @@ class Answers(Evaluation):
         return Column(f"{self.title}, nats per token", RATIO, ".3f")
 
 
-def _answers(documents: Documents, number: int) -> list[Pair]:
+def _answers(corpus: Corpus, number: int) -> list[Pair]:
     """Return the answers of a document, each with all tokens before it."""
-    length = int(documents.lengths[number])
-    ids = tuple(documents.read(number, 0, length).tolist())
-    scored = documents.read_scored(number, 0, length).tolist()
-    scored[0] = False  # nothing predicts the first token
+    assert corpus.scored is not None
+    start, stop = corpus.spans[number]
+    ids = tuple(corpus.tokens[start:stop].tolist())
+    # Nothing predicts the first token.
+    scored = [False, *(corpus.scored[start + 1 : stop] == 1).tolist()]
     edges = [i for i, (a, b) in enumerate(pairwise([False, *scored, False])) if a != b]
     return [Pair(ids[:a], ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]

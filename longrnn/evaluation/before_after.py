@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from longrnn.data import Instruct, Passkey, Task, Text
-from longrnn.data.stream import Documents
+from longrnn.data.stream import Corpus
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.suites import read_suite
 from longrnn.files import write_atomic
@@ -55,10 +55,10 @@ def write_suite(
     lengths = [length * 2**k for k in range(longest.bit_length()) if length * 2**k <= longest]
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
-        data = str(task.documents.corpus.folder)
-        evaluations.append({"kind": "answers", "data": data, "part": task.documents.part})
+        data = str(task.corpus.folder)
+        evaluations.append({"kind": "answers", "data": data, "part": task.corpus.part})
     elif isinstance(task, Text):
-        text = held_out_text(task.documents, tokenizer, lengths[-1])
+        text = held_out_text(task.corpus, tokenizer, lengths[-1])
         tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
         fitting = [one for one in lengths if tokens >= LEAST * one] or lengths[: tokens >= length]
         if fitting != lengths:
@@ -78,23 +78,25 @@ def write_suite(
     return read_suite(str(folder / SUITE))
 
 
-def held_out_text(documents: Documents, tokenizer: Tokenizer, length: int) -> str:
+def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
     """Return a text of at most `MOST` windows, from as many documents as possible.
 
     It has the beginnings of all documents, each as long as a window at most, the longest first; if
     that is not enough, what follows them.
 
     Args:
-        documents: see `longrnn.data.stream.Documents`.
+        corpus: the held-out documents.
         tokenizer: of the documents.
         length: tokens of a window.
     """
-    order, left = np.argsort(-documents.lengths, kind="stable").tolist(), MOST * length
+    order, left = np.argsort(-corpus.lengths, kind="stable").tolist(), MOST * length
     parts = []
-    for start, document in product(range(0, int(documents.lengths.max()), length), order):
-        stop = min(start + length, int(documents.lengths[document]))
+    for start, document in product(range(0, int(corpus.lengths.max()), length), order):
+        stop = min(start + length, int(corpus.lengths[document]))
         if start < stop and left > 0:
-            parts.append(tokenizer.decode(documents.read(document, start, stop).tolist()))
+            first = corpus.spans[document, 0]
+            ids = corpus.tokens[first + start : first + stop].tolist()
+            parts.append(tokenizer.decode(ids))
             left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)

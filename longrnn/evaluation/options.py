@@ -83,7 +83,7 @@ class PerplexityOptions(Texts):
 
 
 class SequenceOptions(Options):
-    """Evaluate a sequence task on held-out sequences: token accuracy, exact match, edit distance.
+    """Evaluate a sequence task on held-out sequences: token accuracy and exact match.
 
     For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
     among frequent tokens. What is not given is as in the training of the first model.

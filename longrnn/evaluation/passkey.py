@@ -183,11 +183,10 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     token = round(place * length) if is_depth else place
     key = random.Random(f"{seed}/{token}/{number}").choice(keys(True))
     free = task.free(key, length)
-    if is_depth and (length - free) * SHORT > length:
-        needle = Needle(key, place)
-    else:
-        needle = task.needle_at(key, min(token, free) if is_depth else token, length=length)
-    return Question(length, place, number, [needle], 0, start, covers)
+    is_share = is_depth and (length - free) * SHORT > length
+    # The prompt multiplies by `free` and rounds: a quotient of integers comes back exactly.
+    depth = place if is_share else min(token, free) / max(free, 1)
+    return Question(length, place, number, [Needle(key, depth)], 0, start, covers)
 
 
 def _prompt(task: Passkey, asked: Question) -> tuple[list[RepeatedTokens], Tensor]:

@@ -15,7 +15,7 @@ from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sampl
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.intervals import MEAN, SCORE
+from longrnn.intervals import SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Row
@@ -29,7 +29,7 @@ class Sequences(SequenceOptions, Evaluation):
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         spec, lengths = self._task(models[0])
         task: Any = TASKS.build(spec, None)
-        widths = {length: task.width(length) for length in lengths}
+        widths = {one: task.held_out(1, length=one).tokens.shape[1] for one in lengths}
         plans = []
         for model in models:
             if model.model.vocab_size < task.vocab_size:
@@ -97,5 +97,4 @@ class Sequences(SequenceOptions, Evaluation):
             yield Sample(column, length, str(index), row["exact_match"])
 
     def _column(self, name: str) -> Column:
-        quantity = MEAN if name == "edit_distance" else SCORE
-        return Column(f"{self.title}, {name.replace('_', ' ')}", quantity, ".3f")
+        return Column(f"{self.title}, {name.replace('_', ' ')}", SCORE, ".3f")

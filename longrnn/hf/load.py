@@ -108,10 +108,10 @@ def load(
         model.loaded_from = str(folder)
         model.to(device=device)
         spec = model.trained_under if spec is None else spec
-    return model if spec is None else _mitigated(model, split(spec))
+    return model if spec is None else mitigated(model, split(spec))
 
 
-def _mitigated(model: Any, parts: Sequence[str]) -> Model:
+def mitigated(model: Any, parts: Sequence[str]) -> Model:
     """Return a model under mitigations; the given one is not changed.
 
     Two more names are valid for Hugging Face models: `beyond` lifts the maximum length of any, and

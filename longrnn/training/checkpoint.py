@@ -1,7 +1,7 @@
 """Training checkpoints: folders that are written, synced and then renamed into place.
 
-`checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
-counters), one `carry-RANK.pt` per process with what its initial states remember and, written last,
+`checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, counters), one
+`carry-RANK.pt` per process with what its initial states remember and, written last,
 `checksums.json` with the SHA-256 of each of these files. A folder of that name that does not agree
 with its checksums was damaged after it was written.
 """
@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +21,21 @@ from torch import Tensor
 
 from longrnn import processes
 from longrnn.checksums import damage, write_checksums
-from longrnn.errors import UserError
+from longrnn.errors import DivergedError, UserError
 from longrnn.files import one_line, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import RecurrentLM
+from longrnn.models.checkpoint import load_model
 from longrnn.text import Tokenizer
 from longrnn.training import models
-from longrnn.training.distributed import gathered, sharded_like, together
+from longrnn.training.distributed import gathered, sharded_like
 
 NAME = re.compile(r"checkpoint-(\d{8})")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    if not output_dir.is_dir():
-        return []
-    return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
-
-
-def steps(folder: Path) -> int:
-    """How many steps a checkpoint has done, by its name."""
-    return int(folder.name.removeprefix("checkpoint-"))
-
-
-def folder_of(output_dir: Path, step: int) -> Path:
-    """The checkpoint of a run after `step` steps, whether it exists or not."""
-    return output_dir / f"checkpoint-{step:08d}"
+    return sorted(path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name))
 
 
 def newest(output_dir: Path) -> Path | None:
@@ -65,26 +55,9 @@ def check(folder: Path) -> None:
         )
 
 
-def _beside(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is complete."""
-    return output_dir / f".checkpoint-{step:08d}.partial"
-
-
-def _publish(output_dir: Path, step: int) -> None:
-    """Renames a written checkpoint into place."""
-    write_checksums(_beside(output_dir, step), ("*",))
-    os.replace(_beside(output_dir, step), folder_of(output_dir, step))
-    sync_folder(output_dir)
-
-
-def prune(output_dir: Path, keep: int, pinned: int | None) -> None:
-    """Removes all checkpoints but the newest `keep` and that of the step `pinned`."""
-    for old in checkpoints(output_dir)[:-keep]:
-        if steps(old) != pinned:
-            # Renamed first, so that a partly deleted folder does not count as a checkpoint.
-            unnamed = _beside(output_dir, steps(old))
-            os.replace(old, unnamed)
-            shutil.rmtree(unnamed)
+def beside(folder: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def clean(output_dir: Path) -> None:
@@ -101,6 +74,7 @@ def save(
     carried: dict[str, Tensor],
     tokenizer: Tokenizer,
     base: str | None,
+    keep: int,
 ) -> None:
     """Writes a checkpoint; either all processes succeed or none does.
 
@@ -112,57 +86,56 @@ def save(
         carried: what the policy of initial states remembers in this process.
         tokenizer: of the model.
         base: the checkpoint whose adapters are trained, if they are.
+        keep: how many checkpoints stay, the newest ones.
 
     Raises:
-        UserError: a weight is not finite.
+        DivergedError: a weight is not finite.
         OSError: in all processes, where one of them cannot write its part.
     """
-    step = counters["step"]
-    if folder_of(output_dir, step).exists():
+    folder = output_dir / f"checkpoint-{counters['step']:08d}"
+    if folder.exists():
         return
-    beside = _beside(output_dir, step)
     moments = {
         name: optimizer.state[parameter]
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
     weights, moments = gathered(model.state_dict()), gathered(moments)
-
-    def write() -> None:
-        beside.mkdir(parents=True, exist_ok=True)
-        _write(beside / f"carry-{processes.rank()}.pt", carried)
-        if processes.is_main():
-            models.save(model, beside, tokenizer, weights, base)
-            content = {**counters, "optimizer": moments, "random": torch.get_rng_state()}
-            _write(beside / "training.pt", content)
-
+    processes.on_main(lambda: _refuse_nonfinite(weights, folder))
+    failed: OSError | None = None
     try:
-        together(write)
-        processes.on_main(lambda: _publish(output_dir, step))
-    except OSError:
+        beside(folder).mkdir(parents=True, exist_ok=True)
+        _write(beside(folder) / f"carry-{processes.rank()}.pt", carried)
+        if processes.is_main():
+            models.save(model, beside(folder), tokenizer, weights, base)
+            _write(beside(folder) / "training.pt", {**counters, "optimizer": moments})
+    except OSError as error:
+        failed = error
+    failed = next(filter(None, processes.gather(failed)), None)
+    if failed is not None:
         # A half-written checkpoint would only fill the disk.
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        shutil.rmtree(beside(folder), ignore_errors=True)
+        raise failed
+    processes.on_main(lambda: _publish(folder, keep))
 
 
-def save_final(
-    output_dir: Path, model: RecurrentLM, tokenizer: Tokenizer, base: str | None
-) -> None:
-    """Writes the model into the output folder itself."""
-    weights = gathered(model.state_dict())
-    processes.on_main(lambda: models.save(model, output_dir, tokenizer, weights, base))
+def _refuse_nonfinite(weights: Mapping[str, Tensor], folder: Path) -> None:
+    if bad := [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]:
+        raise DivergedError(
+            f"before {folder} the weight {bad[0]} is not finite: go on with `longrnn train "
+            f"--resume {folder.parent}` and a lower learning_rate"
+        )
 
 
-def load_weights(folder: Path, model: RecurrentLM) -> None:
-    """Fills a model from a checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged, or its weights are not finite.
-    """
-    own = model.state_dict()
-    weights = {name: sharded_like(x, own[name]) for name, x in models.read(model, folder).items()}
-    # A checkpoint of adapters has the trained weights only.
-    model.load_state_dict(weights, strict=not lora.has_adapters(model))
+def _publish(folder: Path, keep: int) -> None:
+    """Renames a written checkpoint into place, and removes all but the newest ones."""
+    write_checksums(beside(folder), ("*",))
+    os.replace(beside(folder), folder)
+    sync_folder(folder.parent)
+    for old in checkpoints(folder.parent)[:-keep]:
+        # Renamed first, so that a partly deleted folder does not count as a checkpoint.
+        os.replace(old, beside(old))
+        shutil.rmtree(beside(old))
 
 
 def restore(
@@ -183,10 +156,13 @@ def restore(
             "launch as many as before"
         )
     content = read_tensors(folder / "training.pt")
-    carried = read_tensors(folder / f"carry-{processes.rank()}.pt")
+    adapters = lora.has_adapters(model)
+    own, parameters = model.state_dict(), dict(model.named_parameters())
     try:
-        load_weights(folder, model)
-        parameters = dict(model.named_parameters())
+        read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
+        weights = {name: sharded_like(whole, own[name]) for name, whole in read.items()}
+        # A checkpoint of adapters has the trained weights only.
+        model.load_state_dict(weights, strict=not adapters)
         for name, values in content["optimizer"].items():
             like = parameters[name]
             optimizer.state[like] = {
@@ -199,8 +175,7 @@ def restore(
             f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
             f"start a new run from it with init_from={folder}"
         ) from error
-    torch.set_rng_state(content["random"])
-    return content, carried
+    return content, read_tensors(folder / f"carry-{processes.rank()}.pt")
 
 
 def _write(path: Path, content: Any) -> None:

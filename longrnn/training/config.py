@@ -48,12 +48,10 @@ FAMILIES: dict[str, Registry[Any]] = {
 
 
 class Lengths(Options):
-    """Lengths of training rows, in tokens."""
+    """The length of training rows."""
 
     max: Tokens = 256
-    """The longest row; of a carried state, a segment."""
-    min: Tokens | None = None
-    """Lengths of batches are log-uniform from here to `max`; off by default."""
+    """Tokens of a row; of a carried state, of a segment."""
 
 
 class Adapters(Options):
@@ -89,8 +87,8 @@ class TrainConfig(Options, validate_default=True):
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
     option: value, …}`."""
     segments_per_step: PositiveInt = 1
-    """With a carried state (truncated BPTT): consecutive segments through which the gradient of one
-    step flows."""
+    """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
+    of one step flows."""
     seed: Seed = 0
     """Of the run."""
     max_steps: PositiveInt = Field(1000, lt=10**8)
@@ -128,7 +126,8 @@ class TrainConfig(Options, validate_default=True):
     """At a step whose loss or gradient is not finite: stop, or skip it and count."""
     mitigation: Any = None
     """A mitigation under which the model is trained and validated, such as
-    `sliding_window(window=8192)`; saved with the model."""
+    `sliding_window(window=8192)`, or `none`; saved with the model. By default that of
+    `init_from`."""
     peft: Adapters | None = None
     """Trains adapters on `init_from`."""
     validation: dict[str, Any] | Literal["held_out"] | None = None
@@ -137,12 +136,10 @@ class TrainConfig(Options, validate_default=True):
     eval_steps: PositiveInt = 500
     """Steps between validations."""
     eval_length: Tokens | None = None
-    """Tokens of a validation row; by default 16 · `length.max`, halved until the model has so many
-    positions and the data such rows."""
+    """Tokens of a validation row, at most what the model and the data have; by default 16 ·
+    `length.max`."""
     eval_samples: PositiveInt = 16
     """Validation rows."""
-    best_model: Annotated[Literal["no", "loss"], No] = "no"
-    """Ends with the weights of the best validation, by its loss over all positions."""
     mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
     """Dtype of products."""
     gradient_checkpointing: Annotated[Literal["no", "block"], Recomputed] = "no"
@@ -151,7 +148,7 @@ class TrainConfig(Options, validate_default=True):
     save_steps: PositiveInt = 500
     """Steps between checkpoints."""
     save_total_limit: PositiveInt = 2
-    """Checkpoints kept, beside the best one."""
+    """Checkpoints kept."""
     logging_steps: PositiveInt = 20
     """Steps between rows of metrics.jsonl."""
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
@@ -172,7 +169,7 @@ class TrainConfig(Options, validate_default=True):
     @field_validator("mitigation")
     @classmethod
     def _described(cls, value: Any) -> str | None:
-        return None if value in (None, "none") else mitigation(value).describe()
+        return value if value in (None, "none") else mitigation(value).describe()
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -186,20 +183,6 @@ class TrainConfig(Options, validate_default=True):
             self.validation = TASKS.complete(self.validation)
         if self.warmup_steps is None:
             self.warmup_steps = min(100, self.max_steps // 10)
-        if self.length.min is not None and self.length.min > self.length.max:
-            raise UserError(
-                f"length.min={self.length.min} is above length.max={self.length.max}: lower it"
-            )
-        if not self.carries and self.segments_per_step > 1:
-            raise UserError(
-                "segments_per_step above 1 needs rows that continue from segment to segment: set "
-                "initial_state={kind: carry}"
-            )
-        if self.carries and self.length.min is not None:
-            raise UserError(
-                "with a carried state every row has segments of length.max tokens: leave out "
-                "length.min"
-            )
         if self.init_from is not None and self.model:
             raise UserError(
                 f"init_from={self.init_from} brings its own model: leave out the keys of model"
@@ -208,10 +191,6 @@ class TrainConfig(Options, validate_default=True):
             raise UserError(
                 "peft trains adapters of a checkpoint, whose weights stay: set init_from to that "
                 "checkpoint, and leave out fill"
-            )
-        if self.best_model != "no" and self.validation is None:
-            raise UserError(
-                f"best_model={self.best_model} needs validations: set validation, such as held_out"
             )
         return self
 

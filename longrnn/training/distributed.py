@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,7 +35,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
-USE_FSDP, PRECISION = "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"
+USE_FSDP = "ACCELERATE_USE_FSDP"
 # Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
 # wake-up and waits forever. The command line exits without destructors.
 _KEPT: list[Any] = []
@@ -45,15 +45,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run; joins the processes of a launch (`longrnn.processes`).
 
     Raises:
-        UserError: the launch and the run have different mixed precision, the processes cannot be
-            joined, or the tracker's package is missing.
+        UserError: the processes cannot be joined, or the tracker's package is missing.
     """
-    if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
-        raise UserError(
-            f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
-            f"{config.mixed_precision}: add mixed_precision={os.environ[PRECISION]} behind the "
-            "configuration, or take it out of the launch configuration"
-        )
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise UserError(
             f"report_to={config.report_to} needs a package that is not installed: "
@@ -79,48 +72,35 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def prepare(
-    accelerator: Accelerator,
-    objective: Objective,
-    config: TrainConfig,
-    scales: Mapping[nn.Parameter, float],
-) -> tuple[Any, Any]:
+def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig) -> tuple[Any, Any]:
     """The objective, copied (DDP) or sharded (FSDP2) over the processes, and its optimizer.
 
     Args:
         accelerator: of `build_accelerator`.
         objective: of the model, on its device.
         config: the run.
-        scales: of `longrnn.training.optim.scale_rates`.
 
     Raises:
         UserError: the launch asks for a version of FSDP other than 2, or for shards of one process.
     """
     model = objective.model
     if os.environ.get(USE_FSDP, "false").lower() != "true":
-        prepared = accelerator.prepare(objective, build_optimizer(model, config, scales))
+        prepared = accelerator.prepare(objective, build_optimizer(model, config))
     else:
         if os.environ.get("FSDP_VERSION", "1") != "2" or accelerator.num_processes < 2:
             raise UserError(
                 "a model is sharded by FSDP of version 2 over several processes: launch at least "
                 "2, with a configuration such as the bundled gpu8_fsdp2"
             )
-        by_name = {name: scales.get(p, 1.0) for name, p in model.named_parameters()}
-        _shard(accelerator, objective)
-        scales = {p: by_name[name] for name, p in model.named_parameters()}
-        prepared = objective, accelerator.prepare(build_optimizer(model, config, scales))
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        # The weights of each block are one group, and all others are another.
+        for part in (*model.blocks, objective):
+            fully_shard(part, mesh=mesh)
+        register_fsdp_forward_method(objective, "token_losses")
+        prepared = objective, accelerator.prepare(build_optimizer(model, config))
     if accelerator.num_processes > 1:
         _KEPT.append(prepared)
     return prepared
-
-
-def _shard(accelerator: Accelerator, objective: Objective) -> None:
-    """Shards the weights of an objective in place, those of a block as one group."""
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for block in objective.model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(objective, mesh=mesh)
-    register_fsdp_forward_method(objective, "token_losses")
 
 
 def gathered(tree: Any) -> Any:
@@ -146,18 +126,6 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     local = whole.to(like.device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def together(work: Any) -> None:
-    """Runs `work` in each process; raises in all of them the OSError that it raised in one."""
-    failed: OSError | None = None
-    try:
-        work()
-    except OSError as error:
-        failed = error
-    for error in processes.gather(failed):
-        if error is not None:
-            raise error
 
 
 def start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:

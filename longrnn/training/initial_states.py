@@ -57,12 +57,9 @@ class InitialState(ABC):
 
     Attributes:
         streams: whether rows are streams: consecutive segments of documents.
-        whole_states: whether states are zero or reached by reading tokens, with all that a
-            mitigation remembers of them.
     """
 
     streams = False
-    whole_states = True
 
     def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         self.context, self.zero_share = context, zero_share
@@ -197,47 +194,39 @@ class FittedNoise(InitialState):
         momentum: weight of the past when a batch is added to the running moments.
     """
 
-    whole_states = False
-
     def __init__(
         self, context: Context, *, zero_share: Share = 0.1, momentum: Momentum = 0.99
     ) -> None:
         super().__init__(context, zero_share=zero_share)
         self.momentum = momentum
-        # By leaf: running means of x and x², `(2, units)` float64, both too small by `weight`.
-        self.moments: dict[str, Tensor] = {}
-        self.weight = 0.0
+        # Running means of x and x² of each leaf, and of 1: how much the others are too small.
+        self.moments: Tensor | None = None
 
     def after(self, state: LMState, micro: int) -> None:
-        found = {name: _moments(leaf.detach()) for name, leaf in leaves(state.layers)}
-        flat = torch.cat([pair.flatten() for pair in found.values()])
+        found = [_moments(leaf.detach()).flatten() for _, leaf in leaves(state.layers)]
+        flat = torch.cat([*found, found[0].new_ones(1)])
         flat = self.context.total(flat) / self.context.world_size
-        if not bool(flat.isfinite().all()):
-            return  # the moments of a failed step are not used
-        parts = flat.split([pair.numel() for pair in found.values()])
-        for (name, pair), part in zip(found.items(), parts, strict=True):
-            before = self.moments.get(name, torch.zeros_like(pair))
-            self.moments[name] = before.lerp(part.view_as(pair), 1 - self.momentum)
-        self.weight += (1 - self.weight) * (1 - self.momentum)
+        if bool(flat.isfinite().all()):  # the moments of a failed step are not used
+            before = torch.zeros_like(flat) if self.moments is None else self.moments
+            self.moments = before.lerp(flat, 1 - self.momentum)
 
     def content(self) -> dict[str, Any]:
-        weight = torch.tensor(self.weight, dtype=torch.float64)
-        return {"weight": weight} | {name: pair.cpu() for name, pair in self.moments.items()}
+        return {} if self.moments is None else {"moments": self.moments.cpu()}
 
     def restore(self, content: Mapping[str, Any]) -> None:
         device = self.context.init_state(1).position.device
-        self.moments = {n: pair.to(device) for n, pair in content.items() if n != "weight"}
-        self.weight = float(content["weight"])
+        self.moments = content["moments"].to(device) if content else None
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
-        if not self.moments:
+        if self.moments is None:
             return zero
-        drawn = []
-        for name, noise in leaves(_noise(zero.layers, seeds)):
-            mean, square = self.moments[name] / self.weight
+        left, drawn = self.moments[:-1] / self.moments[-1], []
+        for _, noise in leaves(_noise(zero.layers, seeds)):
+            units = noise.shape[_unit_axis(noise)]
+            (mean, square), left = left[: 2 * units].view(2, units), left[2 * units :]
             deviation = (square - mean.square()).clamp(min=0).sqrt()
-            mean, deviation = (_spread(values, noise) for values in (mean, deviation))
-            drawn.append(noise * deviation + mean)
+            shape = (-1, 1, 1) if noise.ndim == 4 else (-1,)
+            drawn.append(noise * deviation.view(shape).to(noise) + mean.view(shape).to(noise))
         return zero._replace(layers=unflatten(zero.layers, drawn))
 
 
@@ -250,8 +239,6 @@ class RandomNoise(InitialState):
         zero_share: share of rows that start from zero.
         std: the standard deviation.
     """
-
-    whole_states = False
 
     def __init__(self, context: Context, *, zero_share: Share = 0.1, std: Deviation = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
@@ -272,17 +259,16 @@ def _noise(like: PyTree, seeds: Sequence[int]) -> PyTree:
     return tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
 
 
+def _unit_axis(leaf: Tensor) -> int:
+    """The axis of heads in the state of a recurrence `(b, h, p, n)`; else that of units."""
+    return 1 if leaf.ndim == 4 else leaf.ndim - 1
+
+
 def _moments(leaf: Tensor) -> Tensor:
-    """Means of x and x² for each head of `(b, h, p, n)`, or unit of `(…, d)`: `(2, units)`."""
-    kept = 1 if leaf.ndim == 4 else leaf.ndim - 1
-    others = [axis for axis in range(leaf.ndim) if axis != kept]
+    """Means of x and x² for each head or unit, `(2, units)`."""
+    others = [axis for axis in range(leaf.ndim) if axis != _unit_axis(leaf)]
     wide = leaf.double()
     return torch.stack([wide.mean(others), wide.square().mean(others)])
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """`(units,)` reshaped to broadcast against `like`; undoes the reduction of `_moments`."""
-    return values.view((-1, 1, 1) if like.ndim == 4 else (-1,)).to(like.dtype)
 
 
 def _finite(state: LMState) -> Tensor:

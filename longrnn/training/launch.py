@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from longrnn.bundled import find
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.programs import INTERRUPTED, UNEXPECTED, module_environment
 
 # The options of the launch, for the command that continues a run.
@@ -69,8 +70,8 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
         raise
     except (AssertionError, ConnectionError, FileNotFoundError, ValueError) as error:
         raise UserError(
-            f"the launch is not possible ({error}): take a configuration such as cpu2, or see "
-            "`accelerate launch --help`"
+            f"the launch is not possible ({one_line(error)}): take a configuration such as cpu2, "
+            "or see `accelerate launch --help`"
         ) from error
     finally:
         logging.disable(logging.NOTSET)
@@ -81,7 +82,7 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     """The options as accelerate completes them from its configuration files and the machine.
 
     Raises:
-        UserError: the launch is of another kind, or there are fewer GPUs than processes.
+        UserError: there are fewer GPUs than processes.
     """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -89,17 +90,7 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     arguments = launch_command_parser().parse_args([*options, "-m", "longrnn.cli", *program])
     if arguments.config_file is not None:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
-    if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise UserError(
-            f"--num_processes must be at least 1, not {arguments.num_processes}: raise it"
-        )
     planned, *_ = _validate_launch_command(arguments)
-    others = ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile")
-    if any(getattr(planned, name) for name in others):
-        raise UserError(
-            "longrnn trains with copies of a model or its shards (FSDP2): take a launch "
-            "configuration such as gpu8 or gpu8_fsdp2"
-        )
     here = planned.num_processes // (planned.num_machines or 1)
     if planned.cpu or planned.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -6,97 +6,70 @@ lost in a narrower dtype. accelerate handles mixed precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn.config import build_config
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf import lora
-from longrnn.hf.load import load
-from longrnn.hf.names import NONE, resolve, split_dtype, split_spec
+from longrnn.hf.load import load, mitigated
+from longrnn.hf.names import resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
-from longrnn.mitigations import mitigation
+from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import load_model, save_model
+from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
-from longrnn.training.initial_states import INITIAL_STATES
-
-Say = Callable[[str], None]
 
 
-def build(config: TrainConfig, task: Task, say: Say, found: Path | None = None) -> RecurrentLM:
+def build(config: TrainConfig, task: Task, found: Path | None = None) -> RecurrentLM:
     """Builds or loads the model that a run starts with, in float32 and under its mitigation.
+
+    By default a checkpoint is trained under the mitigation that it was trained under before.
 
     Args:
         config: the run.
         task: which the model must fit.
         found: the checkpoint to resume from; `init_from` is then read again for adapters only.
-        say: receives one line for each thing that the user should know.
 
     Raises:
-        UserError: the configuration or checkpoint does not fit, or weights are not finite.
+        UserError: the configuration or checkpoint does not fit.
     """
+    recorded = None
     if config.init_from is None:
         options = {"vocab_size": task.vocab_size, **config.model}
         plain = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
     else:
         own = found is None or config.peft is not None
-        plain = _load(config.init_from if own else str(found))
-    _check_vocabulary(plain.vocab_size, task)
+        loaded = load(config.init_from if own else str(found))
+        if not isinstance(loaded, RecurrentLM):
+            raise UserError(
+                f"init_from={config.init_from} is a Hugging Face model, and longrnn trains its own "
+                "recurrent models: train this one with Hugging Face's Trainer"
+            )
+        plain, recorded = loaded.under(None).float(), loaded.mitigation
+    check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
         r, targets, full = config.peft.r, config.peft.targets, config.peft.full
         lora.add_adapters(plain, r=r, alpha=2 * r, targets=targets, full=full)
-    model = plain
+    model = plain.under(recorded)
     if config.mitigation is not None:
-        model = plain.under(mitigation(config.mitigation))
-    _check_state(model, config)
-    if plain.trained_under not in (None, spec_of(model)):
-        say(
-            f"the model was trained under {plain.trained_under}, and this run trains it under "
-            f"{spec_of(model) or 'no mitigation'}: set mitigation={plain.trained_under!r} to train "
-            "it as before"
-        )
-    model.trained_under = spec_of(model)
+        model = mitigated(plain, split(config.mitigation))
+        assert isinstance(model, RecurrentLM)
+    model.trained_under = None if model.mitigation is None else model.mitigation.describe()
     model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
 
 
-def spec_of(model: RecurrentLM) -> str | None:
-    """The spec of the mitigation under which a model computes; None without one."""
-    return None if model.mitigation is None else model.mitigation.describe()
+def check_vocabulary(vocab_size: int, task: Task) -> None:
+    """Refuses a model without the ids of a task, or with many more than the tokenizer.
 
-
-def _load(source: str) -> RecurrentLM:
-    spec = split_dtype(split_spec(source)[1])[1]
-    if spec is not None:
-        raise UserError(
-            f"init_from={source} names a mitigation: leave out what follows the plus, and set "
-            f"mitigation={spec} to train under it"
-        )
-    model = load(f"{source}+{NONE}")
-    if not isinstance(model, RecurrentLM):
-        raise UserError(
-            f"init_from={source} is a Hugging Face model, and longrnn trains its own recurrent "
-            "models: train this one with Hugging Face's Trainer"
-        )
-    model.float()
-    if (name := first_not_finite(model.state_dict())) is not None:
-        raise UserError(
-            f"{source} holds weights that are not finite (the first is {name}): give a checkpoint "
-            "from before that"
-        )
-    return model
-
-
-def _check_vocabulary(vocab_size: int, task: Task) -> None:
-    """Refuses a model without the ids of the task, or with many more than the tokenizer.
-
-    Vocabularies are often padded to a multiple of some number, or with room for further tokens.
+    Raises:
+        UserError: such a model.
     """
     ids, reads_text = task.vocab_size, not isinstance(task, SequenceTask)
     if vocab_size < ids or (reads_text and vocab_size > max(ids + 256, 1.05 * ids)):
@@ -104,26 +77,6 @@ def _check_vocabulary(vocab_size: int, task: Task) -> None:
             f"the task uses {ids:,} token ids and model.vocab_size is {vocab_size:,}: leave out "
             "tokenizer and model.vocab_size for those that fit, or start from another model"
         )
-
-
-def _check_state(model: RecurrentLM, config: TrainConfig) -> None:
-    """Refuses noise as an initial state of a mitigation that remembers tokens."""
-    kind = config.initial_state["kind"]
-    if INITIAL_STATES[kind].whole_states:
-        return
-    if any(edit is not None and edit.window is not None for edit in model.edits):
-        raise UserError(
-            f"initial_state={kind} draws states without the tokens that {spec_of(model)} "
-            "remembers: set initial_state={kind: pass} or {kind: zero}"
-        )
-
-
-def first_not_finite(weights: Mapping[str, Tensor]) -> str | None:
-    """The name of the first weight with a NaN or an infinity; None where all are finite."""
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            return name
-    return None
 
 
 def tokenizer_of(config: TrainConfig, found: Path | None = None) -> Tokenizer:
@@ -165,7 +118,7 @@ def save(
         weights: the whole state dict.
         base: the checkpoint whose adapters are trained, if they are; only they are written.
     """
-    spec = spec_of(model)
+    spec = model.trained_under
     if lora.has_adapters(model):
         fingerprint = str(model.base_fingerprint)
         known = {"base": str(base), "base_fingerprint": fingerprint, "mitigation": spec}
@@ -176,13 +129,3 @@ def save(
         tokenizer.save(folder)
         file = {"tokenizer": "tokenizer.json"}
     save_model(model, folder, weights=weights, mitigation=spec, **file)
-
-
-def read(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
-    """The weights that `save` wrote of such a model.
-
-    Raises:
-        UserError: they are damaged.
-    """
-    is_adapter = lora.has_adapters(model)
-    return lora.read_weights(model, folder) if is_adapter else load_model(folder).state_dict()

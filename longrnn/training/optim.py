@@ -34,8 +34,15 @@ def fill(model: nn.Module, values: Mapping[str, float]) -> None:
             parameter.fill_(value)
 
 
-def scale_rates(model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, float]:
-    """The factor of `learning_rate_scale` of each parameter; where it is 0, freezes it.
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a model, in groups of one weight decay and learning rate each.
+
+    Parameters whose factor is 0 are frozen. A group's `scale` is the factor of its learning rate,
+    see `set_learning_rate`.
+
+    Args:
+        model: with whole or sharded parameters.
+        config: the run.
 
     Raises:
         UserError: a pattern matches nothing, or nothing is left to train.
@@ -43,30 +50,14 @@ def scale_rates(model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, flo
     scales: dict[nn.Parameter, float] = {}
     for pattern, factor in config.learning_rate_scale.items():
         scales |= dict.fromkeys(_matching(model, pattern, "learning_rate_scale"), factor)
-    for parameter, factor in scales.items():
-        if factor == 0:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("learning_rate_scale freezes all parameters: set fewer of them to 0")
-    return scales
-
-
-def build_optimizer(
-    model: nn.Module, config: TrainConfig, scales: Mapping[nn.Parameter, float] | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer of what is not frozen, in groups of one weight decay and learning rate each.
-
-    Args:
-        model: with whole or sharded parameters.
-        config: the run.
-        scales: of `scale_rates`; a group's `scale` is one of them, see `set_learning_rate`.
-    """
-    scales = scale_rates(model, config) if scales is None else scales
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and scales.get(parameter) != 0)
         if parameter.requires_grad:
             decay = config.weight_decay if decays(name, parameter) else 0.0
             groups.setdefault((decay, scales.get(parameter, 1.0)), []).append(parameter)
+    if not groups:
+        raise UserError("learning_rate_scale freezes all parameters: set fewer of them to 0")
     return torch.optim.AdamW(
         [
             {"params": parameters, "weight_decay": decay, "scale": scale}

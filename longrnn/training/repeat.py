@@ -36,13 +36,11 @@ def read_repeatedly(
         rows: where documents and padding begin; None for rows of one document.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one, a mitigation, or
-            packed rows.
+        UserError: a cell whose state is not a linear function of the previous one, or a mitigation.
     """
     if times is None or bool((times == 1).all()):
         return model.hidden(tokens, state, rows=rows)
-    if rows is not None:
-        raise UserError("rows of several documents cannot be repeated: set max_repeat=1")
+    assert rows is None  # repeated rows have one document, without padding
     if model.mitigation is not None:
         raise UserError(
             "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "

@@ -31,17 +31,15 @@ from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.distributed import interrupts, prepare, start_trackers
+from longrnn.training.distributed import gathered, interrupts, prepare, start_trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
-from longrnn.training.optim import fill, learning_rate, scale_rates, set_learning_rate
+from longrnn.training.optim import fill, learning_rate, set_learning_rate
 from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
-COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "best")
-# With `nonfinite: skip`, a run stops after this many skipped steps in a row.
-MOST_SKIPPED = 10
+COUNTERS = ("step", "tokens", "pending", "skipped")
 
 
 class Trainer:
@@ -73,24 +71,23 @@ class Trainer:
         processes.on_main(lambda: TASKS.build(config.task, self.tokenizer) and None)
         self.task = TASKS.build(config.task, self.tokenizer)
         torch.manual_seed(config.seed)
-        model = models.build(config, self.task, self.say, origin)
+        model = models.build(config, self.task, origin)
         fill(model, config.fill)
-        scales = scale_rates(model, config)
         model.to(self.accelerator.device).train()
         check_length(self.task, config, model.max_length)
         validation = config.validation
         self.validation: Validation | None = None
         if isinstance(validation, Mapping):
             held_out = TASKS.build(validation, self.tokenizer)
-            self.validation = Validation(config, model, self.task, held_out)
+            models.check_vocabulary(model.vocab_size, held_out)
+            self.validation = Validation(config, model.max_length, self.task, held_out)
         rank, world = processes.rank(), processes.size()
         context = Context(model.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         objective = Objective(model)
-        self.objective, self.optimizer = prepare(self.accelerator, objective, config, scales)
+        self.objective, self.optimizer = prepare(self.accelerator, objective, config)
         self.step = self.tokens = 0
-        self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
-        self.best: tuple[int, float] | None = None  # step and loss of the best validation
+        self.skipped = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
             self._restore(origin)
@@ -143,7 +140,6 @@ class Trainer:
         if means.pop("nonfinite") > 0:
             self._leave_out()
             return {"stop": means["stop"]}
-        self.skipped_in_a_row = 0
         for micro, (_, output) in enumerate(outputs):
             self.starts.after(output.state, micro)
         self.optimizer.step()
@@ -160,9 +156,7 @@ class Trainer:
         """
         config = self.config
         start_trackers(self.accelerator, config)
-        rows = config.per_device_train_batch_size * processes.size()
-        reads = self.task.summary(rows, config.length.max, config.carries)
-        if reads:
+        if reads := self.task.summary(config.length.max):
             self.say(reads)
         left = config.max_steps - self.step
         with (
@@ -179,38 +173,26 @@ class Trainer:
                 rate = (self.tokens - before) / (time.monotonic() - begun)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - before, note)
-                improved = False
                 if self.validation is not None and (last or self.step % config.eval_steps == 0):
                     whole = self.accelerator.unwrap_model(self.objective)
-                    found = self.validation.evaluate(whole)
-                    self._record(found)
-                    improved = config.best_model != "no" and self._improves(found["eval_loss"])
+                    self._record(self.validation.evaluate(whole))
                 if last or self.step % config.logging_steps == 0:
                     self._log(rate)
-                if last or stop or improved or self.step % config.save_steps == 0:
+                if last or stop or self.step % config.save_steps == 0:
                     self._save()
                 if stop and not last:
                     # SIGTERM, or another process received the signal.
                     kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
                     raise kind(f"{self.output_dir}: step {self.step} is done and saved")
-            if config.best_model != "no" and self.best is not None:
-                best = checkpoint.folder_of(self.output_dir, self.best[0])
-                checkpoint.load_weights(best, self.model)
-                self.say(f"the final model is that of step {self.best[0]}, the best")
-            checkpoint.save_final(self.output_dir, self.model, self.tokenizer, config.init_from)
+            weights = gathered(self.model.state_dict())
+            final = self.output_dir, self.tokenizer, weights, config.init_from
+            processes.on_main(lambda: models.save(self.model, *final))
         self.accelerator.end_training()
 
     @property
     def model(self) -> RecurrentLM:
         """The model in training."""
         return self.accelerator.unwrap_model(self.objective).model
-
-    def _improves(self, loss: float) -> bool:
-        """Whether a validation loss is the best so far, which is then remembered."""
-        if not math.isfinite(loss) or (self.best is not None and loss >= self.best[1]):
-            return False
-        self.best = (self.step, loss)
-        return True
 
     def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
         """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
@@ -224,15 +206,13 @@ class Trainer:
         self.optimizer.zero_grad()
         self.starts.forget()  # carried states may be the cause, and belong to the step before
         self.skipped += 1
-        self.skipped_in_a_row += 1
         where = f"step {self.step + 1}: the loss or its gradient is not finite"
-        if self.config.nonfinite == "skip" and self.skipped_in_a_row < MOST_SKIPPED:
+        if self.config.nonfinite == "skip":
             self.say(f"warning: {where}, and the step is skipped")
             return
         saved = checkpoint.checkpoints(self.output_dir)
-        times = f", as in {MOST_SKIPPED} steps in a row" if self.skipped_in_a_row > 1 else ""
         raise DivergedError(
-            f"{where}{times}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
+            f"{where}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
             f"on with `longrnn train --resume {self.output_dir} "
             f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
         )
@@ -244,8 +224,6 @@ class Trainer:
             means["skipped"] = self.skipped
         means |= {"learning_rate": learning_rate(self.step - 1, self.config)}
         means |= {"tokens_per_second": rate}
-        if self.accelerator.device.type == "cuda":
-            means["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._record(means)
 
     def _record(self, values: dict[str, float]) -> None:
@@ -256,26 +234,15 @@ class Trainer:
             self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
     def _save(self) -> None:
-        weights = self.model.state_dict()
-        local = {name: getattr(x, "_local_tensor", x) for name, x in weights.items()}
-        found = processes.gather(models.first_not_finite(local))
-        if name := next(filter(None, found), None):
-            raise DivergedError(
-                f"after step {self.step} the weight {name} is not finite: go on with `longrnn "
-                f"train --resume {self.output_dir}` and a lower learning_rate"
-            )
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        counters["data"] = self.task.data_sha256()
-        base, carried = self.config.init_from, self.starts.content()
-        arguments = (counters, self.model, self.optimizer, carried, self.tokenizer, base)
-        checkpoint.save(self.output_dir, *arguments)
-        if processes.is_main():
-            pinned = None if self.best is None else self.best[0]
-            checkpoint.prune(self.output_dir, self.config.save_total_limit, pinned)
+        counters["data"] = self.task.data_sha256
+        base, keep = self.config.init_from, self.config.save_total_limit
+        state = self.model, self.optimizer, self.starts.content()
+        checkpoint.save(self.output_dir, counters, *state, self.tokenizer, base, keep)
 
     def _restore(self, folder: Path) -> None:
         counters, carried = checkpoint.restore(folder, self.model, self.optimizer)
-        if counters["data"] != self.task.data_sha256():
+        if counters["data"] != self.task.data_sha256:
             raise UserError(
                 f"the data is not that which {folder} was trained on: put it back, or start a new "
                 f"run from there with init_from={folder}"
@@ -283,5 +250,3 @@ class Trainer:
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)
-        if self.best and not checkpoint.folder_of(self.output_dir, self.best[0]).is_dir():
-            self.best = None  # it stayed in the folder of another run

@@ -4,8 +4,7 @@ Notable choices:
 - Rows are drawn once, from a seed that is not that of the run: runs with different seeds are
   compared on the same rows. Every row starts from the zero state.
 - A position is that of a token in its document: rows may hold several documents.
-- Every process reads every row, so that one process and two compute the same; all of them use the
-  numbers of the first one, and make the same decisions.
+- Every process reads every row, so that one process and two compute the same.
 - Rows are read in pieces, and only some logits (`longrnn.ops.loss`) exist at a time: memory does
   not grow with the length of a row.
 """
@@ -15,10 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrnn import processes
 from longrnn.data import UNSCORED, Batch, Task, Text
-from longrnn.errors import LengthError, UserError
-from longrnn.models import RecurrentLM
+from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, rows_of
 
@@ -33,7 +30,7 @@ class Validation:
 
     Args:
         config: has a `validation`.
-        model: in training; its number of positions limits the default length.
+        positions: those of the model, to which rows are limited; None without a limit.
         training: whose data must not be validated on.
         task: of `config.validation`.
 
@@ -41,44 +38,23 @@ class Validation:
         edges: positions between which losses are averaged: 0, the training length, twice that, …
 
     Raises:
-        UserError: rows cannot be made, or overlap with the training data.
+        UserError: rows cannot be made, or are training data.
     """
 
-    def __init__(self, config: TrainConfig, model: RecurrentLM, training: Task, task: Task) -> None:
+    def __init__(
+        self, config: TrainConfig, positions: int | None, training: Task, task: Task
+    ) -> None:
         self.config, self.task = config, task
-        if task.vocab_size > model.vocab_size:
-            raise UserError(
-                f"the validation uses {task.vocab_size} token ids and the model has "
-                f"{model.vocab_size}: give validation data of the same kind as the task"
-            )
         _refuse_overlap(training, task)
-        length, self.rows = self._draw(model.max_length)
-        whole = max(self.rows.tokens.shape[1], length)
-        trained = min(config.length.max, length)
+        trained = config.length.max
+        length = config.eval_length or BEYOND * trained
+        self.rows = task.held_out(config.eval_samples, length=min(length, positions or length))
+        whole = self.rows.tokens.shape[1]
         doubled = (trained * 2**k for k in range(whole.bit_length()))
         self.edges = [0, *(edge for edge in doubled if edge < whole), whole]
         # Between which edges each token lies, `(rows, t)`.
         ends = torch.tensor(self.edges[1:])
         self._parts = torch.bucketize(_positions(self.rows).contiguous(), ends, right=True)
-
-    def _draw(self, positions: int | None) -> tuple[int, Batch]:
-        """The length of rows, and the rows; by default as long as model and data have them."""
-        given, trained = self.config.eval_length, self.config.length.max
-        length = given or min(BEYOND * trained, positions or BEYOND * trained)
-        if positions is not None and length > positions:
-            raise UserError(
-                f"the model has {positions} positions and validation rows have eval_length="
-                f"{length} tokens: set eval_length={positions} or less"
-            )
-        while True:
-            try:
-                return length, self.task.held_out(self.config.eval_samples, length=length)
-            except LengthError as error:
-                if given is not None or length // 2 < trained:
-                    raise LengthError(
-                        f"validation rows of {length} tokens cannot be made: {error}"
-                    ) from error
-                length //= 2
 
     @torch.no_grad()
     def evaluate(self, objective: Objective) -> dict[str, float]:
@@ -108,7 +84,7 @@ class Validation:
                 values[f"eval_loss_to_{stop}"] = float(losses[own].mean())
         found = {name: torch.cat(each) for name, each in scores.items()}
         values |= {f"eval_{name}": float(x.mean()) for name, x in found.items() if len(x)}
-        return processes.gather(values)[0]
+        return values
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
@@ -135,12 +111,10 @@ def _refuse_overlap(training: Task, validation: Task) -> None:
     """Refuses text that the run trains on."""
     if not isinstance(training, Text) or not isinstance(validation, Text):
         return
-    one, other = training.documents, validation.documents
-    same = one.corpus.sha256 == other.corpus.sha256
-    both = {*one.corpus.header.sources} & {*other.corpus.header.sources}
-    divided = same and {one.part, other.part} == {"training", "held_out"}
-    if (same or both) and not divided:
+    parts = {training.corpus.part, validation.corpus.part}
+    both = {*training.corpus.header.sources} & {*validation.corpus.header.sources}
+    if both and parts != {"training", "held_out"}:
         raise UserError(
-            f"validation reads {min(both, default='the data')}, which the run trains on: set "
-            "validation=held_out, or give it data of its own"
+            f"validation reads {min(both)}, which the run trains on: set validation=held_out, or "
+            "give it data of its own"
         )

@@ -25,7 +25,7 @@ CASES = """
     PERPLEXITY 256 --context 64 --stride 32 | bits per byte
     PERPLEXITY 300 --newlines | bits per byte | 300
     eval perplexity LLAMA MAMBA2 --newlines --lengths 100 | difference from LLAMA
-    eval reverse RUN --n 7 | token accuracy | exact match | edit distance | 8
+    eval reverse RUN --n 7 | token accuracy | exact match | 8
     eval task RUN --lengths 5,6 --n 3 | token accuracy | 5 | 6
     diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64 | After 64 tokens
     compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [

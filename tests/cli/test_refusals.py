@@ -47,8 +47,8 @@ CASES = """
     eval task TEXT | task | --task
     eval task TEXT --task sorrt | 'sorrt' | sort
     eval task TEXT --task passkey | passkey
-    eval task TEXT --task delayed_sum --vocab-size 8 --lengths 5 | even, not 5
-    eval task TEXT --task predecessor_query --vocab-size 8 --lengths 9 | vocab_size=9
+    eval task TEXT --task delayed_sum --vocab-size 8 --lengths 5 | steps of 2, not 5
+    eval task TEXT --task predecessor_query --vocab-size 8 --lengths 9 | vocab_size | from 2 to 8
     eval perplexity TEXT | --text | --newlines
     eval perplexity TEXT --text book.txt | book.txt | 64k
     eval perplexity TEXT --newlines --stride 9 | --context
@@ -117,7 +117,6 @@ CASES = """
     TRAIN tokenizer=gpt3 | no tokenizer at gpt3
     TRAIN 'learning_rate_scale={embeding.weight: 0}' | embedding.weight
     launch --cpu | longrnn launch
-    launch --cpu --num_processes 0 train c.yaml | --num_processes | at least 1, not 0
     eval harness --tasks longrnn_passkey | give the checkpoint before
     eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
@@ -125,15 +124,15 @@ CASES = """
     HARNESS,longrnn_passky | longrnn_passky
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    data build --out new nothing | no file to train on in nothing
-    data build --out new organisation/name/more | no file organisation/name/more
+    HARNESS --metadata n=0 | 'n' | not 0
+    data build --out new nothing | no file to train on at nothing
+    data build --out new organisation/name/more | no file to train on at organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token
-    data build --out new --instruct book.txt | rows with prompts and answers
+    data build --out new --instruct book.txt | prompt and completion
     data build --out new book.txt binary | binary is binary (a NUL at byte 4)
-    data build --out new empty.txt | no document has 2 tokens or more
+    data build --out new empty.txt | empty.txt is empty
     data build --out new --min-length 4k book.txt | no document has 4096 tokens or more
     data build --out new --split-on '' book.txt | --split-on
-    data build --out new --split-on <end> book.txt | '<end>' is in none of the files
     data build --out file/new book.txt | choose another folder
 """
 SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN")

@@ -193,7 +193,7 @@ def test_a_run_of_training(precision: str, tolerance: float, tmp_path: Path) -> 
     config = config_of(tmp_path / "whole", mixed_precision=precision)
     rows = train(config).rows
     assert rows[0]["loss"] == pytest.approx(exact_loss(config), rel=tolerance)
-    assert all(row["tokens_per_second"] > 0 and "peak_memory_gib" in row for row in rows)
+    assert all(row["tokens_per_second"] > 0 for row in rows)
     train(config_of(tmp_path / "parts", mixed_precision=precision, max_steps=2))
     train(config_of(tmp_path / "parts", mixed_precision=precision), resume=True)
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")

@@ -45,8 +45,9 @@ class Signs(ByteTokenizer):
 def test_the_drawing_in_the_docstring() -> None:
     """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
-    prompt = task.prompt("42719", length=14, depth=3 / 8)
-    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], [True], [True])
+    needles = [Needle("42719", 3 / 8)]
+    text = read(task.context(needles, 0, length=14))
+    batch = task._batch([task._row(text, needles)])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],
@@ -69,7 +70,7 @@ def test_prompts_have_exactly_the_length_asked(
     """A prompt has exactly the requested length, with the key at the requested depth."""
     task, key = task_with(tokenizer), keys(True)[pick]
     length = task.least_length() + extra
-    prompt = task.prompt(key, length=length, depth=depth)
+    prompt = task.prompt_of([Needle(key, depth)], 0, length=length)
     assert prompt.shape == (length,)
     assert prompt.dtype == torch.int64
     text = task.tokenizer.decode(prompt.tolist())
@@ -92,9 +93,10 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
     least = task.least_length()
     lines = {key: len(task.ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
     longest = max(lines, key=lambda key: lines[key])
-    assert len(task.prompt(longest, length=least, depth=0.5)) == least
+    needles = [Needle(longest, 0.5)]
+    assert len(task.prompt_of(needles, 0, length=least)) == least
     with pytest.raises(UserError, match=naming(least)) as error:
-        task.prompt(longest, length=least - 1, depth=0.5)
+        task.prompt_of(needles, 0, length=least - 1)
     assert "\n" not in str(error.value)
 
 
@@ -141,14 +143,14 @@ def test_several_queries_follow_one_another() -> None:
     assert counts == {(1, 1), (2, 2), (4, 3)}
 
 
-def test_accuracy_is_the_share_of_whole_keys() -> None:
-    """A key with one wrong digit counts as wrong, and only that key."""
+def test_a_row_is_right_where_all_keys_are() -> None:
+    """One wrong digit makes a row wrong; the text before the answers does not count."""
     task = Passkey(n_keys=4, n_queries=4)
     batch = task.sample(2, length=300, seed=5)
     predictions = batch.targets.clone()
     predictions[0, 301] += 1  # a digit of the first answer
     predictions[1, :200] += 1  # text before the answers
-    assert task.score(predictions, batch)["accuracy"].tolist() == [0.75, 1.0]
+    assert task.score(predictions, batch)["exact_match"].tolist() == [0, 1]
 
 
 def test_numbered_keys() -> None:
@@ -176,6 +178,6 @@ def test_fillers_of_files_with_numbers(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(text + "x" * 30_000)
     plain, other = (Passkey(filler=str(tmp_path / "a"), numbers_every=n) for n in (None, 9))
     assert plain.n_filler < other.n_filler
-    assert plain.data_sha256() != other.data_sha256()
+    assert plain.data_sha256 != other.data_sha256
     rows = [ByteTokenizer().decode(row) for row in plain.sample(40, length=256).tokens.tolist()]
     assert 0 < sum("xxxxx" in row for row in rows) < 40

@@ -107,6 +107,8 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
                 assert not match or said == ANSWER.format(key=match[1])
                 digits = part.targets[0, LENGTH + len(QUESTION) :]
                 assert answer.any() or (digits == UNSCORED).all()
+                asked = slice(LENGTH, LENGTH + len(QUESTION) - 1)
+                assert ByteTokenizer().decode(part.targets[0, asked].tolist()) == QUESTION[1:]
                 distances |= {since} if answer.any() else set()
     assert distances >= {0, 1, 2, 4}
 
@@ -116,8 +118,8 @@ def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> Non
     batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)
     n_asked = int(batch.answers().any(dim=1).sum())
     task = build()
-    assert task.score(batch.targets, batch)["accuracy"].tolist() == [1.0] * n_asked
-    assert task.score(batch.targets + 1, batch)["accuracy"].tolist() == [0.0] * n_asked
+    assert task.score(batch.targets, batch)["exact_match"].tolist() == [1.0] * n_asked
+    assert task.score(batch.targets + 1, batch)["exact_match"].tolist() == [0.0] * n_asked
 
 
 def test_documents_grow_with_the_steps() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from longrnn.data import build as building
-from longrnn.data import sources as reading
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
@@ -87,10 +86,9 @@ class Indents(ByteTokenizer):
         return super().encode(re.sub("\n +", "\x01", text))
 
 
-def test_long_texts_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_have_the_tokens_of_the_whole() -> None:
     """They are tokenized in pieces, which begin with a line that is not indented."""
-    monkeypatch.setattr(reading, "PIECE_CHARACTERS", 50)
-    text = "a line\n  that goes on\n    and on\nthe next\n" * 20
+    text = "a line\n  that goes on\n    and on\nthe next\n" * 50_000
     Path("long.txt").write_text(text)
     assert documents("long.txt", tokenizer=Indents()) == [re.sub("\n +", "\x01", text)]
 
@@ -109,7 +107,7 @@ def test_prompts_and_answers() -> None:
     assert found.scored is not None
     assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
     assert documents(source, tokenizer=Ended(), instruct=True) == ["2+2=4$", "3+3=6!$"]
-    assert documents(source, tokenizer=Ended(), instruct=True, append_eos=False)[0] == "2+2=4"
+    assert documents(source, text_column="prompt", tokenizer=Ended(), append_eos=True)[0] == "2+2=$"
 
 
 class Chat(ByteTokenizer):

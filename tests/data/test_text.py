@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from longrnn.data import TASKS, UNSCORED, Batch, Text
 from longrnn.data.build import corpus_of
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer, Reading
+from longrnn.text import ByteTokenizer
 from tests.data.drawings import drawing
 from tests.refusals import naming
 
@@ -120,7 +120,7 @@ def test_held_out_documents_are_not_trained_on(texts: list[bytes]) -> None:
 
 
 def read_all(task: Text) -> set[tuple[int, int]]:
-    count = task.documents.places
+    count = task.corpus.places
     how: dict[str, Any] = {"of": 1, "length": 1, "seed": 0, "carried": False}
     return set(read_pairs([task.batch(index, range(1), **how) for index in range(count)]))
 
@@ -143,18 +143,28 @@ def test_only_answers_are_scored(answers: Path) -> None:
     """Whole documents fill a row from the zero state; a prompt's tokens have no target."""
     task = instruct_task(answers)
     wanted = Counter(c for _, completion in ANSWERS[:3] for c in completion)
-    seen: Counter[str] = Counter()
-    rows = len(task.packed(12, 0))
-    for index in range(rows):
-        batch = task.batch(index, range(1), of=1, length=12, seed=0, carried=False)
-        assert batch.tokens.shape == (1, 12)
-        scored = batch.targets[batch.targets != UNSCORED].tolist()
-        seen.update(c for c in map(chr, scored) if c != "o")
-        is_token = torch.ones(1, 12).bool() if batch.is_token is None else batch.is_token
-        assert (batch.targets[~is_token] == UNSCORED).all()
-        begun = {chr(i) for i in batch.tokens[batch.is_document_start].tolist()}
-        assert begun <= {"a", "d", "h", "n"}
-    assert seen == wanted
+    for length, seed in product((5, 7, 9, 12), range(3)):
+        seen: Counter[str] = Counter()
+        for index in range(len(task.rows(length, seed)[0])):
+            batch = task.batch(index, range(1), of=1, length=length, seed=seed, carried=False)
+            assert batch.tokens.shape == (1, length)
+            scored = batch.targets[batch.targets != UNSCORED].tolist()
+            seen.update(c for c in map(chr, scored) if c != "o")
+            is_token = torch.ones(1, length).bool() if batch.is_token is None else batch.is_token
+            assert (batch.targets[~is_token] == UNSCORED).all()
+            begun = {chr(i) for i in batch.tokens[batch.is_document_start].tolist()}
+            assert begun <= {"a", "d", "h", "n"}
+        assert seen == wanted
+
+
+def test_held_out_answers_are_whole_documents(answers: Path) -> None:
+    """No document of answers is divided between training and held-out data."""
+    parts = ("training", "held_out")
+    built = [
+        TASKS.build({"kind": "instruct", "data": str(answers), "part": p}, None) for p in parts
+    ]
+    found = [length for task in built for length in cast(Text, task).corpus.lengths.tolist()]
+    assert sorted(found) == sorted(len(prompt + completion) for prompt, completion in ANSWERS)
 
 
 def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
@@ -165,7 +175,7 @@ def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
     with open(answers, "a") as file:
         file.write("\n" + json.dumps({"prompt": "", "completion": "pq"}))
     task = instruct_task(answers)
-    rows = len(task.packed(31, 0))
+    rows = len(task.rows(31, 0)[0])
     batch = task.batch(0, range(rows), of=rows, length=31, seed=0, carried=False)
     assert rows > 1
     assert len(batch.weights[batch.weights > 0].unique()) == 1
@@ -174,10 +184,13 @@ def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
 
 def test_a_corpus_is_found_again_and_damage_is_named(texts: list[bytes], folder: Path) -> None:
     """The same data is tokenized once; a changed byte of the corpus is refused with its file."""
-    one = corpus_of("texts", Reading(), ByteTokenizer())
-    assert corpus_of("texts", Reading(), ByteTokenizer()).folder == one.folder
-    assert corpus_of("texts", Reading(split_on="\n"), ByteTokenizer()).folder != one.folder
+    one = corpus_of("texts", ByteTokenizer())
+    made = one.folder.stat().st_mtime_ns
+    assert corpus_of("texts", ByteTokenizer()).folder.stat().st_mtime_ns == made
     assert one.tokens.tolist() == list(b"".join(texts))
+    ended = ByteTokenizer()
+    ended.eos_id = 0
+    assert corpus_of("texts", ended).folder != one.folder
     path = one.folder / "tokens.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     with pytest.raises(UserError, match=naming("tokens.bin")):

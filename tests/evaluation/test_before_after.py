@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longrnn.data import Text
-from longrnn.data.stream import Documents
+from longrnn.data.stream import Corpus
 from longrnn.evaluation.before_after import held_out_text, write_suite
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
@@ -22,8 +22,8 @@ def shelf(folder: Path, sizes: dict[str, int]) -> list[str]:
     return [str(folder / name) for name in sizes]
 
 
-def documents(*files: str) -> Documents:
-    return Text(data=list(files)).documents
+def documents(*files: str) -> Corpus:
+    return Text(data=list(files)).corpus
 
 
 @pytest.fixture(autouse=True)

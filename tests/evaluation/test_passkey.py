@@ -129,7 +129,7 @@ def test_insertion_points(tmp_path: Path) -> None:
     assert shares == {300: proportion(3, 3), 400: proportion(0, 3)}
     task = Passkey(ByteTokenizer())
     for (length, place, index), row in found.items():
-        needle = task.needle_at(row["key"], place, length=length)
+        needle = prompts.Needle(row["key"], place / max(task.free(row["key"], length), 1))
         prompt = bytes(task.prompt_of([needle], 0, length=length).tolist())
         line = f"\nThe passkey is {row['key']}. ".encode()
         assert (len(prompt), prompt.index(line)) == (length, len(prompts.HEADER) + place)

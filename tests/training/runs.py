@@ -55,16 +55,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "pass": {
         "task": {"kind": "text", "data": TEXTS},
         "model": LSTM,
-        "length": {"max": 64, "min": 8},
+        "length": {"max": 64},
         "initial_state": {"kind": "pass"},
     },
     "fitted_noise": {
         "task": {"kind": "text", "data": TEXTS},
         "model": MAMBA2,
-        "length": {"max": 64, "min": 8},
+        "length": {"max": 64},
         "initial_state": {"kind": "fitted_noise"},
         "validation": "held_out",
-        "best_model": "loss",
         "eval_steps": 3,
         "eval_samples": 3,
         "eval_length": 96,
@@ -79,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "mixer": {"kind": "gru"},
             "position": {"kind": "sinusoidal"},
         },
-        "length": {"max": 8, "min": 4},
+        "length": {"max": 8},
         "per_device_train_batch_size": 8,
     },
 }

@@ -20,7 +20,7 @@ def test_after_a_skipped_step_carried_rows_start_from_zero(tmp_path: Path) -> No
     how["init_from"] = sick(tmp_path / "sick", "forwards", "carry", ord("2"))
     train(tiny("carry", tmp_path / "run", **how))
     skipped = [int(row["step"]) for row in metrics(tmp_path / "run") if "loss" not in row]
-    folders = [checkpoint.folder_of(tmp_path / "run", step) for step in skipped]
+    folders = [tmp_path / "run" / f"checkpoint-{step:08d}" for step in skipped]
     assert 0 < len(skipped) < 10
     assert not any(checkpoint.read_tensors(folder / "carry-0.pt") for folder in folders)
 
@@ -35,7 +35,7 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path) -> None:
 
 def start(output: Path, **changes: Any) -> list[Fork]:
     path = write_config(tiny("carry", output, **changes), output.with_suffix(".yaml"))
-    return pair("train", path, "--quiet", folder=output.with_suffix(".log"))
+    return pair("--quiet", "train", path, folder=output.with_suffix(".log"))
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
@@ -47,6 +47,6 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     both[1].send(signal.SIGTERM)
     assert [process.end() for process in both] == [0, 0]
     assert len(checkpoint.checkpoints(two)) == 1
-    resumed = pair("train", "--resume", two, "--quiet", folder=tmp_path / "log")
+    resumed = pair("--quiet", "train", "--resume", two, folder=tmp_path / "log")
     assert [process.end() for process in resumed] == [0, 0]
     assert_same_run(one, two)

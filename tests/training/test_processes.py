@@ -121,7 +121,6 @@ def test_the_launchers(tmp_path: Path) -> None:
     [
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "at least 2"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision"),
         ({"WORLD_SIZE": "2"}, "MASTER_ADDR"),
     ],
 )

@@ -91,17 +91,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """The newest and the best are kept; without a damaged one, which is named, the run goes on."""
+    """The newest are kept; without a damaged one, which is named, the run goes on."""
     folder = tmp_path / "run"
-    how = {"save_steps": 2, "logging_steps": 1, "eval_steps": 2, "learning_rate": 3.0}
-    how |= {"lr_scheduler_type": "constant", "warmup_steps": 3}
-    done = run(tiny("fitted_noise", folder, **how))
-    losses = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
-    best = min(losses, key=lambda step: losses[step])
-    kept = {checkpoint.steps(path) for path in checkpoint.checkpoints(folder)}
-    assert best < 8
-    assert kept == {best, 8, 10}
-    assert load(folder).fingerprint() == load(checkpoint.folder_of(folder, best)).fingerprint()
+    run(tiny("fitted_noise", folder, save_steps=2, logging_steps=1))
+    assert [path.name[-2:] for path in checkpoint.checkpoints(folder)] == ["08", "10"]
+    assert load(folder).fingerprint() == load(last_checkpoint(folder)).fingerprint()
     whole = metrics(folder)
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -196,9 +190,6 @@ def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> Non
     config = tiny("reverse", tmp_path / "two", init_from=str(tmp_path / "narrow"), max_steps=3)
     second: Any = run(config).model()
     assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
-    with pytest.raises(UserError, match=naming("sliding_window", "mitigation")):
-        spec = f"{tmp_path / 'narrow'}+sliding_window(window=8)"
-        run(tiny("reverse", tmp_path / "three", init_from=spec))
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_the_loss_by_position_is_that_of_a_loop(tmp_path: Path) -> None:
         if values:
             expected = sum(values) / len(values)
             assert row[f"eval_loss_to_{edge}"] == pytest.approx(expected, rel=1e-5)
-    assert {"eval_accuracy", "step", "tokens"} <= row.keys()
+    assert {"eval_token_accuracy", "step", "tokens"} <= row.keys()
 
 
 @pytest.mark.parametrize("kind", ["passkey", "reverse"])
@@ -52,10 +52,10 @@ def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
     """Tasks without texts validate on rows of their own."""
     task = tiny(kind, tmp_path).task
     length = 8 if kind == "reverse" else 200
-    how = {"validation": task, "eval_length": length, "best_model": "loss"}
+    how = {"validation": task, "eval_length": length}
     run = train(tiny(kind, tmp_path / "run", max_steps=4, **how))
     row = next(row for row in run.rows if "eval_loss" in row)
-    assert {"passkey": "eval_accuracy", "reverse": "eval_exact_match"}[kind] in row
+    assert "eval_exact_match" in row
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,6 @@ def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
         ({"validation": {"kind": "text", "data": TEXTS}}, ["validation", "held_out"]),
         ({"validation": {"kind": "text", "data": TEXTS[3]}}, ["validation", "03.txt"]),
         ({"validation": {"kind": "text", "data": "nowhere.txt"}}, ["nowhere.txt"]),
-        ({**EVERY, "eval_length": 10**6}, ["1000000"]),
         ({"validation": {"kind": "text", "data": TEXTS, "part": "held"}}, ["part"]),
     ],
 )
