@@ -228,7 +228,7 @@ class Scripted:
             loss -= 1.0  # one of them alone does nothing
         if (0, 0) in self.chosen:
             loss += 1.5
-        if self.chosen.get((0, 1)) == "forget_more":
+        if self.chosen.get((0, 1)) == "sliding_window":  # too little to be chosen
             loss -= TOLERANCE / 2
         return torch.full(rows.shape, loss), None
 
