@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,17 @@ def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
         expected.get_parameter(name).fill_(0.05)
     assert list(found) == ["c.yaml", orthogonal]
     assert found["c.yaml"] == expected.fingerprint() != found[orthogonal]
+
+
+def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
+    cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """The configuration is in the folder above it."""
+    inside = tmp_path / "run/checkpoint"
+    inside.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(models / "backwards" / name, inside)
+    shutil.copy(models / "backwards/train.yaml", tmp_path / "run")
+    result = cli("diagnose", "gradients", "run/checkpoint", *SMALL, "--output", "out")
+    assert result.code == 0, result.err
+    assert "reverse" in head_of(tmp_path / "out")["task"]

@@ -16,15 +16,17 @@ from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import EVERY, METHODS, calibrate
-from longrnn.diagnostics.per_head import TOLERANCE
+from longrnn.diagnostics.per_head import TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.base import Calibration, Chain, Mitigation
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
+from longrnn.progress import Progress
+from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.refusals import naming
@@ -205,6 +207,65 @@ def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None
     assert first <= mean_loss(model, tokens) + TOLERANCE
     assert last < first + TOLERANCE * len(candidates)
     assert again == found[1]
+
+
+class Scripted:
+    """A model whose loss is a function of the choices of its heads."""
+
+    def __init__(self, chosen: dict[Any, str] | None = None) -> None:
+        self.chosen = chosen or {}
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def under(self, spec: Mitigation | Chain) -> Scripted:
+        parts = spec.parts()
+        return Scripted({head: part.name for part in parts for head in part.heads or ()})
+
+    def token_losses(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        loss = 2.0
+        if self.chosen.get((1, 0)) == self.chosen.get((1, 1)) == "sliding_window":
+            loss -= 1.0  # one of them alone does nothing
+        if (0, 0) in self.chosen:
+            loss += 1.5
+        if self.chosen.get((0, 1)) == "sliding_window":  # too little to be chosen
+            loss -= TOLERANCE / 2
+        return torch.full(rows.shape, loss), None
+
+
+def test_per_head_finds_heads_that_act_together_and_leaves_the_others_alone() -> None:
+    """All heads alike are worse than none, and a single head does nothing: a layer does."""
+    options = {"none": {}, "forget_more": {"decay_scale": 0.9}, "sliding_window": {"window": 8}}
+    heads = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    rows = torch.zeros(2, 4, dtype=torch.long)
+    model: Any = Scripted()
+    with Progress("per head", None, unit="tokens", quiet=True) as progress:
+        found = search(model, rows, rows, options, heads, 300, progress)
+    assert found == [{"kind": "sliding_window", "window": 8, "heads": [[1, 0], [1, 1]]}]
+
+
+def test_keyed_prompts_spread_their_keys_over_the_text() -> None:
+    """Each prompt has one key line, deeper than that of the one before, and scores its answer."""
+    texts = torch.tensor([list((PROSE * 2).encode()[start : start + 601]) for start in (0, 99)])
+    rows, targets = keyed_prompts(texts, texts.repeat(2, 1), ByteTokenizer())
+    assert torch.equal(targets[:2], texts[:, 1:])
+    places = []
+    for row, target in zip(rows[2:], targets[2:], strict=True):
+        prompt = bytes(row.tolist()).decode()
+        key = prompt.split("The passkey is ")[1][:5]
+        assert key in bytes(target[target >= 0].tolist()).decode()
+        places.append(prompt.index("The passkey is "))
+    assert places == sorted(set(places))
+    assert places[-1] > 350
+
+
+def test_a_model_whose_logits_are_not_finite_is_refused(documents: list[Document]) -> None:
+    """Also if the only observation is at the training length."""
+    model = build(dtype=torch.float32)
+    with torch.no_grad():
+        model.cells[0].get_parameter("in_proj.weight")[0, 0] = torch.nan
+    with pytest.raises(UserError, match="finite"):
+        calibrate(model, documents, "state_norm", train_length=EVERY, quiet=True)
 
 
 @pytest.mark.parametrize("method", list(METHODS))

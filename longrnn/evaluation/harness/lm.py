@@ -272,6 +272,6 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
     return {
         "until": handle_stop_sequences(found["until"], eos=eos),
         "max_new_tokens": found["max_gen_toks"],
-        "temperature": found["temperature"] if found["do_sample"] else 0.0,
+        "temperature": found["temperature"],
         "top_p": found.get("top_p") or 1.0,
     }

@@ -10,6 +10,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
+from longrnn.evaluation.harness.lm import generation
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -87,6 +88,15 @@ def test_a_transformer_is_that_of_hf(
     assert (config["requests_truncated"] > 0) == ("truncated" in caplog.text) == (limit < 100)
 
 
+def test_a_request_as_long_as_the_maximum_length_is_whole(setting: Setting) -> None:
+    """The last token of a continuation is only predicted, so it does not count."""
+    model = ours(setting)
+    model.max_length = 20
+    for context, truncated in ((18, 0), (19, 1)):
+        model._loglikelihood_tokens([(None, [1] * context, [2, 3, 4])])
+        assert model.counts["truncated"] == truncated
+
+
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
     """`model="longrnn"` accepts arguments as text, with a mitigation behind the checkpoint."""
     save_model(setting.model, tmp_path / "ours")
@@ -137,8 +147,12 @@ def test_cache(setting: Setting, tmp_path: Path) -> None:
     assert responses(whole, task) == responses(rest, task) == responses(again, task)
 
 
-def test_bad_arguments(setting: Setting) -> None:
-    """Invalid arguments raise a UserError."""
+def test_generation_options(setting: Setting) -> None:
+    """Options that are not supported raise a UserError, others reach the model."""
     repeats = {"repetition_penalty": 1.3}
     with pytest.raises(UserError, match="repetition_penalty"):
         evaluate(ours(setting), setting.tasks, "tiny_generate", gen_kwargs=repeats)
+    sampled = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "until": ["."], "num_beams": 1}
+    expected = {"until": ["."], "max_new_tokens": 256, "temperature": 0.5, "top_p": 0.9}
+    assert generation(sampled, None) == expected
+    assert generation({"temperature": 0.5, "do_sample": False}, None)["temperature"] == 0.0
