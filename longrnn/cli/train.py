@@ -103,7 +103,7 @@ def finetune(options: Finetuning) -> None:
     """Fine-tune a checkpoint on long documents, and evaluate it before and after.
 
     The data is tokenized with the tokenizer of the checkpoint, and a part of it is held out. The
-    run validates on that part, and ends with its best model. OUTPUT/train.yaml is the
+    run validates on that part. OUTPUT/train.yaml is the
     configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss on
     held-out data and the recall of passkeys before and after.
 

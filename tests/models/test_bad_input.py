@@ -36,6 +36,8 @@ def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: t
     ids = random_tokens(2, 5)
     with torch.no_grad():
         assert torch.equal(model(ids.to(dtype)).logits, model(ids).logits)
+    with pytest.raises(UserError, match="vocabulary"):
+        model(torch.tensor([[model.vocab_size]]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.mamba2 import Mamba2
-from longrnn.mitigations import MITIGATIONS
+from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, clone
 from tests.contracts.builders import (
@@ -139,6 +139,20 @@ def test_what_changes_between_tokens_takes_effect(name: str) -> None:
     after = decoded(model, state)
     assert_trees_equal(after, decoded(copy.deepcopy(model), state))
     assert name == "backend" or not torch.allclose(after[0], before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_and_its_mitigated_copies_decode_in_turn() -> None:
+    """Each with its own edits, although they share their weights."""
+    model = native_model()
+    copies = [
+        model,
+        *(model.under(mitigation(mitigation_spec(k))) for k in ("forget_more", "none")),
+    ]
+    state = random_state(model, 2)
+    alone = [decoded(copy.deepcopy(one), state) for one in copies]
+    assert not torch.allclose(alone[0][0], alone[1][0])
+    for _ in range(2):
+        assert_trees_equal([decoded(one, state) for one in copies], alone)
 
 
 @needs_kernels
