@@ -89,11 +89,9 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     arguments = launch_command_parser().parse_args([*options, "-m", "longrnn.cli", *program])
     if arguments.config_file is not None:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
-    if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise UserError(
-            f"--num_processes must be at least 1, not {arguments.num_processes}: raise it"
-        )
     planned, *_ = _validate_launch_command(arguments)
+    if planned.num_processes < 1:  # by default the number of GPUs
+        raise UserError(f"--num_processes must be at least 1, not {planned.num_processes}: give it")
     others = ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile")
     if any(getattr(planned, name) for name in others):
         raise UserError(
