@@ -91,6 +91,8 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     if arguments.config_file is not None:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
     planned, *_ = _validate_launch_command(arguments)
+    if planned.num_processes < 1:  # by default the number of GPUs
+        raise UserError(f"--num_processes must be at least 1, not {planned.num_processes}: give it")
     here = planned.num_processes // (planned.num_machines or 1)
     if planned.cpu or planned.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

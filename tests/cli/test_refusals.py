@@ -117,6 +117,8 @@ CASES = """
     TRAIN tokenizer=gpt3 | no tokenizer at gpt3
     TRAIN 'learning_rate_scale={embeding.weight: 0}' | embedding.weight
     launch --cpu | longrnn launch
+    launch --cpu train c.yaml | --num_processes | at least 1, not 0
+    launch --cpu --num_processes 0 train c.yaml | --num_processes | at least 1, not 0
     eval harness --tasks longrnn_passkey | give the checkpoint before
     eval harness passkey-tiny | No tasks specified
     eval harness passkey-tinny --tasks longrnn_passkey | 'passkey-tiny'?
