@@ -47,7 +47,7 @@ class Answers(Evaluation):
                 )
             refuse_unfit(other.tokenizer, other.model, other.name)
         task = Instruct(first.tokenizer, data=self.data, part=self.part)
-        corpus, digest = task.corpus, task.data_sha256()
+        corpus, digest = task.corpus, task.data_sha256
         chosen = shuffled(len(corpus.lengths), f"{self.seed}/answers")[: self.n].tolist()
         longest = int(corpus.lengths[chosen].max()) - 1  # the last token is only predicted
         items = [

@@ -67,7 +67,7 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
     documents = [random_tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
     for extra in (False, True):
         collate = DataCollatorWithFlattening(return_flash_attn_kwargs=extra)
-        batch = collate([{"input_ids": ids} for ids in documents])
+        batch: Any = collate([{"input_ids": ids} for ids in documents])
         packed = model(**batch)
         count = sum(len(ids) - 1 for ids in documents)
         total = sum(
