@@ -52,7 +52,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
                 there is no default.
         """
         member, options = self._checked(spec)
-        return member(*context, **dict(options))
+        return member(*context, **dict(iter(options)))
 
     def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """`spec` with the default of every option that it leaves out.
@@ -61,7 +61,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
             UserError: as `build`.
         """
         _, options = self._checked(spec)
-        return {"kind": spec["kind"], **dict(options)}
+        return {"kind": spec["kind"], **dict(iter(options))}
 
     def _checked(self, spec: Mapping[str, Any]) -> tuple[type[T], MemberOptions]:
         """The member, and its options as the types that its constructor states."""

@@ -17,17 +17,17 @@ GRADIENTS = "diagnose gradients"
 CALIBRATE = "calibrate SHORT --text filler.txt --text book.txt --method"
 # A command, what it prints, and a file that it writes below results/.
 CASES = """
-    eval passkey TEXT --lengths 160,256 --n 2 | depth 75% | keys recalled | 256 | × as many
+    eval passkey TEXT --lengths 160,256 --n 2 | depth 75% | keys recalled | 256
     eval passkey TEXT --lengths 200,300 --n 1 --insert-at 0,100 | 100 | keys recalled | 300
     eval passkey TEXT+forget_more LLAMA --lengths 160,300 --n 1 | LLAMA | 256 tokens
     eval passkey LLAMA+beyond --lengths 300 --n 1 | keys recalled
-    PERPLEXITY 64,256 | bits per byte | nats per token over | 64
+    PERPLEXITY 64,256 | bits per byte | 64
     PERPLEXITY 256 --context 64 --stride 32 | bits per byte
     PERPLEXITY 300 --newlines | bits per byte | 300
     eval perplexity LLAMA MAMBA2 --newlines --lengths 100 | difference from LLAMA
     eval reverse RUN --n 7 | token accuracy | exact match | 8
     eval task RUN --lengths 5,6 --n 3 | token accuracy | 5 | 6
-    diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64 | After 64 tokens
+    diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64
     compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
     STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | states_2.png
     STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl

@@ -30,7 +30,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     built = cli("data", "build", "--out", "corpus", *texts)
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
-        "corpus: 2 documents, 2,180 tokens (uint16)",
+        "corpus: 2 documents, 2,180 tokens",
         "dropped: 1 documents that are too short or have no answer",
     ]
     again = cli("data", "build", "--out", "corpus", *texts)

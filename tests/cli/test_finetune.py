@@ -117,6 +117,6 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     refused(cli, "finetune", base, says=("--data",))
     command = ["finetune", base, "--data", shelf / "docs", "--output", "run", *SMALL]
     refused(cli, *command, "validation=null", says=("--no-evaluate",))
-    done = cli(*command[:6], "max_steps=10", "--length", "32", "--quiet", "--dry-run")
+    done = cli("--quiet", *command[:6], "max_steps=10", "--length", "32", "--dry-run")
     assert (done.code, "eval_steps: 2" in done.out) == (0, True)
     assert not Path("run").exists()

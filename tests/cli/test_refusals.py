@@ -26,8 +26,8 @@ CASES = """
     info passkey-tyni | passkey-tiny
     info no/such/folder | passkey-tiny
     info MODELS | config.json
-    info half | half/model.safetensors | truncated | copy
-    eval passkey half | half/model.safetensors
+    info half | half | model.safetensors | copy
+    eval passkey half | half | model.safetensors
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | 156 tokens
@@ -88,7 +88,6 @@ CASES = """
     CALIBRATE state_norm(margin=0) | margin
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
-    CALIBRATE state_norm --text filler.txt |
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama
@@ -126,7 +125,6 @@ CASES = """
     HARNESS,longrnn_passky | longrnn_passky
     HARNESS --log_samples | --output_path
     HARNESS --model_args dtipe=x | dtipe
-    HARNESS --metadata n=0 | 'n' | not 0
     data build --out new nothing | no file to train on at nothing
     data build --out new organisation/name/more | no file to train on at organisation/name/more
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token

@@ -103,7 +103,8 @@ def test_models_with_different_tokenizers_score_the_same_bytes(other: Any, tmp_p
     assert sizes["bytes"] == sizes["pairs"]
     assert len(sizes["bytes"]) == 6
     for own in sizes["bytes"]:
-        assert [b - a for a, b in pairwise(own)] == pytest.approx([64, 192, 256], abs=2)
+        assert own[-1] - own[0] == pytest.approx(512, abs=2)
+        assert own == sorted(set(own))
     assert cells(outcome)[BITS, 512, "pairs"].difference is not None
 
 
