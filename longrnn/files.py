@@ -29,6 +29,9 @@ def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:  # of a full disk, which names no file
+        error.filename = error.filename or str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -28,16 +29,17 @@ def test_write(tmp_path: Path, content: str | bytes) -> None:
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """A failure on the way leaves the old content and no half-written file."""
+    """A failure on the way leaves the old content and no half-written file, and names the file."""
     path = tmp_path / "file"
     write_atomic(path, "old")
 
     def fail(*arguments: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, step, fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full") as failure:
         write_atomic(path, "new")
+    assert failure.value.filename == str(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
 

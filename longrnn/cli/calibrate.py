@@ -9,6 +9,7 @@ import typer
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Output, pick_device, results_folder
+from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
 
 
@@ -49,7 +50,10 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     trained = calibration.train_length or required_training_length(checkpoint)
     path = output.output or results_folder("calibrate", [checkpoint]) / f"{parse(method)[0]}.yaml"
     if path.suffix not in (".yaml", ".yml"):
-        path = Path(f"{path}.yaml")  # by which --mitigation knows a file
+        raise UserError(
+            f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
+            ".yaml"
+        )
     hold(path, instead="choose another --output")
     model = load_editable(checkpoint, device=pick_device(calibration.device))
     tokenizer = load_tokenizer(checkpoint)

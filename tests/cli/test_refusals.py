@@ -86,6 +86,7 @@ CASES = """
     CALIBRATE state_norm --train-length 3k | 2,184
     CALIBRATE scale_decay --target-length 4k | 4,097
     CALIBRATE state_norm(margin=0) | margin
+    CALIBRATE state_norm --output norm.json | norm.json
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
     calibrate TEXT --text filler.txt --method state_norm | --train-length

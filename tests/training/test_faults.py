@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,15 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     resumed = pair("--quiet", "train", "--resume", two, folder=tmp_path / "log")
     assert [process.end() for process in resumed] == [0, 0]
     assert_same_run(one, two)
+
+
+def test_a_disk_that_is_full_for_one_of_two_processes_stops_both(tmp_path: Path) -> None:
+    """The checkpoints before stay, and no part of a new one."""
+    both = start(tmp_path / "run", max_steps=300, save_steps=3)
+    first = tmp_path / "run/checkpoint-00000003"
+    assert both[1].when(first.exists)
+    size = (first / "carry-1.pt").stat().st_size - 50
+    resource.prlimit(both[1].process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
+    assert [process.end() for process in both] == [2, 2]
+    assert checkpoint.newest(tmp_path / "run") is not None
+    assert not list((tmp_path / "run").glob(".*"))
