@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,12 @@ def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> No
     config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
     both = pair("train", config, folder=tmp_path / "first")
     assert both[0].when(lambda: any(output.glob("checkpoint-*")))
+    for process in both:  # so that the run does not end first
+        process.send(signal.SIGSTOP)
     others = pair("train", "--resume", output, folder=tmp_path / "second")
     assert [process.end() for process in others] == [2, 2]
+    for process in both:
+        process.send(signal.SIGCONT)
     assert str(both[0].process.pid) in others[0].err
     assert [process.end() for process in both] == [0, 0], both[0].err + both[1].err
     assert not list(output.glob(".*"))
