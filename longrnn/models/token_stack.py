@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, is_
-from threading import Lock
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ class TokenStack:
 
     def __init__(self) -> None:
         self._packed: _Packed | None = None
-        self._memory = _Recycled()
 
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
@@ -75,7 +73,9 @@ class TokenStack:
             else cpu.Tokens(one.conv, one.ssm, None)
             for one in states
         ]
-        memory = self._memory.take(len(states), given[0].ssm)
+        like = given[0].ssm
+        with torch.inference_mode(False):  # a later call may need gradients
+            memory = torch.empty(len(states), *like.shape, dtype=like.dtype)
         y, after = cpu.layers(packed.layers, x, given, memory)
         own = [(Mamba2State(conv, ssm), recent) for conv, ssm, recent in after]
         return y, tuple(one if recent is None else EditedState(one, recent) for one, recent in own)
@@ -85,42 +85,6 @@ def _leaves(state: PyTree) -> Sequence[Tensor]:
     if isinstance(state, EditedState):
         return *state.state, *(one.entries for one in state.recent)
     return state
-
-
-# Threads that decode with one model look for memory one after another.
-_LOOKING = Lock()
-
-
-class _Recycled:
-    """Memory for states, used again as soon as no tensor has it.
-
-    A state is a value, so the one after a token is in other memory than the one before. The C
-    library would return memory of this size to the operating system, which clears the pages of new
-    memory: that took a fifth of the time per token of a 130m model.
-    """
-
-    def __init__(self) -> None:
-        self._own: list[Tensor] = []
-
-    def take(self, count: int, like: Tensor) -> Tensor:
-        """An undefined tensor `(count, …)` of the shape of `like`, on the CPU."""
-        shape = (count, *like.shape)
-        with _LOOKING:
-            kept = [one for one in self._own if one.shape == shape]
-            found = next((one for one in kept if _is_free(one)), None)
-            if found is None:
-                # Not an inference tensor: a later call may need gradients.
-                with torch.inference_mode(False):
-                    found = torch.empty(shape, dtype=like.dtype, device="cpu")
-            # The newest of the others: an older one may be a state that somebody keeps.
-            self._own = [*[one for one in kept if one is not found][-1:], found]
-            # Another tensor of the same memory, which is not free from now on.
-            return found.view(shape)
-
-
-def _is_free(tensor: Tensor) -> bool:
-    """Whether no other tensor has the memory of this one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # one, and this call
 
 
 class _Packed:
