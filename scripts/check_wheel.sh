@@ -40,6 +40,7 @@ notebooks=$!
   run longrnn --quiet train reverse_small max_steps=20 warmup_steps=2
   test -s runs/reverse-small/model.safetensors
   text=$(python -c 'from longrnn.bundled import bundled; print(bundled("eval/data/moby_dick_excerpt.txt"))')
+  run longrnn finetune collapse-tiny --data "$text" --length 256 --dry-run
   run longrnn --quiet diagnose states collapse-tiny --text "$text" --length 2k
   test -s results/states/collapse-tiny/report.html
 ) &
