@@ -99,6 +99,7 @@ def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
         ({"format": 1}, "format 1"),
         ({"d_model": "x"}, "d_model"),
         ({"mixer": {"kind": "lstn"}}, "did you mean 'lstm'"),
+        ({"mitigation": 5}, "unknown mitigation '5'"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longrnn import load_tokenizer
+from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
@@ -34,6 +35,13 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.vocab_size == trained_bpe().vocab_size
         assert tokenizer.encode(TEXT) == trained_bpe().encode(TEXT)
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_text_without_bytes_is_refused() -> None:
+    """Such text comes from a command line with bytes that are not UTF-8."""
+    for tokenizer in (ByteTokenizer(), trained_bpe()):
+        with pytest.raises(UserError, match="UTF-8"):
+            tokenizer.encode("a\udcff")
 
 
 def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_mitigation_in_the_configuration_applies(
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
-    model = build_auto("mamba2", tie_embeddings=tie)
+    model = build_auto("mamba2", tie_embeddings=tie, auto={"mitigation": "forget_more"})
     tokens = random_tokens(1, 5)
     before = model(tokens).logits
     model.resize_token_embeddings(19)
@@ -169,6 +169,7 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         ({"position_ids": torch.tensor([[0, 1]])}, "position_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, "position_ids"),
         ({"past_key_values": ((),)}, "StateCache"),
+        ({"state": build_model("lstm").init_state(1), "output_hidden_states": True}, "init_state"),
     ],
 )
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
