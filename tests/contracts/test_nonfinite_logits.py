@@ -15,6 +15,7 @@ from longrnn.models import RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
+from longrnn.state import LMState
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import Scripted, build_model, mitigation_spec, random_tokens
 
@@ -161,3 +162,6 @@ def test_logits_that_break_in_an_answer_are_not_turned_into_tokens(temperature: 
     assert len(found.tokens[0]) == 3
     with pytest.raises(UserError, match="token 5"):
         generate(model, prompt, max_new_tokens=4, temperature=temperature)
+    rows, state = prompt.expand(2, -1), LMState(torch.tensor([-9, 0]), ())
+    with pytest.raises(UserError, match="token 5"):  # of row 1, when row 0 has ended
+        generate(model, rows, state, max_new_tokens=4, stop=lambda row, ids: row == 0)
