@@ -34,7 +34,8 @@ class LMState(NamedTuple):
     """Everything a language model remembers.
 
     Attributes:
-        position: `(b,)` int64, tokens consumed so far: the only source of absolute positions.
+        position: `(b,)` int64, tokens of the current document of each row that were consumed: the
+            only source of absolute positions.
         layers: one entry per layer, its structure owned by that layer: the state of its cell, and
             what an edit of the cell remembers.
     """

@@ -161,7 +161,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
         resized = super().resize_token_embeddings(*args, **kwargs)
         self.config.vocab_size = resized.num_embeddings
         self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
-        self._mitigated = None  # a copy, which has the size of before
+        self._mitigated = None  # a copy that has the old size
         return resized
 
     @property

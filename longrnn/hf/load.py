@@ -71,9 +71,9 @@ def load(
             `CHECKPOINT+float32`, unless a path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
-        dtype: None for that of the checkpoint. The parameters that set the time scales of a
-            Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
-            checkpoints store them in float32 next to matrices in float16 or bfloat16.
+        dtype: None for that of the checkpoint, and float32 for an adapter. The parameters that set
+            the time scales of a Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype:
+            published checkpoints store them in float32 next to matrices in float16 or bfloat16.
         revision: branch, tag or commit of a model on the Hub.
 
     Returns:

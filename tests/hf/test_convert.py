@@ -21,6 +21,7 @@ from tests.contracts.builders import assert_near, build_model
 from tests.hf.architectures import VOCAB
 from tests.hf.foreign import assert_continues, causal, native, tokens, with_bytes
 from tests.refusals import naming
+from tests.texts import trained_bpe
 
 
 def bits(folder: Path) -> dict[str, Tensor]:
@@ -120,6 +121,21 @@ def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == list(text.encode()), name
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert load_tokenizer(tmp_path / "back").vocab_size == 256
+
+
+@pytest.mark.parametrize("to", ["ours", "hf"])
+def test_conversion_never_changes_the_tokenizer(to: str, tmp_path: Path) -> None:
+    """One outside of the checkpoint is copied into it, and one that is missing stays missing."""
+    bpe, model = trained_bpe(), build_model("mamba2", dtype=torch.float32)
+    bpe.tokenizer.save_pretrained(tmp_path / "bpe")
+    save_model(model, tmp_path / "ours", tokenizer="../bpe")
+    (tmp_path / "below").mkdir()
+    convert(tmp_path / "ours", tmp_path / "below/new", to=to)
+    assert load_tokenizer(tmp_path / "below/new").encode("passkey") == bpe.encode("passkey")
+    native(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "new", to=to)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(tmp_path / "new")
 
 
 @pytest.mark.parametrize(

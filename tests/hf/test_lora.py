@@ -16,6 +16,7 @@ from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.names import ADAPTER
 from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import assert_near, random_tokens
@@ -110,9 +111,7 @@ def lose_a_tensor(folder: Path) -> None:
 
 
 def name_itself(folder: Path) -> None:
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(folder)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / ADAPTER).write_text(json.dumps({"base_model_name_or_path": str(folder)}))
 
 
 def name_other_layers(folder: Path) -> None:
