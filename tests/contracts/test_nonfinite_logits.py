@@ -9,6 +9,7 @@ import torch
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.inference import trie
 from longrnn.inference.engine import Pair, complete, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM, generate
@@ -133,8 +134,9 @@ def quiet() -> Progress:
 
 
 @pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
-def test_the_token_is_named(mixer: str) -> None:
+def test_the_token_is_named(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token whose logits are not finite, wherever the text is cut."""
+    monkeypatch.setattr(trie, "SCORED_TOKENS", 4)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 5, 7, 1, 2]])
     message = r"token 5 .*embedding\.weight"
     model = late(mixer)

@@ -28,7 +28,8 @@ TOKENS, WINDOW = random_tokens(2, 9), "sliding_window(window=3)"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    build_auto("mamba2", auto={"tokenizer": "bytes"}).save_pretrained(tmp_path / "base")
+    auto = {"tokenizer": "bytes", "mitigation": WINDOW}
+    build_auto("mamba2", auto=auto).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -86,7 +87,7 @@ def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_pa
 
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
     """With its mitigation and the parameters that were trained as a whole; it can be saved."""
-    model: Any = load(base)
+    model: Any = load(f"{base}+none")
     known = {"base": str(base), "base_fingerprint": model.fingerprint(), "mitigation": WINDOW}
     whole = ["A_log", "embedding"]  # the tied head has an adapter, and is trained as a whole too
     lora.add_adapters(model, r=2, alpha=4, targets=["in_proj", "head"], full=whole)
@@ -102,6 +103,9 @@ def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_pat
         assert_near(auto(TOKENS).logits, wanted, 1e-5)
         assert_near(load(tmp_path / name)(TOKENS).logits, wanted, 1e-5)
         auto.save_pretrained(tmp_path / "saved")
+    build_auto("mamba2", seed=1).save_pretrained(base)
+    with pytest.raises(UserError, match="weights"):
+        load(tmp_path / "adapter")
 
 
 def lose_a_tensor(folder: Path) -> None:

@@ -73,13 +73,16 @@ def test_scores_equal_the_definition(
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
     )
     rng = random.Random(5)
-    pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 1, 4, 17)]
+    pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 4, 4, 17)]
     # A greedy continuation, so that `greedy` is true for one pair.
     generated = generate(model, torch.tensor([pairs[0].context]), max_new_tokens=5).tokens[0]
     pairs.append(Pair(pairs[0].context, tuple(generated)))
     rng.shuffle(pairs)
     expected = [by_itself(model, pair) for pair in pairs]
-    found, _ = scored(model, pairs)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    found, _ = scored(model, pairs, batch_size=3)
+    assert max(sizes) == 3
     assert [s.greedy for s in found] == [s.greedy for s in expected]
     assert 0 < sum(s.greedy for s in found) < len(pairs)
     assert [s.nats for s in found] == pytest.approx([s.nats for s in expected], abs=1e-9)

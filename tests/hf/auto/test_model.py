@@ -116,10 +116,13 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_padding_moves_no_hidden_state(mixer: str) -> None:
-    """Hidden states stand where their tokens do, wherever the padding is, and are 0 at padding."""
+    """Hidden states stand where their tokens do, and are 0 at padding, which predicts nothing."""
     model, tokens = build_auto(mixer), random_tokens(2, 7)
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
-    found = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+    output = model(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
+    predicts, found = mask[:, :-1].bool(), output.hidden_states
+    wanted = F.cross_entropy(output.logits[:, :-1][predicts], tokens[:, 1:][predicts])
+    torch.testing.assert_close(output.loss, wanted)
     for row, is_token in enumerate(mask.bool()):
         wanted = model(tokens[row, is_token][None], output_hidden_states=True).hidden_states
         for one, other in zip(found, wanted, strict=True):
