@@ -1,10 +1,10 @@
 """The state of a language model as a value, and the functions over it.
 
 A state is a tree of tensors (named tuples, tuples and lists nest freely) whose every leaf has the
-batch as its first axis. Nothing here changes a state in place: a state that was kept is never used
-up by its readers. `reset` selects with `torch.where` and never multiplies, so that a NaN cannot
-survive a reset. What grows with the text, such as the keys of a transformer, stands in a `History`,
-so that rows that have read different numbers of tokens go together.
+batch as its first axis. Nothing here changes a state in place, so any number of calls may continue
+the same state. `reset` selects with `torch.where` and never multiplies, so that a NaN cannot
+survive a reset. A tensor that grows with the text, such as the keys of a transformer, stands in a
+`History`, so that rows that have read different numbers of tokens fit into one batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class LMState(NamedTuple):
     """Everything a language model remembers.
 
     Attributes:
-        position: `(b,)` int64, tokens consumed so far: the only source of absolute positions.
+        position: `(b,)` int64, tokens of the current document of each row that were consumed: the
+            only source of absolute positions.
         layers: one entry per layer, its structure owned by that layer: the state of its cell, and
             what an edit of the cell remembers.
     """
@@ -247,7 +248,7 @@ def _check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source:
     for name in {**expected, **given}:
         one, other = given.get(name), expected.get(name)
         if (
-            one is None
+            not isinstance(one, Tensor)
             or other is None
             or one.dtype != other.dtype
             or one.ndim == 0

@@ -57,8 +57,20 @@ class Tokenizer(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A short text: equal if and only if the ids of every text are."""
+        """A short text: two tokenizers with the same one give every text the same ids."""
         ...
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+        UserError: it comes from bytes that are not UTF-8, as on a command line, and has none.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text!r} is not UTF-8 text: set the terminal to UTF-8") from error
 
 
 class ByteTokenizer:
@@ -68,23 +80,24 @@ class ByteTokenizer:
     eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(utf8(text))
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         raise UserError(
-            "a tokenizer of bytes has no chat template: give prompt and completion instead of "
+            "the byte tokenizer has no chat template: give prompt and completion instead of "
             "messages, or the tokenizer of a chat model"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 come out as U+FFFD."""
-        return bytes(ids).decode(errors="replace")
+        """The text, with U+FFFD for bytes that are not UTF-8 and for ids that are not bytes."""
+        # A model may have more ids than its tokenizer. No text has the byte 0xFF.
+        return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
-        return range(1, len(text.encode()) + 1)
+        return range(1, len(utf8(text)) + 1)
 
     def fingerprint(self) -> str:
         return "bytes"
@@ -174,7 +187,7 @@ def parse_yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, _with_numbers(yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # yaml raises errors of many kinds, a KeyError for `!!bool x`
         raise ValueError(" ".join(str(error).split())) from error
 
 
@@ -188,6 +201,6 @@ def yaml_text(content: Any, **options: Any) -> str:
 def _with_numbers(kind: Any) -> Any:
     """A loader or dumper that takes `1e-3`, which has no point, for a number; YAML 1.1 does not."""
     own = type(kind.__name__, (kind,), {})
-    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
+    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
     own.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     return own

@@ -20,7 +20,7 @@ def test_text_survives_the_round_trip(text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= i < tokenizer.vocab_size == 256 for i in ids)
-    assert tokenizer.decode([97, 255, 98]) == "a\ufffdb", "any ids can be decoded"
+    assert tokenizer.decode([97, 255, 300, 98]) == "a\ufffd\ufffdb", "any ids can be decoded"
 
 
 def test_a_text_file(tmp_path: Path) -> None:
@@ -45,3 +45,4 @@ def test_files_that_are_not_texts(content: bytes | None, tmp_path: Path) -> None
 def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
     """A fingerprint that looks like a number stays a text."""
     assert parse_yaml(yaml_text({"fingerprint": value})) == {"fingerprint": value}
+    assert parse_yaml("1e3-run") == "1e3-run"

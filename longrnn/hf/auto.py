@@ -33,7 +33,7 @@ from longrnn.hf.auto_inputs import (
     with_hidden_states,
 )
 from longrnn.hf.load import load
-from longrnn.hf.names import ADAPTER_RECORD, resolve
+from longrnn.hf.names import ADAPTER_RECORD, DTYPE_NAMES, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import OPTIONS
@@ -118,7 +118,9 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
         if (folder / ADAPTER_RECORD).is_file():
-            merged: Any = load(folder, dtype=kwargs.get("dtype"))
+            dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
+            dtype = None if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
+            merged: Any = load(folder, dtype=dtype)
             return cls.of(merged)
         return super().from_pretrained(*args, **kwargs)
 
@@ -159,6 +161,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
         resized = super().resize_token_embeddings(*args, **kwargs)
         self.config.vocab_size = resized.num_embeddings
         self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
+        self._mitigated = None  # a copy that has the old size
         return resized
 
     @property

@@ -220,6 +220,7 @@ def with_hidden_states(
     """
     if read.ndim == 2:
         read = check_tokens(read, model.vocab_size, rows)
+    model.check_state(before, len(read))
     moved = read if rows is None else rows.arrange(read)
     own = None if rows is None else rows.slice(0, moved.shape[1])
     x, position = model.embed(moved, before.position, own)

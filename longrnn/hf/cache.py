@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from longrnn.errors import UserError
 from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
@@ -72,7 +73,11 @@ def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[Lay
 
 
 def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:
-    """Writes `layers` into an empty cache; every row has read `position` tokens."""
+    """Writes `layers` into an empty cache; every row has read `position` tokens.
+
+    Raises:
+        UserError: the layers are of a model with another window of attention.
+    """
     # A cache without a configuration creates its layers on first use.
     cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
     for layer, kept in zip(cache.layers, layers, strict=True):
@@ -102,5 +107,12 @@ def _restore(layer: Any, kept: LayerCache, position: int) -> None:
         keys, values = kept.keys.entries, kept.values.entries
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
+        known = position
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = position
+            known = min(position, layer.sliding_window - 1)
+        if keys.shape[-2] != known:
+            raise UserError(
+                f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "
+                f"{known}: give a state of a model with the same attention_window"
+            )

@@ -14,7 +14,7 @@ from longrnn.files import sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
-from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
 from longrnn.models.checkpoint import read_config, save_model
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ COPIED = (*TOKENIZER_FILES, "generation_config.json")
 def convert(source: str | Path, destination: Path, *, to: str) -> None:
     """Write a checkpoint in another layout; every weight keeps its bits and its dtype.
 
-    The files of the tokenizer are copied; bytes as tokens become an equivalent `tokenizer.json`.
+    The tokenizer is copied, if there is one. In other layouts than ours, the byte tokenizer becomes
+    a `tokenizer.json`.
 
     Args:
         source: a checkpoint, as `load` takes it; an adapter is merged into its base in float32.
@@ -44,8 +45,9 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
     model = load_recurrent(f"{source}+{NONE}")
-    if is_adapter(folder):
+    while is_adapter(folder):
         folder = resolve(base_of(folder))  # which has the tokenizer
+    recorded = str(read_config(folder).get("tokenizer"))
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
@@ -56,10 +58,15 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         for name in copied:
             shutil.copyfile(folder / name, draft / name)
         has_tokenizer = any(name in TOKENIZER_FILES for name in copied)
+        is_bytes = recorded == "bytes" and not has_tokenizer
+        if not has_tokenizer and (folder / recorded).exists():  # outside of the folder
+            own = load_tokenizer(folder)
+            assert isinstance(own, HFTokenizer)
+            own.save(draft)
         if config is None:
-            save_model(model, draft, tokenizer="tokenizer.json" if has_tokenizer else "bytes")
+            save_model(model, draft, tokenizer="bytes" if is_bytes else "tokenizer.json")
         else:
-            if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
+            if is_bytes:
                 byte_level().save(draft)
             write_atomic(draft / "config.json", config)
             LAYOUTS[to].save(model, draft)

@@ -71,9 +71,9 @@ def load(
             `CHECKPOINT+float32`, unless a path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
-        dtype: None for that of the checkpoint. The parameters that set the time scales of a
-            Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
-            checkpoints store them in float32 next to matrices in float16 or bfloat16.
+        dtype: None for that of the checkpoint, and float32 for an adapter. The parameters that set
+            the time scales of a Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype:
+            published checkpoints store them in float32 next to matrices in float16 or bfloat16.
         revision: branch, tag or commit of a model on the Hub.
 
     Returns:
@@ -94,6 +94,10 @@ def load(
         verified = pool.submit(verify_folder, folder)
         try:
             model = _open(folder, backend, dtype or named, device)
+            if isinstance(model, RecurrentLM):
+                model.loaded_from = str(folder)
+                if spec is None and model.trained_under is not None:
+                    model = mitigated(model, split(str(model.trained_under)))
         except Exception as error:  # damaged files raise errors of many kinds
             if isinstance(error, UserError) and str(folder) in str(error):
                 raise
@@ -105,9 +109,7 @@ def load(
         finally:
             verified.result()  # a wrong checksum is the cause of any other error
     if isinstance(model, RecurrentLM):
-        model.loaded_from = str(folder)
         model.to(device=device)
-        spec = model.trained_under if spec is None else spec
     return model if spec is None else mitigated(model, split(spec))
 
 

@@ -147,11 +147,6 @@ def _merge(folder: Path, base: RecurrentLM) -> None:
     if config.is_prompt_learning:
         raise ValueError("a learned prompt changes no weights")
     weights = load_file(folder / ADAPTER_WEIGHTS)
-    adapted = {part for name in weights if ".lora_" in name for part in name.split(".")}
-    if base.config.tie_embeddings and adapted & {"head", "embedding"}:
-        # One of the two is adapted, so after the merge they differ.
-        base.head.weight = nn.Parameter(base.head.weight.detach().clone())
-        base.config.tie_embeddings = False
     holder: Any = base
     if all(name.startswith(f"{PREFIX}model.") for name in weights):
         from longrnn.hf.auto import LongRNNForCausalLM
@@ -163,7 +158,14 @@ def _merge(folder: Path, base: RecurrentLM) -> None:
     wrong = [*found.unexpected_keys, *(name for name in found.missing_keys if NAME in name)]
     if wrong:
         raise KeyError(wrong[0])
+    for layer in model.modules():
+        if "base_layer" in layer._modules:
+            # A merge changes a weight in place, and a tied one is that of another module too.
+            own = layer.base_layer
+            own.weight = nn.Parameter(own.weight.detach().clone())
     model.merge_and_unload()
+    # If one of the two was adapted, or each trained as a whole, they differ from now on.
+    base.config.tie_embeddings = base.head.weight is base.embedding.weight
 
 
 def _require_peft() -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
-from longrnn.config import read_recorded
+from longrnn.config import RECORDED, read_recorded
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.models.checkpoint import DTYPES
+from longrnn.options import Tokens, validated
 from longrnn.units import parse_length
 
 # The mitigation that changes nothing.
@@ -124,12 +125,13 @@ def base_of(folder: Path) -> str:
     """Name or path of the base model of an adapter.
 
     Raises:
-        UserError: the adapter does not name it.
+        UserError: the adapter does not name it, or names itself.
     """
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or Path(base).resolve() == folder.resolve():
         raise UserError(
-            f"{folder / ADAPTER} names no base model: write it there as base_model_name_or_path"
+            f"{folder / ADAPTER} names {base!r} as its base model: write there the name or folder "
+            "of the base model as base_model_name_or_path"
         )
     return base
 
@@ -145,7 +147,9 @@ def training_length(checkpoint: str) -> int | None:
     Raises:
         UserError: train.yaml is damaged.
     """
-    return read_recorded(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
+    folder = resolve(split_spec(checkpoint)[0])
+    source = str(folder / RECORDED)
+    return validated(dict[str, Tokens], read_recorded(folder).get("length", {}), source).get("max")
 
 
 def required_training_length(checkpoint: str, given: str | None = None) -> int:

@@ -19,7 +19,7 @@ from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
 from longrnn.hf.names import base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
-from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.text import ByteTokenizer, Tokenizer, utf8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
-NONE = (
+MISSING = (
     "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
     "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
 )
@@ -60,6 +60,7 @@ class HFTokenizer:
         self._backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
 
     def encode(self, text: str) -> list[int]:
+        utf8(text)  # the tokenizers library would raise a TypeError that does not say why
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -150,7 +151,7 @@ def load_tokenizer(
     path = embedded().get(name, Path(name))
     if name != "bytes" and not os.path.exists(path):
         if not is_hub_name(name):
-            raise UserError(NONE.format(name))
+            raise UserError(MISSING.format(name))
         path = resolve(name)
     if is_adapter(path):
         return load_tokenizer(base_of(path), add_bos_token=add_bos_token)
@@ -165,7 +166,7 @@ def load_tokenizer(
     # Not `Path.is_file`, which raises for a name that is too long for a file.
     places = (path, *(os.path.join(path, file) for file in TOKENIZER_FILES))
     if not any(map(os.path.isfile, places)):
-        raise UserError(NONE.format(path))
+        raise UserError(MISSING.format(path))
     tokenizer = _read(path, {} if add_bos_token is None else {"add_bos_token": add_bos_token})
     if add_bos_token and tokenizer.tokenizer.bos_token is None:
         raise UserError(NO_BOS)

@@ -45,15 +45,6 @@ class Overlap(NamedTuple):
                 "would leave tokens out: give a stride between 1 and the context"
             )
 
-    def windows(self, length: int) -> int:
-        """Return the number of windows in a text of `length` scored tokens."""
-        return 1 + max(0, -(-(length - self.context) // self.stride))
-
-    def tokens_read(self, length: int) -> int:
-        """Return the number of tokens that are read to score the first `length` tokens."""
-        last = self.windows(length) - 1
-        return last * self.context + min(length - last * self.stride, self.context)
-
 
 @torch.no_grad()
 def overlapping_losses(

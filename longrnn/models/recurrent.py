@@ -93,6 +93,11 @@ class RecurrentLM(LanguageModel):
         pairs = zip(self.cells, self.edits, strict=True)
         return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
 
+    def check_state(self, state: LMState, batch_size: int) -> None:
+        """Raises a UserError for a state of another model, mitigation or batch size."""
+        pairs = zip(self.cells, self.edits, strict=True)
+        check(state, tuple(cell.like(edit) for cell, edit in pairs), batch_size)
+
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
         """Keeps the input of each block alone, which the backward pass computes again."""
         for block in self.blocks:
@@ -132,8 +137,7 @@ class RecurrentLM(LanguageModel):
         if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is not None:
-            pairs = zip(self.cells, self.edits, strict=True)
-            check(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
+            self.check_state(state, len(tokens))
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)

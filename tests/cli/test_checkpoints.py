@@ -54,5 +54,7 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     torch.testing.assert_close(auto(tokens).logits, wanted(tokens).logits)
     assert f" {WINDOW}" in cli("info", folder).out
     assert load(f"{folder}+none").fingerprint() == own.fingerprint()
+    assert cli("convert", folder, "again", "--to", "ours").code == 0
+    assert load("again").fingerprint() == wanted.fingerprint()
     other = Mitigated(own, mitigation("forget_more"))
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()

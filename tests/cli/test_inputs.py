@@ -158,7 +158,7 @@ def test_a_bad_value_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"a: [\n", b"caf\xe9: 1\n", b"words", b"a: 2024-99-99\n"],
+    [b"", b"a: [\n", b"caf\xe9: 1\n", b"words", b"a: 2024-99-99\n", b"a: !!bool x"],
     ids=repr,
 )
 def test_a_damaged_record_of_training_is_named(

@@ -9,12 +9,14 @@ import torch
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.inference import trie
 from longrnn.inference.engine import Pair, complete, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
+from longrnn.state import LMState
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import Scripted, build_model, mitigation_spec, random_tokens
 
@@ -132,8 +134,9 @@ def quiet() -> Progress:
 
 
 @pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
-def test_the_token_is_named(mixer: str) -> None:
+def test_the_token_is_named(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token whose logits are not finite, wherever the text is cut."""
+    monkeypatch.setattr(trie, "SCORED_TOKENS", 4)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 5, 7, 1, 2]])
     message = r"token 5 .*embedding\.weight"
     model = late(mixer)
@@ -161,3 +164,6 @@ def test_logits_that_break_in_an_answer_are_not_turned_into_tokens(temperature: 
     assert len(found.tokens[0]) == 3
     with pytest.raises(UserError, match="token 5"):
         generate(model, prompt, max_new_tokens=4, temperature=temperature)
+    rows, state = prompt.expand(2, -1), LMState(torch.tensor([-9, 0]), ())
+    with pytest.raises(UserError, match="token 5"):  # of row 1, when row 0 has ended
+        generate(model, rows, state, max_new_tokens=4, stop=lambda row, ids: row == 0)

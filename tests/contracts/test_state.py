@@ -251,6 +251,7 @@ def test_a_call_refuses_a_state_that_does_not_fit(model: RecurrentLM) -> None:
         with pytest.raises(UserError, match="init_state"):
             model(tokens, other.init_state(2))
     state = model.init_state(2)
-    for position in (state.position[:1], state.position.float(), state.position[:, None]):
+    positions: list[Any] = [state.position[:1], state.position.float(), state.position[:, None], 0]
+    for position in positions:
         with pytest.raises(UserError, match="position|rows"):
             model(tokens, state._replace(position=position))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longrnn import Mitigated, load, load_tokenizer, mitigation
@@ -21,6 +22,7 @@ from tests.contracts.builders import assert_near, build_model
 from tests.hf.architectures import VOCAB
 from tests.hf.foreign import assert_continues, causal, native, tokens, with_bytes
 from tests.refusals import naming
+from tests.texts import trained_bpe
 
 
 def bits(folder: Path) -> dict[str, Tensor]:
@@ -83,6 +85,10 @@ def test_a_mamba2_of_transformers_gives_the_same_logits(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
     assert torch.equal(again(text, use_cache=False).logits, expected)
     assert_same_bits(tmp_path / "theirs", tmp_path / "written")
+    found = read_weights(tmp_path / "theirs").items()
+    old = {name.replace("embeddings", "embedding"): weight for name, weight in found}
+    save_file(old, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+    assert torch.equal(load(tmp_path / "theirs")(text).logits, ours(text).logits)
     # It is a RecurrentLM, to which mitigations apply.
     Mitigated(ours, mitigation("sliding_window(window=8)"))(text)
 
@@ -90,11 +96,10 @@ def test_a_mamba2_of_transformers_gives_the_same_logits(
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])
 def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_path: Path) -> None:
     """Padded vocabulary, tied head and weights in shards load; a missing shard is refused."""
-    from safetensors.torch import save_file
-
     folder = tmp_path / "native"
     model, text = native(folder), torch.randint(19, (2, 20))
     assert load(folder).vocab_size == 24
+    assert load(folder).config.residual_in_fp32
     assert torch.equal(load(folder)(text).logits, model(text).logits)
     weights = list(read_weights(folder).items())
     (folder / "pytorch_model.bin").unlink()
@@ -120,6 +125,21 @@ def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == list(text.encode()), name
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert load_tokenizer(tmp_path / "back").vocab_size == 256
+
+
+@pytest.mark.parametrize("to", ["ours", "hf"])
+def test_conversion_never_changes_the_tokenizer(to: str, tmp_path: Path) -> None:
+    """One outside of the checkpoint is copied into it, and one that is missing stays missing."""
+    bpe, model = trained_bpe(), build_model("mamba2", dtype=torch.float32)
+    bpe.tokenizer.save_pretrained(tmp_path / "bpe")
+    save_model(model, tmp_path / "ours", tokenizer="../bpe")
+    (tmp_path / "below").mkdir()
+    convert(tmp_path / "ours", tmp_path / "below/new", to=to)
+    assert load_tokenizer(tmp_path / "below/new").encode("passkey") == bpe.encode("passkey")
+    native(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "new", to=to)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -226,8 +246,6 @@ def test_damage_is_named(damage: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
     """Missing and misshaped weights are refused, which transformers only warns about."""
-    from safetensors.torch import load_file, save_file
-
     folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     path = folder / "model.safetensors"
     whole = load_file(path)

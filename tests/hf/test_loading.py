@@ -61,6 +61,15 @@ def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) ->
         assert ("head.weight" in stored) != tie
 
 
+def test_a_loaded_model_does_not_change_with_its_file(saved: Path) -> None:
+    """Which may be mapped into memory while it is read."""
+    model, path = load(saved), saved / "model.safetensors"
+    before = logits(model)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(logits(model), before)
+
+
 @pytest.mark.parametrize("kind", sorted(POSITIONS))
 def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
     """Position tables are loaded from the checkpoint, not drawn again."""
@@ -99,6 +108,7 @@ def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
         ({"format": 1}, "format 1"),
         ({"d_model": "x"}, "d_model"),
         ({"mixer": {"kind": "lstn"}}, "did you mean 'lstm'"),
+        ({"mitigation": 5}, "unknown mitigation '5'"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(

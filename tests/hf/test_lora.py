@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.names import ADAPTER
 from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import assert_near, random_tokens
@@ -26,7 +28,8 @@ TOKENS, WINDOW = random_tokens(2, 9), "sliding_window(window=3)"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    build_auto("mamba2", auto={"tokenizer": "bytes"}).save_pretrained(tmp_path / "base")
+    auto = {"tokenizer": "bytes", "mitigation": WINDOW}
+    build_auto("mamba2", auto=auto).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -51,6 +54,17 @@ def save_with_transformers(base: Path, folder: Path) -> torch.Tensor:
     return model.eval()(TOKENS).logits
 
 
+def save_whole_head(base: Path, folder: Path) -> torch.Tensor:
+    """The head, which PEFT copies and trains as a whole, is no longer the embedding."""
+    known = {"target_modules": ["in_proj"], "modules_to_save": ["head"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), peft.LoraConfig(**known))
+    with torch.no_grad():
+        for one in model.parameters():
+            one += 0.1 * one.requires_grad
+    model.save_pretrained(folder)
+    return model.eval()(TOKENS).logits
+
+
 def save_plain(base: Path, folder: Path) -> torch.Tensor:
     model = peft.get_peft_model(load(base), options()).eval()
     model.peft_config["default"].base_model_name_or_path = str(base)
@@ -58,7 +72,9 @@ def save_plain(base: Path, folder: Path) -> torch.Tensor:
     return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("save", [save_with_peft, save_with_transformers, save_plain])
+@pytest.mark.parametrize(
+    "save", [save_with_peft, save_with_transformers, save_plain, save_whole_head]
+)
 def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_path: Path) -> None:
     """Of the Auto class and of the model that it holds."""
     folder = tmp_path / "adapter"
@@ -71,25 +87,35 @@ def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_pa
 
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
     """With its mitigation and the parameters that were trained as a whole; it can be saved."""
-    model: Any = load(base)
+    model: Any = load(f"{base}+none")
     known = {"base": str(base), "base_fingerprint": model.fingerprint(), "mitigation": WINDOW}
-    lora.add_adapters(model, r=2, alpha=4, targets=["in_proj"], full=["A_log"])
+    whole = ["A_log", "embedding"]  # the tied head has an adapter, and is trained as a whole too
+    lora.add_adapters(model, r=2, alpha=4, targets=["in_proj", "head"], full=whole)
     with torch.no_grad():
         for one in model.parameters():
             one += 0.1 * one.requires_grad
     lora.save_adapter(model, tmp_path / "adapter", model.state_dict(), **known)
     wanted = model.under(mitigation(WINDOW))(TOKENS).logits
     for name in ("adapter", "saved"):
-        auto = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        narrow = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="bfloat16")
+        assert narrow.model.embedding.weight.dtype == torch.bfloat16
+        auto = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
         assert_near(auto(TOKENS).logits, wanted, 1e-5)
         assert_near(load(tmp_path / name)(TOKENS).logits, wanted, 1e-5)
         auto.save_pretrained(tmp_path / "saved")
+    build_auto("mamba2", seed=1).save_pretrained(base)
+    with pytest.raises(UserError, match="weights"):
+        load(tmp_path / "adapter")
 
 
 def lose_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     tensors.pop(next(name for name in tensors if "lora_B" in name))
     save_file(tensors, folder / WEIGHTS)
+
+
+def name_itself(folder: Path) -> None:
+    (folder / ADAPTER).write_text(json.dumps({"base_model_name_or_path": str(folder)}))
 
 
 def name_other_layers(folder: Path) -> None:
@@ -105,6 +131,7 @@ def name_other_layers(folder: Path) -> None:
         (lambda folder: (folder / WEIGHTS).write_bytes(b"cut"), None),
         (lose_a_tensor, "lora_B"),
         (name_other_layers, "lm_head"),
+        (name_itself, "base_model_name_or_path"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

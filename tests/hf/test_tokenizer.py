@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
+from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
@@ -36,6 +41,13 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
+def test_text_without_bytes_is_refused() -> None:
+    """Such text comes from a command line with bytes that are not UTF-8."""
+    for tokenizer in (ByteTokenizer(), trained_bpe()):
+        with pytest.raises(UserError, match="UTF-8"):
+            tokenizer.encode("a\udcff")
+
+
 def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> None:
     """The tokenizer recorded in a checkpoint is loaded: bytes, beside it, or inside it."""
     model = build_model("lstm", dtype=torch.float32)
@@ -50,21 +62,27 @@ def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> No
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
 
 
+def small(merges: list[tuple[str, str]], **parts: Any) -> HFTokenizer:
+    fast = Fast(BPE(vocab={"a": 0, "b": 1, "ab": 2, "ba": 3, "▁": 4, "\n": 5}, merges=merges))
+    for name, part in parts.items():
+        setattr(fast, name, part)
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
+
+
+def test_byte_ends_rise_to_the_end_of_the_text() -> None:
+    """Also where the library trims the offsets of whitespace, and for text without a token."""
+    trims = {"post_processor": processors.ByteLevel(trim_offsets=True)}
+    tokenizer = small([], pre_tokenizer=pre_tokenizers.Metaspace(), **trims)
+    assert tokenizer.byte_ends("\na é") == [1, 1, 2, 5]
+
+
 def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:
-    """A saved tokenizer keeps its fingerprint; other merges give another fingerprint."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    def small(merges: list[tuple[str, str]]) -> HFTokenizer:
-        vocab = {"a": 0, "b": 1, "ab": 2, "ba": 3}
-        fast = Fast(BPE(vocab=vocab, merges=merges))
-        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
-
+    """A saved tokenizer keeps its fingerprint; other merges or normalizers give another one."""
     one, other = small([("a", "b"), ("b", "a")]), small([("b", "a"), ("a", "b")])
     assert one.encode("aba") != other.encode("aba")
     assert one.fingerprint() == small([("a", "b"), ("b", "a")]).fingerprint()
-    assert len({one.fingerprint(), other.fingerprint(), ByteTokenizer().fingerprint()}) == 3
+    lower = small([("a", "b"), ("b", "a")], normalizer=normalizers.Lowercase())
+    assert len({each.fingerprint() for each in (one, other, lower, ByteTokenizer())}) == 4
     one.save(tmp_path)
     for place in (tmp_path, tmp_path / "tokenizer.json"):
         assert load_tokenizer(place).fingerprint() == one.fingerprint()

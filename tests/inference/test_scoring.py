@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
@@ -15,7 +16,8 @@ from longrnn.inference.engine import Pair, Score, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
-from tests.contracts.builders import mixer_spec, stirred
+from longrnn.text import ByteTokenizer
+from tests.contracts.builders import Scripted, mixer_spec, stirred
 
 VOCAB = 40
 
@@ -71,13 +73,16 @@ def test_scores_equal_the_definition(
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
     )
     rng = random.Random(5)
-    pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 1, 4, 17)]
+    pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 4, 4, 17)]
     # A greedy continuation, so that `greedy` is true for one pair.
     generated = generate(model, torch.tensor([pairs[0].context]), max_new_tokens=5).tokens[0]
     pairs.append(Pair(pairs[0].context, tuple(generated)))
     rng.shuffle(pairs)
     expected = [by_itself(model, pair) for pair in pairs]
-    found, _ = scored(model, pairs)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    found, _ = scored(model, pairs, batch_size=3)
+    assert max(sizes) == 3
     assert [s.greedy for s in found] == [s.greedy for s in expected]
     assert 0 < sum(s.greedy for s in found) < len(pairs)
     assert [s.nats for s in found] == pytest.approx([s.nats for s in expected], abs=1e-9)
@@ -120,6 +125,17 @@ def test_completions_equal_those_of_each_prompt_alone(
         )
     )
     assert [found[i] for i in range(len(prompts))] == [" ".join(map(str, e)) for e in expected]
+
+
+def test_a_completion_ends_with_a_text_of_several_bytes_per_character_or_eos() -> None:
+    end, decode = "日本語の終わり", ByteTokenizer().decode
+    ids = torch.tensor([*f"Once {end} upon a time, and on and on".encode()])
+    model = Scripted(256, lambda read: one_hot(ids[read.squeeze(-1) - 1], 256))
+    how = {"decode": decode, "max_new_tokens": 40, "batch_size": 1, "until": [end]}
+    for eos, wanted in ((None, f"Once {end}"), (ord("c"), "Onc")):
+        progress = Progress("test", 1, unit="tokens", quiet=True)
+        found = complete(model, [(1,)], eos=eos, progress=progress, **how)  # type: ignore[arg-type]
+        assert dict(found) == {0: wanted}
 
 
 def test_a_completion_ends_with_a_text_of_several_tokens_and_decodes_few_ids() -> None:

@@ -50,7 +50,7 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
     """A batch gives what its rows give alone, even if one of them stops early."""
     prompt, state = random_tokens(3, 4), random_state(model, 3)
     free = generate(model, prompt, state, max_new_tokens=15)
-    stop = [free.tokens[1][3:5]]
+    stop = [free.tokens[2][3:5]]
     together = generate(model, prompt, state, max_new_tokens=15, stop=stop)
     assert len({len(row) for row in together.tokens}) > 1
     for row in range(3):

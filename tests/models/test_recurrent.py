@@ -129,6 +129,14 @@ def test_residual_block() -> None:
     torch.testing.assert_close(model(tokens).logits, model.norm(x) @ model.head.weight.T)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_residual_stream_is_float32_if_the_configuration_says_so(wide: bool) -> None:
+    model, seen = build_model(dtype=torch.bfloat16, residual_in_fp32=wide), []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model(random_tokens(1, 3))
+    assert seen == [torch.float32 if wide else torch.bfloat16]
+
+
 @pytest.mark.parametrize("spec", ["none", "forget_more"])
 def test_a_prefill_holds_one_segment_at_a_time(spec: str) -> None:
     """Live memory grows with the prompt by less than two numbers per token."""

@@ -13,7 +13,7 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
 from longrnn.models import generate
-from longrnn.state import clone, expand, leaves
+from longrnn.state import clone, expand, leaves, take
 from tests.contracts.builders import VOCAB, mitigation_spec, random_tokens
 from tests.hf.auto.models import build_auto
 
@@ -92,6 +92,17 @@ def test_assisted_decoding_equals_greedy_decoding(draft: str, spec: dict[str, An
     assert torch.equal(new_tokens(model, tokens, 25, **help_), wanted)
 
 
+def test_a_cropped_cache_continues_as_if_the_last_tokens_had_not_been_read() -> None:
+    model, tokens = build_auto(), random_tokens(1, 12)
+    cache = model(tokens[:, :4]).past_key_values
+    cache.activate_past_recording()
+    model(tokens[:, 4:9], past_key_values=cache)
+    cache.crop(-3)
+    found = model(tokens[:, 9:], past_key_values=cache).logits
+    wanted = model(torch.cat([tokens[:, :6], tokens[:, 9:]], 1)).logits[:, 6:]
+    torch.testing.assert_close(found, wanted)
+
+
 def test_one_prefix_serves_many_questions() -> None:
     """`state=` starts every row from the state of one prefix, which stays as it was."""
     model, prefix, questions = build_auto(), random_tokens(1, 20), random_tokens(4, 3, seed=1)
@@ -102,6 +113,11 @@ def test_one_prefix_serves_many_questions() -> None:
     beams = new_tokens(model, questions, 5, state=state, num_beams=2)
     alone = [new_tokens(model, row[None], 5, state=state, num_beams=2)[0] for row in questions]
     assert torch.equal(beams, torch.stack(alone))
+    two = model(random_tokens(2, 20, seed=2)).past_key_values.state
+    pairs = new_tokens(model, questions[:2], 5, state=two, num_beams=2)
+    for row, question in enumerate(questions[:2, None]):
+        own = new_tokens(model, question, 5, state=take(two, [row]), num_beams=2)
+        assert torch.equal(pairs[[row]], own)
     for (name, left), (_, right) in zip(leaves(state), leaves(kept), strict=True):
         assert torch.equal(left, right), name
 

@@ -101,7 +101,7 @@ def test_a_mitigation_in_the_configuration_applies(
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
-    model = build_auto("mamba2", tie_embeddings=tie)
+    model = build_auto("mamba2", tie_embeddings=tie, auto={"mitigation": "forget_more"})
     tokens = random_tokens(1, 5)
     before = model(tokens).logits
     model.resize_token_embeddings(19)
@@ -116,10 +116,13 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_padding_moves_no_hidden_state(mixer: str) -> None:
-    """Hidden states stand where their tokens do, wherever the padding is, and are 0 at padding."""
+    """Hidden states stand where their tokens do, and are 0 at padding, which predicts nothing."""
     model, tokens = build_auto(mixer), random_tokens(2, 7)
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
-    found = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+    output = model(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
+    predicts, found = mask[:, :-1].bool(), output.hidden_states
+    wanted = F.cross_entropy(output.logits[:, :-1][predicts], tokens[:, 1:][predicts])
+    torch.testing.assert_close(output.loss, wanted)
     for row, is_token in enumerate(mask.bool()):
         wanted = model(tokens[row, is_token][None], output_hidden_states=True).hidden_states
         for one, other in zip(found, wanted, strict=True):
@@ -169,6 +172,7 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         ({"position_ids": torch.tensor([[0, 1]])}, "position_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, "position_ids"),
         ({"past_key_values": ((),)}, "StateCache"),
+        ({"state": build_model("lstm").init_state(1), "output_hidden_states": True}, "init_state"),
     ],
 )
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:

@@ -42,6 +42,9 @@ def test_pieces_equal_one_call_with_a_mask(kind: str) -> None:
     expected = banded(theirs, text)
     assert not torch.allclose(expected, full, atol=1e-6)
     assert_continues(model, text, expected, 1e-5)
+    for one, other in ((plain, model), (model, plain)):
+        with pytest.raises(UserError, match="attention_window"):
+            other(text[:, 20:], one(text[:, :20]).state)
 
 
 def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) -> None:
