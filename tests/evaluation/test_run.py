@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from longrnn.hf.opened import OpenCheckpoint
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
 
+PAIRS = f"pairs of {'bytes ' * 12}"  # as long as a reason
 SUITE = """
 evaluations:
   - {kind: passkey, lengths: [200, 320], depths: [0.0, 1.0], n: 2, name: keys}
@@ -43,7 +45,7 @@ def models() -> list[OpenCheckpoint]:
         small_model("one"),
         small_model("two", seed=1),
         small_model("short", seed=2, position=SHORT),
-        small_model("pairs", seed=3, tokenizer=PairTokenizer()),
+        small_model(PAIRS, seed=3, tokenizer=PairTokenizer()),
     ]
 
 
@@ -53,7 +55,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     written = write_report(outcomes, tmp_path / "out")
     assert all(path.stat().st_size > 500 for path in written)
     record = json.loads((tmp_path / "out/cells.json").read_text())
-    assert list(record["models"]) == ["one", "two", "short", "pairs"]
+    assert list(record["models"]) == ["one", "two", "short", PAIRS]
     assert list(record["evaluations"]) == ["keys", "perplexity"]
     assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
     first = next(cell for cell in record["cells"] if cell["at"] == 200)
@@ -66,6 +68,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)
+    assert all("300" in reason for reason in re.findall('class="reason">([^<]*)', page))
 
 
 def test_evaluate_is_public(tmp_path: Path) -> None:
@@ -86,6 +89,9 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
         measure([models[0], unfit], tmp_path)
     with pytest.raises(UserError, match="one"):
         measure([models[0], models[0]], tmp_path)
+    for given in ([], suite(tmp_path)), (models, []):
+        with pytest.raises(UserError, match="model"):
+            run(*given, tmp_path / "out")
     twice = SUITE.replace("name: keys", "name: perplexity")
     with pytest.raises(UserError, match="perplexity"):
         run(models[:1], suite(tmp_path, twice), tmp_path / "out")
@@ -99,6 +105,7 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
         ("evaluations: 3", ("evaluations",)),
         ("evaluation: [{kind: cost}]", ("evaluation",)),
         ("evaluations: [{kind: passkeys}]", ("passkeys", "passkey")),
+        ("evaluations: [{kind: [passkey]}]", ("passkey",)),
         ("evaluations: [{kind: passkey, depth: 3}]", ("depth", "depths")),
         ("evaluations: [{kind: cost, lengths: [0]}]", ("lengths", 0)),
         ("evaluations: [{kind: answers}]", ("data",)),
