@@ -20,6 +20,7 @@ CASES = """
     eval passkey TEXT --lengths 160,256 --n 2 | depth 75% | keys recalled | 256
     eval passkey TEXT --lengths 200,300 --n 1 --insert-at 0,100 | 100 | keys recalled | 300
     eval passkey TEXT+forget_more LLAMA --lengths 160,300 --n 1 | LLAMA | 256 tokens
+    eval passkey TEXT --lengths 160 --depths 0.001,0.002,0.0020 --n 1 | 2 │ | h 0.1% | h 0.2%
     eval passkey LLAMA+beyond --lengths 300 --n 1 | keys recalled
     PERPLEXITY 64,256 | bits per byte | 64
     PERPLEXITY 256 --context 64 --stride 32 | bits per byte

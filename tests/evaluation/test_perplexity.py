@@ -167,7 +167,8 @@ class Counting(LanguageModel):
 
 
 def counted(folder: Path, model: Any, **changes: Any) -> None:
-    options = {"lengths": [128], "batch_size": 1, "windows": 3} | changes
+    twice = texts(folder) * 2  # what is given twice is measured once
+    options = {"texts": twice, "lengths": [128], "batch_size": 1, "windows": 3} | changes
     evaluation = perplexity(folder, **options)
     measure(evaluation, folder / "r", OpenCheckpoint("counting", model, ByteTokenizer()))
 
@@ -223,9 +224,13 @@ def test_newlines(tmp_path: Path) -> None:
     assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
-def test_a_tokenizer_without_byte_offsets_is_refused(tmp_path: Path) -> None:
-    """Bits per byte are not known without the bytes of tokens."""
+def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
+    """Bits per byte are not known without offsets, or between tokens of one character."""
     one = small_model("one")
+    (tmp_path / "c.txt").write_text("🙂" * 9)
+    split = one._replace(tokenizer=byte_level())
+    with pytest.raises(UserError, match="--lengths"):
+        measure(Perplexity(texts=[tmp_path / "c.txt"], lengths=[1, 4]), tmp_path / "r", split)
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:
