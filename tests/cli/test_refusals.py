@@ -76,6 +76,9 @@ CASES = """
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
     diagnose gradients TEXT | --text
+    diagnose gradients "it's" | it's
+    diagnose gradients ' ' | ' '
+    report RUN --baseline a=[ | --baseline a=[ | YAML
     diagnose gradients 'mamba.yaml model.mixer.init=ortogonal' | orthogonal
     diagnose gradients 'mamba.yaml model.mixer.init=orthogonal' | mamba2 | long_memory
     diagnose gradients 'on.yaml model.mixer.init=default' | model
@@ -95,6 +98,7 @@ CASES = """
     convert MAMBA2 TEXT --to ours | exists
     convert MAMBA2 new --to mamba | mamba
     finetune TEXT | --data
+    finetune TEXT --data book.txt --length 64 --evaluate-to 32 | --evaluate-to 32 | 64
     train none.yaml | 'none.yaml' is neither a file | reverse_small
     train open.yaml | is not YAML
     train dollar.yaml | 'seed' | integer
