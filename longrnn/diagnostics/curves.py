@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from longrnn.evaluation.figures import lengths_axis, new_figure, png
+from longrnn.evaluation.figures import STYLES, lengths_axis, new_figure, png
 
 # A curve of fewer points has a marker at each: one point alone is an invisible line.
 SPARSE = 20
-STYLES = ("-", "--", ":", "-.")
 
 
 class Panel(NamedTuple):

@@ -38,5 +38,8 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def summary(runs: Sequence[Run]) -> str:
     """Describe the last finite loss and the last step of each run in one sentence."""
-    ends = [(run.name, run.last("loss") or math.nan, run.rows[-1]["step"]) for run in runs]
-    return "; ".join(f"{name}: loss {loss:.4g} after {step:,} steps" for name, loss, step in ends)
+    ends = [(run.name, run.last("loss"), run.rows[-1]["step"]) for run in runs]
+    return "; ".join(
+        f"{name}: loss {math.nan if loss is None else loss:.4g} after {step:,} steps"
+        for name, loss, step in ends
+    )

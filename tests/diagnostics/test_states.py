@@ -192,6 +192,8 @@ def test_the_criterion(
     """Leaving the range for most of the prompt is collapse; NaN is outside; shrinking is not."""
     found = judged(norm, lambda t: mean if t > TRAINED else math.copysign(min(abs(mean), 0.1), 1))
     assert (found.left, found.onset) == (left, onset)
+    end, largest = norm(LENGTH), max(map(norm, range(EVERY, TRAINED + 1, EVERY)))
+    assert found.growth == pytest.approx(math.inf if math.isnan(end) else end and end / largest)
 
 
 def test_the_fastest_growing_heads_come_first() -> None:
