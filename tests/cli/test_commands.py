@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +40,8 @@ CASES = """
     CALIBRATE state_norm --output norm | state_norm( | norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
-    CALIBRATE scale_decay(steps=1,windows=1) --target-length 300 | scale_decay.yaml
-    CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
-    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | CHECKPOINT+beyond
+    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | and 256 more | +beyond
     info MAMBA2 | mamba2 | bytes per sequence
     generate LLAMA --prompt 'The sky' --max-new-tokens 249 |
     generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |
@@ -70,6 +69,16 @@ def test_a_command_prints_its_results_and_its_files(
     before = [path.read_bytes() for path in rows]
     assert cli(*words).out == result.out
     assert [path.read_bytes() for path in rows] == before
+
+
+def test_a_launch_divides_its_words_at_the_first_command(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may have the name of a command; the exit code is that of the launch."""
+    seen: list[Any] = []
+    monkeypatch.setattr("longrnn.training.launch.launch", lambda *words: seen.extend(words) or 3)
+    assert cli("launch", "--cpu", "train", "finetune", "seed=1").code == 3
+    assert seen == [["--cpu"], ["train", "finetune", "seed=1"]]
 
 
 def test_info(cli: CLI, models: Path) -> None:

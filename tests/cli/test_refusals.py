@@ -18,7 +18,6 @@ HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
 # A command, and what its error must contain.
 CASES = """
     evl | No such command 'evl'
-    eval passky | No such command 'passky'
     eval passkey | Missing argument
     info | Missing argument
     info TEXT --nonsense | No such option: --nonsense | longrnn info --help
@@ -52,6 +51,7 @@ CASES = """
     eval perplexity TEXT | --text | --newlines
     eval perplexity TEXT --text book.txt | book.txt | 64k
     eval perplexity TEXT --newlines --stride 9 | --context
+    eval perplexity TEXT --newlines --stride 300 --context 200 | 300 | 200
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
     compare TEXT --suite bad.yaml | 'paskey' | did you mean 'passkey'
@@ -92,6 +92,8 @@ CASES = """
     CALIBRATE state_norm --output norm.json | norm.json
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
+    CALIBRATE per_head(passes=4) --target-length 1k | passes | 5
+    calibrate TEXT --text filler.txt --method token_filter --train-length 9 --target-length 99 | dt
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama

@@ -25,7 +25,6 @@ from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
-from tests.refusals import naming
 from tests.texts import trained_bpe
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
@@ -189,25 +188,6 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     counted(tmp_path, model, lengths=[512], windows=1)
     assert (sum(model.calls), max(model.calls)) == (1024, 50)
     assert len(rows(tmp_path / "r")) == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"texts": ["none.txt"]}, ("none.txt",)),
-        ({"stride": 300, "context": 200}, ("300", "200")),
-        ({"batch_size": 0}, ("batch_size",)),
-    ],
-)
-def test_what_cannot_be_measured(
-    options: dict[str, Any], names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is refused before anything is written."""
-    monkeypatch.chdir(tmp_path)
-    texts(tmp_path)
-    with pytest.raises(UserError, match=naming(*names)):
-        measure(perplexity(tmp_path, **options), tmp_path / "r", small_model("one"))
-    assert not (tmp_path / "r").exists()
 
 
 def test_newlines(tmp_path: Path) -> None:

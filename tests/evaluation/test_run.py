@@ -98,6 +98,21 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_rows_are_found_by_the_options_that_values_depend_on(
+    models: list[OpenCheckpoint], tmp_path: Path
+) -> None:
+    """An evaluation with another value of such an option does not find the rows of this one."""
+    overlaps = "context: 9, stride: 8", "context: 9, stride: 7", "context: 8, stride: 8"
+    for kind, *options in (
+        ("passkey", "n: 2", "seed: 1", "n_keys: 2", "chunk_select: 99", "filler: TEXT"),
+        ("perplexity", "windows: 2", *overlaps),
+        ("cost", "decode: 1", "decode: 2"),
+    ):
+        given = [f"evaluations: [{{kind: {kind}, {one}}}]" for one in options]
+        found = [suite(tmp_path, text)[0].protocol(models[0]) for text in given]
+        assert [one for one in found if found.count(one) > 1] == []
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -119,8 +134,10 @@ def test_suites_that_are_not_valid(text: str, names: tuple[Any, ...], tmp_path: 
         suite(tmp_path, text)
 
 
-def test_bundled_suites() -> None:
-    """Every bundled suite is valid; its name is enough."""
+def test_suites(tmp_path: Path) -> None:
+    """A bundled one is found by its name; the seed is that of evaluations without one."""
+    text = "seed: 5\nevaluations: [{kind: cost}, {kind: passkey, seed: 3}]"
+    assert [one.seed for one in suite(tmp_path, text)] == [5, 3]
     for name in ("quick", "long", "needles", "books"):
         assert read_suite(name)
     with pytest.raises(UserError, match="quick"):
