@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_info(cli: CLI, models: Path) -> None:
     assert "lstm" in lines["cells"]
 
 
-def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
+def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` prints what the model generates, also for a prompt from a file; seeds repeat."""
     prompt, command = "The grass is\n", ["generate", models / "text", "--temperature", "2"]
     ids = torch.tensor([ByteTokenizer().encode(prompt)])
@@ -110,3 +111,11 @@ def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
     sign = next(c for c in one if c.isascii() and c.isprintable())
     stopped = cli(*command, "--prompt", "a", "--seed", "5", "--stop", "x" * 9, "--stop", sign)
     assert stopped.out == one[: one.index(sign) + 1] + "\n"
+
+    def said(*_: Any, stop: Any, **options: Any) -> None:
+        ids = list("aé🙂".encode())
+        for end in range(len(ids)):
+            stop(0, ids[: end + 1])
+
+    monkeypatch.setattr(sys.modules["longrnn.models.generate"], "generate", said)
+    assert cli(*command, "--prompt", "a").out == "aé🙂\n", "whole characters"

@@ -23,10 +23,8 @@ CASES = """
     info TEXT --nonsense | No such option: --nonsense | longrnn info --help
     calibrate SHORT --text a --method x --margni 1 | --margni
     info passkey-tyni | passkey-tiny
-    info no/such/folder | passkey-tiny
     info MODELS | config.json
     info half | half | model.safetensors | copy
-    eval passkey half | half | model.safetensors
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | 156 tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)
-    assert all("300" in reason for reason in re.findall('class="reason">([^<]*)', page))
+    assert page.count('class="reason"') == 1
 
 
 def test_evaluate_is_public(tmp_path: Path) -> None:
