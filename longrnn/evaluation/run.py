@@ -56,7 +56,7 @@ def run(
             or logits that are not finite.
     """
     if not models or not evaluations:
-        raise UserError("nothing is to be measured: give a model and an evaluation at least")
+        raise UserError("there is nothing to measure: give at least one model and one evaluation")
     for names in [one.title for one in evaluations], [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{double[0]!r} is the name of two: give each its own name")

@@ -259,7 +259,7 @@ def test_keyed_prompts_spread_their_keys_over_the_text() -> None:
     for row, target in zip(rows[2:], targets[2:], strict=True):
         prompt = bytes(row.tolist()).decode()
         key = prompt.split("The passkey is ")[1][:5]
-        assert key in bytes(target[target >= 0].tolist()).decode()
+        assert bytes(target[target >= 0].tolist()).decode() == f" {key}"
         places.append(prompt.index("The passkey is "))
     assert places == sorted(set(places))
     assert places[-1] > 350
