@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
-# The end of a line: 8 hexadecimal digits of the SHA-256 of the row without them.
+# The beginning of a line, and its end: 8 hexadecimal digits of the SHA-256 of the row without them.
+BEGINNING = b'{"evaluation": "'
 CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{8})"\}$')
 
 
@@ -126,13 +127,13 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
 
 def _repair(path: Path) -> None:
     """Remove torn and damaged lines from a file, and name the damaged ones."""
-    rows, damaged = read_rows(path)
-    if damaged and not rows:
+    (rows, damaged), content = read_rows(path), path.read_bytes()
+    if not rows and not content.startswith(BEGINNING[: len(content)]):
         raise UserError(f"{path} has no row of results: remove it, or choose another --output")
     for number in damaged:
         logger.warning(f"{path}, line {number} is damaged: it is measured again")
     whole = b"".join(map(line_of, rows))
-    if whole != path.read_bytes():
+    if whole != content:
         write_atomic(path, whole)
 
 

@@ -48,7 +48,7 @@ def test_an_interval_of_fewer_independent_questions_is_that_of_their_number() ->
         ([0.0, 0.25, 0.5, 0.75], 0.1, 4),  # apart
         ([0.1, 0.1, 0.1], 0.2, 1),  # one stretch, asked three times
         ([0.0, 0.1], 0.2, 1.5),  # half of each is shared
-        ([0.9, 0.0], 0.2, 1.5),  # across the end of the text
+        ([0.95, 0.05], 0.2, 1.5),  # across the end of the text
         ([0.0, 0.2, 0.4, 0.6, 0.8], 0.5, 2),  # the text is read two and a half times
         ([0.0, 0.5], 3.0, 1),  # all of the text, several times
     ],

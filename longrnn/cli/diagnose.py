@@ -124,7 +124,13 @@ def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
     from longrnn.training.distributed import build_accelerator
     from longrnn.training.trainer import Trainer
 
-    name, *overrides = [source] if Path(source).exists() else shlex.split(source)
+    try:
+        name, *overrides = [source] if Path(source).exists() else shlex.split(source)
+    except ValueError as error:  # an open quote, or nothing but spaces
+        raise UserError(
+            f"{source!r} is neither a checkpoint nor a configuration with overrides: write it as "
+            "'CONFIG KEY=VALUE'"
+        ) from error
     if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
         config = configured(name, overrides)
         trainer = Trainer(config, build_accelerator(config), quiet=True)

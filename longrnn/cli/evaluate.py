@@ -67,25 +67,23 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
     _measure("compare", models, [one for _, own in read for one in own], output)
 
 
-def _measure(
-    name: str, models: Models, evaluations: Sequence[Evaluation], output: Output, **how: bool
-) -> None:
+def _measure(name: str, models: Models, evaluations: Sequence[Evaluation], output: Output) -> None:
     from longrnn.hf.opened import open_checkpoint
 
     device, names = pick_device(models.device), models.checkpoints
     opened = [open_checkpoint(one, models.mitigation, device=device) for one in names]
     folder = output.output or results_folder(name, names, models.mitigation)
-    measure(opened, evaluations, folder, **how)
+    measure(opened, evaluations, folder)
 
 
 def measure(
-    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation], folder: Path, **how: bool
+    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation], folder: Path
 ) -> None:
     """Measure what is missing in a folder, print the tables, and write the report."""
     from longrnn.evaluation.report import show, write_report
     from longrnn.evaluation.run import run
 
-    outcomes = run(models, evaluations, folder, **how)
+    outcomes = run(models, evaluations, folder)
     if is_main():
         written = write_report(outcomes, folder)
         for outcome in outcomes:

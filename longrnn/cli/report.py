@@ -55,13 +55,17 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     Two runs are a pair if they differ in this key alone, and in the options of a kind.
 
     Raises:
-        UserError: there is no pair.
+        UserError: `baseline` is not YAML, or there is no pair.
     """
     from longrnn.intervals import mean
     from longrnn.text import parse_yaml
 
     key, _, text = baseline.partition("=")
-    value, family = str(parse_yaml(text)), f"{key.removesuffix('.kind')}."  # of the kind's options
+    try:
+        value = str(parse_yaml(text))
+    except ValueError as error:
+        raise UserError(f"--baseline {baseline} is not YAML ({error}): write KEY=VALUE") from error
+    family = f"{key.removesuffix('.kind')}."  # of the kind's options
 
     def settings(run: Run, *without: str) -> frozenset[str]:
         return frozenset(

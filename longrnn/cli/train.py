@@ -133,6 +133,11 @@ def finetune(options: Finetuning) -> None:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if config.validation is None and not options.no_evaluate:
         raise UserError("there is no validation data to evaluate on: add --no-evaluate")
+    if options.evaluate_to is not None and options.evaluate_to < config.length.max:
+        raise UserError(
+            f"--evaluate-to {options.evaluate_to} is below the length of the training, "
+            f"{config.length.max}: give at least that"
+        )
     if options.dry_run:
         echo_main(dump_config(config))
     if run(config, options) and not options.no_evaluate:

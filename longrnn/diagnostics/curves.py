@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from textwrap import fill
+from typing import TYPE_CHECKING, NamedTuple
 
-from longrnn.evaluation.figures import lengths_axis, new_figure, png
+from longrnn.evaluation.figures import PER_INCH, STYLES, lengths_axis, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # A curve of fewer points has a marker at each: one point alone is an invisible line.
 SPARSE = 20
-STYLES = ("-", "--", ":", "-.")
 
 
 class Panel(NamedTuple):
@@ -29,8 +32,8 @@ class Panel(NamedTuple):
     level: float | None = None
 
 
-def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) -> bytes:
-    """Return the PNG of panels.
+def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) -> Figure:
+    """Draw panels, whose horizontal axis is one of whole numbers.
 
     Args:
         panels: from top to bottom.
@@ -50,16 +53,20 @@ def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) 
                 place = labels[label]
                 line.set(color=f"C{place % 10}", linestyle=STYLES[place // 10 % 4], lw=1.4)
                 legend[label] = line
-            if trained is not None:
-                lengths_axis(axes, int(at[-1]), int(at[0]))
         if panel.level is not None:
             axes.axhline(panel.level, color="gray", linestyle="--", lw=1)
         if trained is not None:
+            at, _ = next(iter(panel.drawn.values()))
+            lengths_axis(axes, int(at[-1]), int(at[0]))
             axes.axvline(trained, color="black", linestyle=":", lw=1.2)
         axes.set_ylabel(panel.up, fontsize=9)
         axes.set_yscale("log" if panel.log else "linear")
+    if trained is None:
+        rows[-1].locator_params(axis="x", integer=True)
     rows[-1].set_xlabel(across)
     figure.align_ylabels(list(rows))
     places = {"loc": "outside lower center", "ncols": 2, "fontsize": 8, "frameon": False}
-    figure.legend(legend.values(), legend.keys(), **places)
-    return png(figure)
+    # In two columns.
+    names = [fill(label, int(PER_INCH * 3.5)) for label in legend]
+    figure.legend(legend.values(), names, **places)
+    return figure

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from longrnn.diagnostics.curves import Panel, curves
 from longrnn.diagnostics.gradients import BINS, HIGHEST, LOWEST, Row
+from longrnn.evaluation.figures import png
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.files import write_atomic
 
@@ -52,7 +53,8 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) ->
     weights = {name: (sizes, row["histogram"]) for name, row in layers.items()}
     by_distance = curves([Panel("norm of ∂loss_T/∂h_k", norms, log=True)], across="distance T − k")
     by_size = curves([Panel("number of entries", weights)], across="log₁₀ |gradient|")
-    pictures = [Picture("norms", NORMS, by_distance), Picture("weights", WEIGHTS, by_size)]
+    drawn = [("norms", NORMS, by_distance), ("weights", WEIGHTS, by_size)]
+    pictures = [Picture(name, caption, png(figure)) for name, caption, figure in drawn]
     values = {"about": about, "columns": COLUMNS, "rows": table(rows)}
     return [*write_page("gradients.html", folder, pictures, values), record]
 
@@ -63,4 +65,6 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _shown(value: Any) -> str:
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None or value != value:  # NaN
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

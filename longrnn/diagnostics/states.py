@@ -162,6 +162,9 @@ def find(seen: Observations, train_length: int) -> list[Finding]:
     left = outside.double().mean(0) > 0.5
     onset = torch.where(outside, at[~inside].view(-1, 1, 1, 1, 1), at[-1] + 1).amin(0)
     retention = seen.retention[inside][-1]
+    end = seen.norm[-1]
+    # A head without state does not grow; one that overflows grows without limit.
+    growth = torch.where(end == 0, 0.0, end / high[2]).nan_to_num(math.inf, math.inf)
     found = []
     for layer, head, text in product(*(range(values.shape[axis]) for axis in (2, 4, 3))):
         place = layer, text, head
@@ -173,7 +176,7 @@ def find(seen: Observations, train_length: int) -> list[Finding]:
                 text,
                 left=tuple(s for s, o in zip(STATISTICS, out.tolist(), strict=True) if o),
                 onset=int(onset[:, *place][out].min()) if out.any() else None,
-                growth=float((seen.norm[-1][place] / high[2][place]).nan_to_num(math.inf)),
+                growth=float(growth[place]),
                 retention=float(retention[place]),
             )
         )

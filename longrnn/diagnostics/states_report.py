@@ -12,6 +12,7 @@ from torch import Tensor
 from longrnn.diagnostics.curves import Panel, curves
 from longrnn.diagnostics.observe import GLOBAL
 from longrnn.diagnostics.states import MARGIN, Diagnosis
+from longrnn.evaluation.figures import png
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.files import write_atomic
 from longrnn.text import yaml_text
@@ -98,12 +99,12 @@ def _pictures(diagnosis: Diagnosis) -> Iterator[Picture]:
             Panel("norm of the state /\nlargest inside", growing, log=True, level=1 + MARGIN),
             Panel("share of the\ninitial state left", kept, level=GLOBAL),
         ]
-        data = curves(panels, across="tokens read (dotted: the training length)", trained=trained)
-        yield Picture(f"states_{text + 1}", STATES.format(title), data)
+        figure = curves(panels, across="tokens read (dotted: the training length)", trained=trained)
+        yield Picture(f"states_{text + 1}", STATES.format(title), png(figure))
     ends = {"at the training length": at.index(trained), "at the end": -1}
     panels = []
     for layer, head in (worst or heads)[:3]:
         sizes = seen.channels[:, layer, 0, head]
         own = {name: (range(sizes.shape[1]), sizes[end].tolist()) for name, end in ends.items()}
-        panels.append(Panel(_name((layer, head)), own, log=True))
-    yield Picture("channels", CHANNELS.format(texts[0]), curves(panels, across="channel"))
+        panels.append(Panel(f"root mean square,\n{_name((layer, head))}", own, log=True))
+    yield Picture("channels", CHANNELS.format(texts[0]), png(curves(panels, across="channel")))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longrnn.diagnostics.curves import Panel, curves
+from longrnn.evaluation.figures import png
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.training.run import COUNTS, Run
 
@@ -32,11 +33,14 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
                 for run, own in rows.items()
             }
             panels.append(Panel(name.replace("_", " "), drawn, log=name == "grad_norm"))
-    picture = Picture("metrics", METRICS, curves(panels, across="step"))
+    picture = Picture("metrics", METRICS, png(curves(panels, across="step")))
     return write_page("training.html", folder, [picture], {"runs": runs, "summary": summary(runs)})
 
 
 def summary(runs: Sequence[Run]) -> str:
     """Describe the last finite loss and the last step of each run in one sentence."""
-    ends = [(run.name, run.last("loss") or math.nan, run.rows[-1]["step"]) for run in runs]
-    return "; ".join(f"{name}: loss {loss:.4g} after {step:,} steps" for name, loss, step in ends)
+    ends = [(run.name, run.last("loss"), run.rows[-1]["step"]) for run in runs]
+    return "; ".join(
+        f"{name}: loss {math.nan if loss is None else loss:.4g} after {step:,} steps"
+        for name, loss, step in ends
+    )

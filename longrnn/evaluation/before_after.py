@@ -18,6 +18,7 @@ import numpy as np
 
 from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Corpus
+from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.suites import read_suite
 from longrnn.files import write_atomic
@@ -46,7 +47,7 @@ def write_suite(
         tokenizer: of the model.
         folder: of the evaluation.
         length: on which the model was trained, in tokens.
-        longest: tokens of the longest evaluation; by default `BEYOND` times `length`.
+        longest: tokens of the longest evaluation, at least `length`; by default `BEYOND` times it.
 
     Raises:
         UserError: there is nothing to evaluate at these lengths.
@@ -74,6 +75,11 @@ def write_suite(
     prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
+    if not evaluations:
+        raise UserError(
+            f"the held-out text is too short for the loss at {format_length(length)}: give more "
+            "with --validation, or add --no-evaluate"
+        )
     write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
 

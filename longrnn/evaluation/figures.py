@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Collection, Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ WIDE = 30
 STYLES = ("-", "--", ":", "-.")
 # More lengths than this have slanted labels.
 UPRIGHT = 10
+# Characters of a name per inch; longer names are broken into lines.
+PER_INCH = 14
 
 
 class Line(NamedTuple):
@@ -43,7 +46,8 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
         across: title of the axis of tokens.
         up: title of the other axis.
     """
-    figure = new_figure(7.5, 4.2 + 0.17 * len(drawn))
+    labels = [fill(line.label, int(PER_INCH * 7)) for line in drawn]
+    figure = new_figure(7.5, 4.2 + 0.17 * len("\n".join(labels).splitlines()))
     panel = figure.subplots()
     # The first lines are wide, so that one under another is still seen.
     widths = np.linspace(3, 1, len(drawn))
@@ -51,7 +55,7 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
         means, low, high = np.array([value[:3] for value in line.values], float).T
         bars = np.array([means - low, high - means]).clip(min=0)
         bars[~np.isfinite(bars)] = math.nan  # not drawn
-        bar = panel.errorbar(line.at, means, bars, label=line.label, elinewidth=1, capsize=3)
+        bar = panel.errorbar(line.at, means, bars, label=labels[index], elinewidth=1, capsize=3)
         # Ten colours, then the same with other dashes.
         style = STYLES[index // 10 % len(STYLES)]
         bar.lines[0].set(marker="o", alpha=0.8, linewidth=widths[index], linestyle=style)
@@ -61,7 +65,7 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:
-        panel.set_ylim(bottom=-0.02 * max(values))
+        panel.set_ylim(bottom=-0.02 * panel.get_ylim()[1])
     panel.set(xlabel=across, ylabel=up)
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     return figure
@@ -77,22 +81,24 @@ def heat_maps(
         across: title of the axis of tokens.
         meaning: title of the colours.
     """
+    from matplotlib import colormaps
+
     keys = [key for cells in models.values() for key in cells]
     lengths, names = sorted({at for at, _ in keys}), list(dict.fromkeys(name for _, name in keys))
     width, height = max(4.0, CELL * len(lengths)), max(1.2, 0.8 * CELL * len(names)) + 0.7
     figure = new_figure(width + 1.8, len(models) * height + 0.5)
     panels = list(figure.subplots(len(models), squeeze=False).flat)
+    colours = colormaps["RdYlGn"].with_extremes(bad="gray")
     for panel, (model, cells) in zip(panels, models.items(), strict=True):
         grid = [[cells.get((at, name), math.nan) for at in lengths] for name in names]
-        panel.set_facecolor("lightgray")
         # Pale colours, on which black can be read.
-        panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.6)
+        panel.imshow(grid, vmin=0, vmax=1, cmap=colours, aspect="auto", alpha=0.6)
         for (at, name), value in cells.items():
             place = lengths.index(at), names.index(name)
             panel.text(*place, f"{value:.2f}", ha="center", va="center", fontsize=9)
         panel.set_xticks(range(len(lengths)), map(format_length, lengths))
         panel.set_yticks(range(len(names)), names)
-        panel.set_title(model, fontsize=9, wrap=True)
+        panel.set_title(fill(model, int(PER_INCH * width)), fontsize=8)
     figure.colorbar(panels[0].images[0], ax=panels, label=meaning)
     figure.supxlabel(across, fontsize=10)
     return figure

@@ -58,15 +58,17 @@ class Memory(MemoryOptions, Evaluation):
             for window in chain(*cut) if reached else ():
                 key = {"text": window.document.sha256[:16], "start": window.ends[0]}
                 work = position + sum(kept_tokens(position))
-                text = window.tokens()[:position]
-                plan.items.append(Item({**key, "position": position}, text, work=work))
+                # Stretches of different tokenizers have different tokens and are not paired.
+                name = f"{window.name}/{model.tokenizer.fingerprint()}"
+                spec = name, window.tokens()[:position]
+                plan.items.append(Item({**key, "position": position}, spec, work=work))
         return plan
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Found]:
         for batch in batches(items, BATCH):
-            texts = torch.stack([item.spec for item in batch])
+            texts = torch.stack([text for _, text in (item.spec for item in batch)])
             found = remembrance(model.model, texts, progress)
             rows = zip(*(values.tolist() for values in found.values()), strict=True)
             yield [
@@ -75,9 +77,9 @@ class Memory(MemoryOptions, Evaluation):
             ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:
-        name = f"{item.key['text']}/{item.key['start']}"
+        name, text = item.spec
         for kept, value in row.items():
-            yield Sample(self._column(len(item.spec)), int(kept), name, value)
+            yield Sample(self._column(len(text)), int(kept), name, value)
 
     def _column(self, position: int) -> Column:
         return Column(f"EffRem, T = {format_length(position)}", SCORE, ".3f")

@@ -48,7 +48,7 @@ class PasskeyOptions(Options):
     """Split the prompt into chunks of this many tokens, and take the answer with the lowest
     entropy."""
     batch_size: Count = 16
-    """Prompts in one batch."""
+    """Prompts, or chunks of a prompt, in one batch."""
 
 
 class Texts(Options):

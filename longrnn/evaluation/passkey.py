@@ -74,7 +74,7 @@ class Question(NamedTuple):
     def label(self) -> str:
         """The place as text."""
         is_depth = isinstance(self.place, float)
-        return f"depth {self.place:.0%}" if is_depth else format_length(self.place)
+        return f"depth {100 * self.place:g}%" if is_depth else format_length(self.place)
 
 
 class PasskeyRetrieval(PasskeyOptions, Evaluation):
@@ -146,7 +146,8 @@ class PasskeyRetrieval(PasskeyOptions, Evaluation):
             ids = [torch.cat([read(context), question]).int() for context, question in prompts]
             found = complete(model.model, ids, batch_size=self.batch_size, **options)
         else:
-            found = by_chunk(model.model, prompts, chunk=self.chunk_select, **options)
+            how = {"chunk": self.chunk_select, "batch_size": self.batch_size}
+            found = by_chunk(model.model, prompts, **how, **options)
         for number, text in found:
             key, said = items[number].spec.needle.key, text.strip()
             progress.advance(1, 0)
@@ -201,6 +202,7 @@ def by_chunk(
     prompts: Sequence[tuple[list[RepeatedTokens], Tensor]],
     *,
     chunk: int,
+    batch_size: int,
     decode: Callable[[Sequence[int]], str],
     max_new_tokens: int,
     progress: Progress,
@@ -208,7 +210,8 @@ def by_chunk(
     """Yield the index of a prompt and the answer from the chunk that was selected for it."""
     for index, ((header, *rest), question) in enumerate(prompts):
         text = read(rest)
-        chosen = select(model, text, question, chunk=chunk, prefix=read([header]))
+        how = {"chunk": chunk, "prefix": read([header]), "batch_size": batch_size}
+        chosen = select(model, text, question, **how)
         progress.advance(0, header.size + len(text) + len(question))
         ids = question[None].to(chosen.state.position.device)
         generated = generate(model, ids, chosen.state, max_new_tokens=max_new_tokens)

@@ -56,13 +56,20 @@ class Perplexity(PerplexityOptions, Evaluation):
                     f"the tokenizer of {model.name} does not know which bytes a token stands for: "
                     "use the fast tokenizer of the checkpoint, which has a tokenizer.json"
                 )
-        powers = [2**k for k in range(longest.bit_length()) if FIRST <= 2**k < longest]
+        every, positions = list(zip(*of_model, strict=True)), set(self.lengths)
+        if all(map(are_alike, every)):
+            positions |= {2**k for k in range(longest.bit_length()) if FIRST <= 2**k < longest}
         windows: list[list[Window]] = [[] for _ in models]
-        for texts in zip(*of_model, strict=True):
-            positions = {*self.lengths, *(powers if are_alike(texts) else ())}
+        for texts in every:
             cut = cut_windows(texts, sorted(positions), self.windows)
             for own, further in zip(windows, cut, strict=True):
                 own += further
+        for start, stop in pairwise(windows[0][0].ends):
+            if not any(window.bytes_between(start, stop) for window in windows[0]):
+                raise UserError(
+                    f"the tokens from {start} to {stop} are parts of one character, whose last "
+                    "token has its bytes: give greater --lengths, or more text"
+                )
         return [self._plan(*one) for one in zip(models, windows, strict=True)]
 
     def _plan(self, model: OpenCheckpoint, windows: Sequence[Window]) -> Plan:

@@ -52,9 +52,11 @@ def run(
         quiet: show no progress.
 
     Raises:
-        UserError: duplicate names, options that an evaluation refuses, or logits that are not
-            finite.
+        UserError: no model or no evaluation, duplicate names, options that an evaluation refuses,
+            or logits that are not finite.
     """
+    if not models or not evaluations:
+        raise UserError("there is nothing to measure: give at least one model and one evaluation")
     for names in [one.title for one in evaluations], [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{double[0]!r} is the name of two: give each its own name")
@@ -79,7 +81,9 @@ def _measured(
     """Measure the missing items of one model, and return the results of all items."""
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
-    todo = [item for item in items if store.get(origin, item.key) is None]
+    # An item may be given twice, such as a text.
+    distinct = {origin.key(item.key): item for item in items}.values()
+    todo = [item for item in distinct if store.get(origin, item.key) is None]
     if not evaluation.alone:
         todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
     elif not processes.is_main():

@@ -74,18 +74,18 @@ class Sequences(SequenceOptions, Evaluation):
         most = self.batch_size
         for (length, _), same in groupby(items, lambda i: (i.spec[1], i.spec[2] // most)):
             part = list(same)
-            # Sequences between them that are already measured are computed again.
             task, first, last = part[0].spec[0], part[0].spec[2], part[-1].spec[2]
             batch = task.evaluation_batch(first, last + 1, length=length)
-            state = model.model.init_state(last + 1 - first)
+            batch = batch.row(*(item.spec[2] - first for item in part))
+            state = model.model.init_state(len(part))
             tokens = batch.tokens.to(state.position.device)
             logits = model.model(tokens, state).logits
             refuse_nonfinite(logits, model.model, tokens, state)
             scores = task.score(logits.argmax(-1).cpu(), batch)
             progress.advance(len(part), tokens.numel())
             yield [
-                (item, {name: float(own[item.spec[2] - first]) for name, own in scores.items()})
-                for item in part
+                (item, {name: float(own[row]) for name, own in scores.items()})
+                for row, item in enumerate(part)
             ]
 
     def samples(self, item: Item, row: Row) -> Iterator[Sample]:

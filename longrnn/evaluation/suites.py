@@ -40,9 +40,9 @@ def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
     Raises:
         UserError: an unknown kind or option, or a value that is not valid.
     """
-    name = spec.get("kind")
+    name = str(spec.get("kind"))
     if name not in KINDS:
-        raise UserError(f"unknown evaluation {name!r}: {nearest(str(name), KINDS)}")
+        raise UserError(f"unknown evaluation {name!r}: {nearest(name, KINDS)}")
     options = {key: value for key, value in spec.items() if key != "kind"}
     if name == "reverse":
         options.setdefault("task", "reverse")

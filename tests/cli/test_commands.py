@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ CASES = """
     eval passkey TEXT --lengths 160,256 --n 2 | depth 75% | keys recalled | 256
     eval passkey TEXT --lengths 200,300 --n 1 --insert-at 0,100 | 100 | keys recalled | 300
     eval passkey TEXT+forget_more LLAMA --lengths 160,300 --n 1 | LLAMA | 256 tokens
+    eval passkey TEXT --lengths 160 --depths 0.001,0.002,0.0020 --n 1 | 2 │ | h 0.1% | h 0.2%
     eval passkey LLAMA+beyond --lengths 300 --n 1 | keys recalled
     PERPLEXITY 64,256 | bits per byte | 64
     PERPLEXITY 256 --context 64 --stride 32 | bits per byte
@@ -38,10 +41,8 @@ CASES = """
     CALIBRATE state_norm --output norm.yaml | state_norm( | norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
-    CALIBRATE scale_decay(steps=1,windows=1) --target-length 300 | scale_decay.yaml
-    CALIBRATE power_decay(steps=1,windows=1) --target-length 300 | power_decay.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
-    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | CHECKPOINT+beyond
+    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | and 256 more | +beyond
     info MAMBA2 | mamba2 | bytes per sequence
     generate LLAMA --prompt 'The sky' --max-new-tokens 249 |
     generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |
@@ -71,6 +72,16 @@ def test_a_command_prints_its_results_and_its_files(
     assert [path.read_bytes() for path in rows] == before
 
 
+def test_a_launch_divides_its_words_at_the_first_command(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may have the name of a command; the exit code is that of the launch."""
+    seen: list[Any] = []
+    monkeypatch.setattr("longrnn.training.launch.launch", lambda *words: seen.extend(words) or 3)
+    assert cli("launch", "--cpu", "train", "finetune", "seed=1").code == 3
+    assert seen == [["--cpu"], ["train", "finetune", "seed=1"]]
+
+
 def test_info(cli: CLI, models: Path) -> None:
     """`info` prints the sizes and the fingerprint of the checkpoint."""
     result = cli("info", models / "text")
@@ -85,7 +96,7 @@ def test_info(cli: CLI, models: Path) -> None:
     assert "lstm" in lines["cells"]
 
 
-def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
+def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` prints what the model generates, also for a prompt from a file; seeds repeat."""
     prompt, command = "The grass is\n", ["generate", models / "text", "--temperature", "2"]
     ids = torch.tensor([ByteTokenizer().encode(prompt)])
@@ -100,3 +111,11 @@ def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
     sign = next(c for c in one if c.isascii() and c.isprintable())
     stopped = cli(*command, "--prompt", "a", "--seed", "5", "--stop", "x" * 9, "--stop", sign)
     assert stopped.out == one[: one.index(sign) + 1] + "\n"
+
+    def said(*_: Any, stop: Any, **options: Any) -> None:
+        ids = list("aé🙂".encode())
+        for end in range(len(ids)):
+            stop(0, ids[: end + 1])
+
+    monkeypatch.setattr(sys.modules["longrnn.models.generate"], "generate", said)
+    assert cli(*command, "--prompt", "a").out == "aé🙂\n", "whole characters"

@@ -28,12 +28,11 @@ def rows(folder: Path) -> list[Row]:
     return read_rows(folder / "rows.jsonl")[0]
 
 
-def test_eval_and_compare_share_their_rows(
-    cli: CLI, models: Path, shelf: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) -> None:
     """One folder takes the rows of any evaluation, model and option; nothing is refused."""
     out = ["--output", "out"]
-    assert cli("compare", models / "text", "--suite", "mine.yaml", *out).code == 0
+    result = cli("compare", models / "text", "--suite", "mine.yaml", *out)
+    assert (result.code, "mine" in result.out) == (0, False), "one suite needs no name"
     before = (shelf / "out/rows.jsonl").read_bytes()
     asked = ["--lengths", "180,240", "--depths", "0,1.0", "--n", "2"]
     assert cli("eval", "passkey", models / "text", *asked, *out).code == 0
@@ -42,22 +41,15 @@ def test_eval_and_compare_share_their_rows(
     assert cli("eval", "reverse", models / "backwards", "--n", "2", *out).code == 0
     assert (shelf / "out/rows.jsonl").read_bytes().startswith(before)
     assert len(rows(shelf / "out")) == 8 + 8 + 2
-    with open(shelf / "out/rows.jsonl", "r+b") as file:
-        file.seek(300)
-        file.write(b"#")
-    warned = cli("compare", models / "text", "--suite", "mine.yaml", *out)
-    assert warned.code == 0
-    assert "rows.jsonl, line" in caplog.text
-    assert len(rows(shelf / "out")) == 18
 
 
 def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
     """Several suites give one report; two folders of one name keep different names."""
-    for name in ("a", "b"):
+    for name in ("a", "[b]"):
         shutil.copytree(models / "text", shelf / name / "model")
-    result = cli("compare", "a/model", "b/model", "--suite", "also.yaml", "--suite", "mine.yaml")
+    result = cli("compare", "a/model", "[b]/model", "--suite", "also.yaml", "--suite", "mine.yaml")
     assert result.code == 0, result.err
-    for piece in ("a/model", "b/model", "also passkey", "mine passkey"):
+    for piece in ("a/model", "[b]/model", "also passkey", "mine passkey"):
         assert piece in result.out
 
 

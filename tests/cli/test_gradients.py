@@ -42,7 +42,7 @@ def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
     cli: CLI, models: Path, tmp_path: Path
 ) -> None:
-    """The configuration is in the folder above it."""
+    """The configuration is in its folder, or else in the folder above it."""
     inside = tmp_path / "run/checkpoint"
     inside.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
@@ -51,3 +51,7 @@ def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
     result = cli("diagnose", "gradients", "run/checkpoint", *SMALL, "--output", "out")
     assert result.code == 0, result.err
     assert "reverse" in head_of(tmp_path / "out")["task"]
+    own = (tmp_path / "run/train.yaml").read_text().replace("kind: reverse", "kind: sort")
+    (inside / "train.yaml").write_text(own)
+    assert cli("diagnose", "gradients", "run/checkpoint", *SMALL, "--output", "own").code == 0
+    assert "sort" in head_of(tmp_path / "own")["task"]

@@ -14,7 +14,7 @@ import pytest
 
 from longrnn.results import Row, read_rows
 from tests.launched import launch, launched
-from tests.training.forks import run
+from tests.training.forks import pair, run
 
 
 @pytest.fixture
@@ -68,6 +68,16 @@ def test_two_processes_write_what_one_writes(
     assert rows(two) == rows(one)
     assert (two / "rows-1.jsonl").is_file()
     assert both.stdout.replace(str(two), str(one)) == alone.stdout
+
+
+def test_speed_is_measured_in_one_process(models: Path, tmp_path: Path) -> None:
+    """The others, which would slow it down, wait."""
+    (tmp_path / "mine.yaml").write_text("evaluations: [{kind: cost, lengths: [8, 9], decode: 1}]")
+    words = ["compare", models / "text", "--suite", tmp_path / "mine.yaml"]
+    both = pair(*words, "--output", tmp_path / "out", folder=tmp_path)
+    assert [process.end() for process in both] == [0, 0], both[0].err
+    assert len(rows(tmp_path / "out")) == 2
+    assert not (tmp_path / "out/rows-1.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -119,7 +119,6 @@ FILES = {
     "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
     "diagnosis.yaml": "collapsing: [[0, 4]]\n",
     "healthy.yaml": "collapsing: []\n",
-    "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
 }
 COLLAPSING = "forget_more(heads=collapsing, diagnosis="
 SPECS = """
@@ -142,7 +141,6 @@ SPECS = """
     COLLAPSING no.yaml | no.yaml | longrnn diagnose states
     COLLAPSING diagnosis.yaml | layer
     COLLAPSING healthy.yaml | healthy.yaml
-    COLLAPSING foreign.yaml | diagnosis
     state_norm(threshold=1)+sliding_window(window=9) |
     chunk_select | chunk_select | --chunk-select
      | '' is not a valid mitigation | write name(option=value)

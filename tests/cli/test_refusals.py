@@ -18,16 +18,13 @@ HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
 # A command, and what its error must contain.
 CASES = """
     evl | No such command 'evl'
-    eval passky | No such command 'passky'
     eval passkey | Missing argument
     info | Missing argument
     info TEXT --nonsense | No such option: --nonsense | longrnn info --help
     calibrate SHORT --text a --method x --margni 1 | --margni
     info passkey-tyni | passkey-tiny
-    info no/such/folder | passkey-tiny
     info MODELS | config.json
     info half | half | model.safetensors | copy
-    eval passkey half | half | model.safetensors
     PASSKEY --lengths 4x | '4x' is not a valid length | 256, 4k or 1M
     PASSKEY --lengths 256, | '' is not a valid length
     PASSKEY --lengths 100 | 156 tokens
@@ -52,6 +49,7 @@ CASES = """
     eval perplexity TEXT | --text | --newlines
     eval perplexity TEXT --text book.txt | book.txt | 64k
     eval perplexity TEXT --newlines --stride 9 | --context
+    eval perplexity TEXT --newlines --stride 300 --context 200 | 300 | 200
     diagnose memory TEXT --text book.txt --positions 1 | 1
     compare TEXT --suite quik | quik | quick
     compare TEXT --suite bad.yaml | 'paskey' | did you mean 'passkey'
@@ -76,6 +74,9 @@ CASES = """
     diagnose gradients passkey-tyni | did you mean
     diagnose gradients none.yaml | 'none.yaml' is neither a file
     diagnose gradients TEXT | --text
+    diagnose gradients "it's" | it's
+    diagnose gradients ' ' | ' '
+    report RUN --baseline a=[ | --baseline a=[ | YAML
     diagnose gradients 'mamba.yaml model.mixer.init=ortogonal' | orthogonal
     diagnose gradients 'mamba.yaml model.mixer.init=orthogonal' | mamba2 | long_memory
     diagnose gradients 'on.yaml model.mixer.init=default' | model
@@ -89,12 +90,15 @@ CASES = """
     CALIBRATE state_norm --output norm.json | norm.json
     CALIBRATE state_norm(margni=1) | margni | 'margin'
     CALIBRATE token_filter(quantile=1.5) --target-length 1k | quantile
+    CALIBRATE per_head(passes=4) --target-length 1k | passes | 5
+    calibrate TEXT --text filler.txt --method token_filter --train-length 9 --target-length 99 | dt
     calibrate TEXT --text filler.txt --method state_norm | --train-length
     calibrate LLAMA --text book.txt --method state_norm --train-length 9 | llama
     convert LLAMA new --to native | llama
     convert MAMBA2 TEXT --to ours | exists
     convert MAMBA2 new --to mamba | mamba
     finetune TEXT | --data
+    finetune TEXT --data book.txt --length 64 --evaluate-to 32 | --evaluate-to 32 | 64
     train none.yaml | 'none.yaml' is neither a file | reverse_small
     train open.yaml | is not YAML
     train dollar.yaml | 'seed' | integer

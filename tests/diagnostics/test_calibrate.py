@@ -15,7 +15,7 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import EVERY, METHODS, calibrate
+from longrnn.diagnostics.calibrate import EVERY, METHODS, Inside, calibrate
 from longrnn.diagnostics.per_head import TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
@@ -163,6 +163,12 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
     assert 0 < len(heads) < 12, "this model has heads of one kind only"
 
 
+def test_the_longest_memory_comes_first() -> None:
+    """Global heads are ordered by what they retain; the others are left out."""
+    retention = torch.tensor([[0.9, 0.01], [0.06, 0.95]])
+    assert Inside(retention, retention, []).global_heads() == [(1, 1), (0, 0), (1, 0)]
+
+
 @pytest.mark.parametrize("method", ["token_filter", "per_head"])
 def test_nothing_global(method: str, documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to do."""
@@ -253,7 +259,7 @@ def test_keyed_prompts_spread_their_keys_over_the_text() -> None:
     for row, target in zip(rows[2:], targets[2:], strict=True):
         prompt = bytes(row.tolist()).decode()
         key = prompt.split("The passkey is ")[1][:5]
-        assert key in bytes(target[target >= 0].tolist()).decode()
+        assert bytes(target[target >= 0].tolist()).decode() == f" {key}"
         places.append(prompt.index("The passkey is "))
     assert places == sorted(set(places))
     assert places[-1] > 350
@@ -305,9 +311,6 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
     path.write_text("collapsing: [[0, 2]]\n")
     other = Mitigated(model, mitigation(spec))
     assert one.fingerprint() != other.fingerprint()
-    path.write_text(f"collapsing: [[0, 2]]\nfingerprint: {build(seed=1).fingerprint()}\n")
-    with pytest.raises(UserError, match="model"):
-        Mitigated(model, mitigation(spec))
 
 
 def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
@@ -322,20 +325,3 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     assert member["heads"] == [[0, 1]]
     with pytest.raises(UserError, match="fewer keys"):
         calibrate(model, texts, method, train_length=64, target_length=128, quiet=True)
-
-
-@pytest.mark.parametrize(
-    ("method", "mixer", "message"),
-    [
-        ("per_head(passes=4)", "mamba2", "passes"),
-        ("token_filter", "lstm", "token_filter"),
-        ("scale_delta", "gru", "scale_delta"),
-        ("power_decay", "rnn", "power_decay"),
-    ],
-)
-def test_methods_that_cannot_be(
-    method: str, mixer: str, message: str, documents: list[Document]
-) -> None:
-    """An unknown or unsuitable method or setting raises a UserError."""
-    with pytest.raises(UserError, match=message):
-        calibrate(build(mixer), documents, method, **LENGTHS, quiet=True)

@@ -38,10 +38,10 @@ def reverse() -> Task:
     return TASKS.build({"kind": "reverse", "vocab_size": 10, "held_out": 16})
 
 
-def linear_model(matrix: Tensor) -> RecurrentLM:
+def linear_model(matrix: Tensor, nonlinearity: str = "identity") -> RecurrentLM:
     """Return a plain network h ← W h + U x + b."""
     torch.manual_seed(0)
-    mixer = {"kind": "rnn", "nonlinearity": "identity"}
+    mixer = {"kind": "rnn", "nonlinearity": nonlinearity}
     config = RecurrentConfig(11, len(matrix), 1, mixer, block="plain", tie_embeddings=False)
     model = RecurrentLM(config).double()
     model.cells[0].get_parameter("cell.weight_hh_l0").data.copy_(matrix)
@@ -105,6 +105,11 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
         name: linear_model(factor * torch.eye(WIDTH))
         for name, factor in (("large", 1.5), ("one", 1.0), ("zero", 0.0))
     }
+    # Its unit is active in every other step, whose derivative is −2.
+    models["flips"] = linear_model(torch.diag(torch.tensor([-2.0, 0, 0, 0, 0, 0])), "relu")
+    for name, weight in models["flips"].cells[0].named_parameters():
+        if name != "cell.weight_hh_l0":
+            weight.data.zero_()[0] = float(name == "cell.bias_hh_l0")
     rows = [
         {"model": name, **row}
         for name, model in models.items()
@@ -121,6 +126,7 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     assert rows[4]["factor"] == rows[4]["radius"] == pytest.approx(1.5)
     assert rows[5]["factor"] == pytest.approx(1)
     assert rows[6]["factor"] is None
+    assert (rows[7]["radius"], rows[7]["singular"]) == (1, 2), "a mean, and the largest"
     about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "length": 8}
     files = write_report(about, rows, tmp_path)
     assert [file.name for file in files] == [

@@ -176,9 +176,9 @@ def test_a_stationary_head_does_not_collapse(memory: int) -> None:
     ("norm", "mean", "left", "onset"),
     [
         (lambda t: 9.0 if 8192 < t <= 16384 else 1.0, 0.0, (), None),
-        (lambda t: 9.0 if t > 20000 else 1.0, 0.0, (), None),
+        (lambda t: 9.0 if t > 16896 else 1.0, 0.0, (), None),
         (lambda t: 9.0 if t > 12000 else 1.0, 0.0, ("deviation", "norm"), 12032),
-        (lambda t: 8.0, 0.3, (), None),
+        (lambda t: 8.0, 0.45, (), None),
         (lambda t: 8.0, -0.9, ("mean",), 1088),
         (lambda t: 1.0 if t <= TRAINED else 1e-6, 0.0, (), None),
         (lambda t: 0.0, 0.0, (), None),
@@ -190,8 +190,12 @@ def test_the_criterion(
     norm: Callable[[int], float], mean: float, left: tuple[str, ...], onset: int | None
 ) -> None:
     """Leaving the range for most of the prompt is collapse; NaN is outside; shrinking is not."""
-    found = judged(norm, lambda t: mean if t > TRAINED else math.copysign(min(abs(mean), 0.1), 1))
+    found = judged(
+        norm, lambda t: mean if t > TRAINED else math.copysign(min(abs(mean), 0.1), -mean)
+    )
     assert (found.left, found.onset) == (left, onset)
+    end, largest = norm(LENGTH), max(map(norm, range(EVERY, TRAINED + 1, EVERY)))
+    assert found.growth == pytest.approx(math.inf if math.isnan(end) else end and end / largest)
 
 
 def test_the_fastest_growing_heads_come_first() -> None:

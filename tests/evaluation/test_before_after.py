@@ -8,6 +8,7 @@ import pytest
 
 from longrnn.data import Text
 from longrnn.data.stream import Corpus
+from longrnn.errors import UserError
 from longrnn.evaluation.before_after import held_out_text, write_suite
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
@@ -58,3 +59,6 @@ def test_the_loss_is_measured_where_there_are_several_windows(
     assert isinstance(passkeys, PasskeyRetrieval)
     assert passkeys.lengths == [512, 2048]
     assert "--validation" in caplog.text
+    task = Text(data=shelf(tmp_path, {"d": 20}))
+    with pytest.raises(UserError, match="--validation"):
+        write_suite(task, ByteTokenizer(), tmp_path / "short", length=128, longest=128)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
+from longrnn.diagnostics.curves import Panel, curves
 from longrnn.evaluation.figures import Line, heat_maps, lines
 from longrnn.intervals import proportion
 
@@ -46,3 +47,27 @@ def test_heat_maps() -> None:
     assert [first.get_title(), second.get_title()] == ["one", "other"]
     assert labels(first, "x") + labels(first, "y") == ["1k", "4k", "depth 0%", "depth 50%"]
     assert sorted(text.get_text() for text in first.texts) == ["0.25", "0.75", "1.00"]
+
+
+def test_curves() -> None:
+    """Each panel has its scale and its level; lengths have labels, and grey curves no names."""
+    drawn = {"_others": ([4, 64], [2.0, 1.0]), "one": ([4, 64], [0.1, 9.0])}
+    panels = [Panel("loss", drawn), Panel("norm", drawn, log=True, level=1.5)]
+    figure = curves(panels, across="tokens", trained=20)
+    assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"]
+    assert labels(figure.axes[1], "x") == ["4", "16", "64"]
+    assert [len(panel.lines) for panel in figure.axes] == [2 + 1, 2 + 1 + 1]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one"]
+
+
+def test_long_names_are_inside_the_picture() -> None:
+    """Names of models under mitigations are broken into lines, and none is cut off."""
+    name = f"passkey-tiny+state_norm(threshold={[[30.1] * 8] * 4})".replace(" ", "")
+    share = proportion(1, 5)
+    one = lines([Line(name, [256], [share])], across="length", up="keys")
+    other = heat_maps({name: {(256, "depth 0%"): share.mean}}, "length", "keys")
+    for figure, found in (one, one.legends[0].get_texts()[0]), (other, other.axes[0].title):
+        figure.draw_without_rendering()
+        box = found.get_window_extent()
+        assert "".join(found.get_text().split()) == name
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1

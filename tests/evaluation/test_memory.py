@@ -17,7 +17,7 @@ from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
-from tests.evaluation.small_models import measure, small_model
+from tests.evaluation.small_models import PairTokenizer, measure, small_model
 
 
 def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -> float:
@@ -66,5 +66,9 @@ def test_the_evaluation(tmp_path: Path) -> None:
     after = (tmp_path / "r/rows.jsonl").read_bytes()
     assert after.startswith(before)
     assert after.count(b"\n") == 6
+    other, pairs = small_model("other", seed=1), small_model("pairs", tokenizer=PairTokenizer())
+    both = measure(Memory(**asked), tmp_path / "both", one, other, pairs).cells
+    compared = {cell.model for cell in both if cell.difference is not None}
+    assert compared == {"other"}, "stretches of different tokens are not paired"
     with pytest.raises(UserError, match="a.txt"):
         measure(Memory(texts=[tmp_path / "a.txt"], positions=[2**16]), tmp_path / "long", one)

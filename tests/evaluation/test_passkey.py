@@ -60,13 +60,15 @@ def test_an_oracle_is_right_everywhere_and_each_row_can_be_checked(tmp_path: Pat
 
 
 def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
-    """A model that forgets is wrong where it forgets; its difference is paired by question."""
-    found = cells(measure(tmp_path, Oracle(), Oracle(forgets=300, name="other")))
+    """A model that forgets is wrong where it forgets; differences from the first are paired."""
+    others = Oracle(forgets=300, name="other"), Oracle(name="third")
+    found = cells(measure(tmp_path, Oracle(), *others))
     assert [found[name, 300, "model1"].estimate for name in ("depth 50%", ALL)] == [
         proportion(0, 3), proportion(0, 9)
     ]  # fmt: skip
     assert found[ALL, 160, "model1"].estimate == proportion(9, 9)
     assert found[ALL, 300, "model1"].difference == paired_proportion([0] * 9, [1] * 9)
+    assert found[ALL, 300, "model2"].difference == paired_proportion([1] * 9, [1] * 9)
     asked = {(row["model"], *row["item"].values(), row["result"]["key"]) for row in rows(tmp_path)}
     assert {row[1:] for row in asked if row[0] == "oracle"} == {
         row[1:] for row in asked if row[0] == "other"

@@ -25,7 +25,6 @@ from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
-from tests.refusals import naming
 from tests.texts import trained_bpe
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
@@ -167,7 +166,8 @@ class Counting(LanguageModel):
 
 
 def counted(folder: Path, model: Any, **changes: Any) -> None:
-    options = {"lengths": [128], "batch_size": 1, "windows": 3} | changes
+    twice = texts(folder) * 2  # what is given twice is measured once
+    options = {"texts": twice, "lengths": [128], "batch_size": 1, "windows": 3} | changes
     evaluation = perplexity(folder, **options)
     measure(evaluation, folder / "r", OpenCheckpoint("counting", model, ByteTokenizer()))
 
@@ -190,25 +190,6 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(rows(tmp_path / "r")) == 8
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"texts": ["none.txt"]}, ("none.txt",)),
-        ({"stride": 300, "context": 200}, ("300", "200")),
-        ({"batch_size": 0}, ("batch_size",)),
-    ],
-)
-def test_what_cannot_be_measured(
-    options: dict[str, Any], names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is refused before anything is written."""
-    monkeypatch.chdir(tmp_path)
-    texts(tmp_path)
-    with pytest.raises(UserError, match=naming(*names)):
-        measure(perplexity(tmp_path, **options), tmp_path / "r", small_model("one"))
-    assert not (tmp_path / "r").exists()
-
-
 def test_newlines(tmp_path: Path) -> None:
     """A text of newlines is one window; the losses by position partition it."""
     outcome = measure(
@@ -223,9 +204,13 @@ def test_newlines(tmp_path: Path) -> None:
     assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
-def test_a_tokenizer_without_byte_offsets_is_refused(tmp_path: Path) -> None:
-    """Bits per byte are not known without the bytes of tokens."""
+def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
+    """Bits per byte are not known without offsets, or between tokens of one character."""
     one = small_model("one")
+    (tmp_path / "c.txt").write_text("🙂" * 9)
+    split = one._replace(tokenizer=byte_level())
+    with pytest.raises(UserError, match="--lengths"):
+        measure(Perplexity(texts=[tmp_path / "c.txt"], lengths=[1, 4]), tmp_path / "r", split)
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:

@@ -19,6 +19,7 @@ from longrnn.hf.opened import OpenCheckpoint
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
 
+PAIRS = f"pairs of {'bytes ' * 12}"  # as long as a reason
 SUITE = """
 evaluations:
   - {kind: passkey, lengths: [200, 320], depths: [0.0, 1.0], n: 2, name: keys}
@@ -43,7 +44,7 @@ def models() -> list[OpenCheckpoint]:
         small_model("one"),
         small_model("two", seed=1),
         small_model("short", seed=2, position=SHORT),
-        small_model("pairs", seed=3, tokenizer=PairTokenizer()),
+        small_model(PAIRS, seed=3, tokenizer=PairTokenizer()),
     ]
 
 
@@ -53,7 +54,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     written = write_report(outcomes, tmp_path / "out")
     assert all(path.stat().st_size > 500 for path in written)
     record = json.loads((tmp_path / "out/cells.json").read_text())
-    assert list(record["models"]) == ["one", "two", "short", "pairs"]
+    assert list(record["models"]) == ["one", "two", "short", PAIRS]
     assert list(record["evaluations"]) == ["keys", "perplexity"]
     assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
     first = next(cell for cell in record["cells"] if cell["at"] == 200)
@@ -66,6 +67,7 @@ def test_reports(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<tr>") >= 2 * (1 + 4 * 2)
     assert all(model.name in page for model in models)
+    assert page.count('class="reason"') == 1
 
 
 def test_evaluate_is_public(tmp_path: Path) -> None:
@@ -86,10 +88,28 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
         measure([models[0], unfit], tmp_path)
     with pytest.raises(UserError, match="one"):
         measure([models[0], models[0]], tmp_path)
+    for given in ([], suite(tmp_path)), (models, []):
+        with pytest.raises(UserError, match="model"):
+            run(*given, tmp_path / "out")
     twice = SUITE.replace("name: keys", "name: perplexity")
     with pytest.raises(UserError, match="perplexity"):
         run(models[:1], suite(tmp_path, twice), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_found_by_the_options_that_values_depend_on(
+    models: list[OpenCheckpoint], tmp_path: Path
+) -> None:
+    """An evaluation with another value of such an option does not find the rows of this one."""
+    overlaps = "context: 9, stride: 8", "context: 9, stride: 7", "context: 8, stride: 8"
+    for kind, *options in (
+        ("passkey", "n: 2", "seed: 1", "n_keys: 2", "chunk_select: 99", "filler: TEXT"),
+        ("perplexity", "windows: 2", *overlaps),
+        ("cost", "decode: 1", "decode: 2"),
+    ):
+        given = [f"evaluations: [{{kind: {kind}, {one}}}]" for one in options]
+        found = [suite(tmp_path, text)[0].protocol(models[0]) for text in given]
+        assert [one for one in found if found.count(one) > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -99,6 +119,7 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
         ("evaluations: 3", ("evaluations",)),
         ("evaluation: [{kind: cost}]", ("evaluation",)),
         ("evaluations: [{kind: passkeys}]", ("passkeys", "passkey")),
+        ("evaluations: [{kind: [passkey]}]", ("passkey",)),
         ("evaluations: [{kind: passkey, depth: 3}]", ("depth", "depths")),
         ("evaluations: [{kind: cost, lengths: [0]}]", ("lengths", 0)),
         ("evaluations: [{kind: answers}]", ("data",)),
@@ -112,8 +133,10 @@ def test_suites_that_are_not_valid(text: str, names: tuple[Any, ...], tmp_path: 
         suite(tmp_path, text)
 
 
-def test_bundled_suites() -> None:
-    """Every bundled suite is valid; its name is enough."""
+def test_suites(tmp_path: Path) -> None:
+    """A bundled one is found by its name; the seed is that of evaluations without one."""
+    text = "seed: 5\nevaluations: [{kind: cost}, {kind: passkey, seed: 3}]"
+    assert [one.seed for one in suite(tmp_path, text)] == [5, 3]
     for name in ("quick", "long", "needles", "books"):
         assert read_suite(name)
     with pytest.raises(UserError, match="quick"):

@@ -58,6 +58,7 @@ def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
 
 def test_scores(tmp_path: Path) -> None:
     """A model that reverses is right everywhere; two swapped tokens are wrong if they differ."""
+    measure(tmp_path, Mirror(swap=True), n=3)  # which is then not measured again
     outcome = measure(tmp_path, Mirror(), Mirror(swap=True))
     found = cells(outcome)
     assert found["task, token accuracy", 6, "model0"].estimate == proportion(20, 20)

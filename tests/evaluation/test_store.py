@@ -58,6 +58,8 @@ def test_every_flipped_bit_is_noticed(path: Path, caplog: pytest.LogCaptureFixtu
     assert found(path) == [None, *ROWS[1:]]
     assert "line 1" in caplog.text
     assert read_rows(path)[1] == [], "the damaged line is gone"
+    path.write_bytes(whole.splitlines(keepends=True)[0].replace(b"71", b"72"))
+    assert found(path) == [None] * 4
 
 
 @pytest.mark.parametrize("cut", [1, 17, 150])
@@ -79,7 +81,7 @@ def test_files_of_several_processes_are_one_store(path: Path) -> None:
     assert found(path) == ROWS
 
 
-@pytest.mark.parametrize("content", ["not json\n", '{"a": 1}\n'])
+@pytest.mark.parametrize("content", ["not json\n", '{"a": 1}\n', '{"a": 1}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
     """A file with this name that is not a store stays as it is."""
     (tmp_path / "rows.jsonl").write_text(content)
