@@ -33,7 +33,9 @@ class LockedError(UserError):
 
 
 @contextmanager
-def locked(target: Path, *, instead: str = "choose another output") -> Iterator[None]:
+def locked(
+    target: Path, *, instead: str = "choose another output", wait: bool = False
+) -> Iterator[None]:
     """Locks a folder or file within this context, unless this process has locked it already.
 
     Folders that were made for the lock are removed again if they stay empty.
@@ -41,6 +43,7 @@ def locked(target: Path, *, instead: str = "choose another output") -> Iterator[
     Args:
         target: what is protected.
         instead: what to do instead of waiting, for the error message.
+        wait: wait for a process that holds the lock.
 
     Raises:
         LockedError: another process holds the lock.
@@ -53,7 +56,7 @@ def locked(target: Path, *, instead: str = "choose another output") -> Iterator[
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout as error:
         owner = ""
         with suppress(FileNotFoundError):  # it has ended just now

@@ -1,8 +1,8 @@
-"""The processes of an evaluation that a launcher (accelerate, torchrun) started.
+"""The processes that a launcher (accelerate, torchrun) started: they exchange Python objects.
 
-The processes only exchange small Python objects: each has its own model and items. So they are
-joined by gloo on any device, with torch's own rendezvous; the settings of a launch configuration
-that concern training (mixed precision, CPU or GPU) have no effect here.
+Those of a training run are joined by accelerate. In an evaluation each has its own model and items,
+and they are joined by gloo on any device, with torch's own rendezvous; the settings of a launch
+configuration that concern training (mixed precision, CPU or GPU) have no effect there.
 
 Without `start`, or with one process, everything here does what a single process needs.
 """
@@ -19,7 +19,7 @@ from longrnn.errors import UserError
 T = TypeVar("T")
 
 LAUNCH = (
-    "launch with `longrnn launch --cpu --num_processes 2 eval …`, or with --config_file gpu8 on "
+    "launch with `longrnn launch --cpu --num_processes 2 COMMAND …`, or with --config_file gpu8 on "
     "eight GPUs"
 )
 # A process waits this long for the others, which may evaluate longer texts.
@@ -56,7 +56,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Number of processes that share the evaluation."""
+    """Number of processes that share the work."""
     return _size
 
 

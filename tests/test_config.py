@@ -53,6 +53,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         inner=Inner(width=9),
         free={"kind": "x", "deep": {"a": 1, "b": [1, 2]}},
     )
+    assert load(path, ["free=null", "free.a=1"]).free == {"a": 1}
     config.free = {"a": None, "b": 2.0, "c": "2.0", "d": [1e-3, 16.0]}
     assert load(write(tmp_path, dump_config(config))) == config
 

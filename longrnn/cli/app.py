@@ -90,7 +90,7 @@ def _again() -> str:
     """Return the command that continues this one after an interruption."""
     words = sys.argv[1:]
     if any((run / "train.yaml").is_file() for run in train.CURRENT):
-        command = "finetune" if "finetune" in words else "train"
+        command = next(word for word in words if word in ("train", "finetune"))
         words = [command, "--resume", str(train.CURRENT[0])]
     if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`
         words = ["launch", *shlex.split(os.environ["LONGRNN_LAUNCH"]), *words]

@@ -64,6 +64,10 @@ def train(training: Training) -> None:
     if training.help_config:
         typer.echo(help_config())
         return
+    if training.grid and (training.resume is not None or training.dry_run):
+        raise UserError(
+            "--grid continues its runs itself, and has no dry run: leave --resume and --dry-run out"
+        )
     config, overrides = divided(training.words, training.resume, "train CONFIG")
     end_at_sigterm()
     if training.grid:
@@ -118,6 +122,13 @@ def finetune(options: Finetuning) -> None:
     )
     end_at_sigterm()
     if options.resume is not None:
+        of_run = ("data", "length", "initial_state", "validation", "output")
+        for name in of_run:
+            if getattr(options, name) != Finetuning.model_fields[name].default:
+                raise UserError(
+                    f"a resumed run has its own --{name.replace('_', '-')}: leave it out, or "
+                    "change a value of the configuration by key=value"
+                )
         config = resumed(options.resume, overrides, quiet=is_quiet())
     elif options.data:
         config = finetuning(
@@ -201,7 +212,7 @@ def run(config: TrainConfig, options: Resumable) -> bool:
     from longrnn.training.train import train as start
 
     if options.dry_run:
-        memory = dry_run(config, quiet=is_quiet())
+        memory = dry_run(config, options.resume, quiet=is_quiet())
         echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
         return False
     CURRENT[:] = [Path(config.output_dir)]

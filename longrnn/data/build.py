@@ -64,7 +64,8 @@ def corpus_of(
         name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
         folder = cache / "corpora" / file_name(name)
         if not (folder / HEADER).is_file():
-            build(listed, tokenizer, folder, reading=reading, quiet=True)
+            # Runs that start at the same time wait for the first one to build it.
+            build(listed, tokenizer, folder, reading=reading, quiet=True, wait=True)
     corpus = Corpus(folder, part)
     header, has_answers = corpus.header, corpus.scored is not None
     if (header.fingerprint, has_answers) != (tokenizer.fingerprint(), instruct):
@@ -85,6 +86,7 @@ def build(
     reading: Reading,
     name: str = "",
     quiet: bool = False,
+    wait: bool = False,
 ) -> Header:
     """Writes the documents of `data`, in their order, as a corpus.
 
@@ -95,6 +97,7 @@ def build(
         reading: see `Reading`.
         name: by which `load_tokenizer` finds the tokenizer.
         quiet: print no progress.
+        wait: wait for a process that writes the folder, which otherwise is an error.
 
     Raises:
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
@@ -102,7 +105,7 @@ def build(
     """
     found = sources(data)
     identity = _identity(found, reading, tokenizer)
-    with locked(folder, instead="choose another --out"):
+    with locked(folder, instead="choose another --out", wait=wait):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
         if folder.exists():

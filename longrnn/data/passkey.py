@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
+from longrnn.errors import UserError
 from longrnn.options import Count, Share
 from longrnn.seeds import mix
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
@@ -114,6 +115,11 @@ class Passkey(PasskeyPrompts, Task):
         filler: str | list[str] | None = None,
         numbers_every: Count | None = None,
     ) -> None:
+        if min_segments > max_segments:
+            raise UserError(
+                f"min_segments={min_segments} is above max_segments={max_segments}: set a larger "
+                "max_segments"
+            )
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = tokenizer.vocab_size
         self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys

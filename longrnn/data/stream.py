@@ -6,9 +6,10 @@ uint16 or uint32), `documents.bin` (where each document ends, uint64), for promp
 `checksums.json`.
 
 Notable choices:
-- Rows, carried rows and packed documents are windows of documents that are laid end to end in an
-  order of their own in every epoch. A document of n tokens has n − 1 places there: each reads a
-  token and predicts the next one, so no target crosses the end of a document.
+- Rows are windows of documents that are laid end to end in a random order: in every epoch the same
+  rows in a new order; for carried rows, the documents in a new order. A document of n tokens has
+  n − 1 places there: each reads a token and predicts the next one, so no target crosses the end of
+  a document.
 - Held out is the tail of the documents, which are first put into a random order that never changes.
 """
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from longrnn.checksums import damage, read_checksums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
+from longrnn.files import read_json
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
 Part = Literal["all", "training", "held_out"]
@@ -102,6 +104,11 @@ class Corpus:
         self.spans = spans if part == "all" else _divided(spans, part, not has_answers)
         self.lengths: Whole = self.spans[:, 1] - self.spans[:, 0]
         self.places = int((self.lengths - 1).sum())
+        if self.places < 1:
+            raise UserError(
+                f"no document in {folder} has two tokens, of which one predicts the other: build "
+                "it again with other data or a larger --min-length"
+            )
         # The first place of each document in the order that a word determines, and its first token.
         self.order = lru_cache(2)(self._order)
 
@@ -140,8 +147,17 @@ def digest(content: Any) -> str:
 
 
 def read_header(folder: Path) -> Header:
-    """Reads the `corpus.json` of a whole corpus."""
-    return Header(**json.loads((folder / HEADER).read_text()))
+    """Reads the `corpus.json` of a whole corpus.
+
+    Raises:
+        UserError: it is not one of a corpus.
+    """
+    try:
+        return Header(**read_json(folder / HEADER))
+    except TypeError as error:  # other keys
+        raise UserError(
+            f"{folder / HEADER} does not describe a corpus: choose another folder"
+        ) from error
 
 
 def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:

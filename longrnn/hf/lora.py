@@ -66,7 +66,12 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """What `save_adapter` wrote, under the names of the model's state dict."""
+    """What `save_adapter` wrote, under the names of the model's state dict.
+
+    Raises:
+        UserError: it is the adapter of another base than the model's.
+    """
+    _check_base(folder, str(model.base_fingerprint))
     ours = {_saved_name(name): name for name, _ in model.named_parameters()}
     return {ours[name]: tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
 
@@ -123,16 +128,22 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         Exception: of PEFT, torch and safetensors, for a damaged one.
     """
     _require_peft()
+    known = _check_base(folder, base.fingerprint())
+    _merge(folder, base)
+    base.trained_under = known.get("mitigation", base.trained_under)
+    return base.eval().requires_grad_()
+
+
+def _check_base(folder: Path, fingerprint: str) -> dict[str, Any]:
+    """What is recorded about an adapter, which must be one of the weights of a fingerprint."""
     record = folder / ADAPTER_RECORD
     known = read_json(record) if record.is_file() else {}
-    if known.get("fingerprint") not in (None, base.fingerprint()):
+    if known.get("fingerprint") not in (None, fingerprint):
         raise UserError(
             f"{folder} is an adapter of other weights than those of {base_of(folder)}: put back "
             "the checkpoint that it was trained on"
         )
-    _merge(folder, base)
-    base.trained_under = known.get("mitigation", base.trained_under)
-    return base.eval().requires_grad_()
+    return known
 
 
 def _merge(folder: Path, base: RecurrentLM) -> None:

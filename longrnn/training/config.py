@@ -226,8 +226,9 @@ def configured(
         spec: Any = result
         for name in prefix.split("."):
             spec = spec.get(name) if isinstance(spec, dict) else None
-        if f"{prefix}.kind" in given and isinstance(spec, dict) and spec.get("kind") in family:
-            known = {"kind", *keyword_options(family[spec["kind"]])}
+        kind = spec.get("kind") if isinstance(spec, dict) else None
+        if f"{prefix}.kind" in given and isinstance(kind, str) and kind in family:
+            known = {"kind", *keyword_options(family[kind])}
             for option in spec.keys() - known:
                 if f"{prefix}.{option}" not in given:
                     del spec[option]

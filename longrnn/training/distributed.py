@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -62,6 +62,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PATIENCE)],
         )
     except ValueError as error:
         raise UserError(f"the run cannot be launched ({error}): {processes.LAUNCH}") from error

@@ -7,25 +7,33 @@ a run has one writer. A run that diverged is a result: it is recorded, and not r
 from __future__ import annotations
 
 import itertools
-import re
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from longrnn.checksums import CHECKSUMS
+from longrnn.config import read_recorded
 from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
-from longrnn.training.config import TrainConfig, configured
+from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.run import Run
 from longrnn.training.train import train
 
 # The file that a run which diverged leaves in its folder, with the reason.
 DIVERGED = "diverged.txt"
-FINAL = ("model.safetensors", "adapter_model.safetensors")
 
 
 def split_values(text: str) -> list[str]:
     """The values of `1e-3,3e-4`; a list, mapping or call in brackets is one value."""
-    return re.split(r",(?![^(\[{]*[)\]}])", text)
+    values, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
 
 
 def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
@@ -63,14 +71,23 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
     """Trains what is missing of a grid; yields one line per run.
 
     Raises:
-        UserError: see `grid_of`, and `longrnn.training.train.train`.
+        UserError: see `grid_of`, and `longrnn.training.train.train`; or a folder holds a run with
+            other values, or this is a process of a launch.
     """
-    for settings in grid_of(config, overrides):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "the runs of a grid have one process each: give the command without `longrnn launch`, "
+            "also several times at once"
+        )
+    runs = grid_of(config, overrides)
+    for settings in runs:
+        _refuse_others(settings)
+    for settings in runs:
         folder = Path(settings.output_dir)
         if (folder / DIVERGED).is_file():
             yield f"{folder}: diverged before; {(folder / DIVERGED).read_text().strip()}"
             continue
-        if any((folder / name).is_file() for name in FINAL):
+        if (folder / CHECKSUMS).is_file():  # the last file of the final model
             yield _line(Run.of(folder))
             continue
         is_begun = (folder / "train.yaml").is_file()
@@ -81,6 +98,18 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
         except DivergedError as error:
             write_atomic(folder / DIVERGED, f"{error}\n")
             yield f"{folder}: diverged; {error}"
+
+
+def _refuse_others(settings: TrainConfig) -> None:
+    """Refuses a folder with a run of other values, whose result is not that of `settings`."""
+    folder = settings.output_dir
+    if recorded := read_recorded(Path(folder)):
+        before = configured(recorded | {"output_dir": folder})
+        if different := changes(before, settings):
+            raise UserError(
+                f"{folder} holds a run with other values ({different[0]}): choose another "
+                "output_dir, or remove it"
+            )
 
 
 def _line(run: Run) -> str:

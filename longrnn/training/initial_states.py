@@ -146,7 +146,7 @@ class Carry(Remembering):
 
     Args:
         context: of the run.
-        zero_share: share of segments that start from zero in the middle of a document.
+        zero_share: share of the rows of a step that start from zero in the middle of a document.
     """
 
     streams = True

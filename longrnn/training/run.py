@@ -95,7 +95,16 @@ def read_metrics(folder: Path) -> list[Row]:
 
 def _parsed(path: Path) -> list[Row]:
     # Not `str.splitlines`, which also splits at characters that JSON may hold.
-    return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+    lines, rows = path.read_text(errors="replace").split("\n")[:-1], []
+    for number, line in enumerate(lines, 1):
+        try:
+            row: Row = json.loads(line)
+            rows.append({**row, "step": int(row["step"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path} is damaged in line {number}: put it back from a copy, or remove that line"
+            ) from error
+    return rows
 
 
 def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:

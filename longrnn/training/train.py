@@ -32,8 +32,8 @@ def train(
     """Trains a model to the end, and returns the run, whose folder holds everything.
 
     Args:
-        config: a configuration, its values, or the path or name of a file. With `resume` it is that
-            of the folder, or what `resumed` returns.
+        config: a configuration, its values, or the path or name of a file. With `resume` it is left
+            out, or what `resumed` returns.
         overrides: `key=value` with dotted keys.
         resume: the folder of a run, to continue it from its newest checkpoint; or a checkpoint, to
             continue from there in another `output_dir`.
@@ -44,14 +44,15 @@ def train(
             run, or is being written by another process.
         DivergedError: a step was not finite.
     """
-    if resume is not None and isinstance(config, TrainConfig):
-        settings = config
-    elif resume is not None:
+    if config is None and resume is not None:
         settings = resumed(Path(resume), overrides, quiet=quiet)
-    elif config is not None:
+    elif config is not None and (resume is None or isinstance(config, TrainConfig)):
         settings = configured(config, overrides)
     else:
-        raise UserError("train needs a configuration, or resume=FOLDER of a run: give one of them")
+        raise UserError(
+            "train takes a configuration, or resume=FOLDER of a run: give one of them, and what "
+            "changes as key=value"
+        )
     accelerator = build_accelerator(settings)
     folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
     lock = locked(folder, instead="choose another output_dir")
@@ -72,7 +73,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
         quiet: print nothing.
 
     Raises:
-        UserError: there is no run, or a checkpoint is to be continued in its own folder.
+        UserError: there is no run, a checkpoint is to be continued in its own folder, or an
+            override cannot change a run that has begun.
     """
     is_branch = checkpoint.NAME.fullmatch(folder.name) is not None
     home = folder.parent if is_branch else folder
@@ -92,33 +94,46 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
             f"checkpoints there, as in --resume {folder}/checkpoint-00000500"
         )
     now = configured(before, overrides)
+    # The base of an adapter is read again, and may be in another place.
+    fixed = ["peft"] if now.peft and before.peft else ["peft", "init_from", "tokenizer", "fill"]
+    for key in fixed:
+        if getattr(now, key) != getattr(before, key):
+            raise UserError(
+                f"{key} says how a run begins, and {folder} has begun: leave it out, or start a "
+                f"new run with init_from={folder}"
+            )
     for line in () if quiet else changes(before, now):
         print(line, file=sys.stderr)
     return now
 
 
-def _find(folder: Path, resume: Path | None) -> Path | None:
-    """Finds the checkpoint from which the run in a folder continues."""
-    if resume is None:
-        check_new(folder)
-        return None
-    if resume != folder:
+def _origin(folder: Path, resume: Path | None) -> Path | None:
+    """The checkpoint to continue from; refuses a folder that holds another run."""
+    if resume == folder:
+        return checkpoint.newest(folder)
+    check_new(folder, allowed=[] if resume is None else [folder / resume.name])
+    if resume is not None:
         checkpoint.check(resume)
-        check_new(folder, allowed=[folder / resume.name])
-        checkpoint.clean(folder)
-        if not (folder / resume.name).exists():
-            beside = folder / f".{resume.name}.partial"
-            shutil.copytree(resume, beside)
-            beside.rename(folder / resume.name)
-        return folder / resume.name
+    return resume
+
+
+def _find(folder: Path, resume: Path | None) -> Path | None:
+    """The checkpoint to continue from, in the folder of the run."""
+    origin = _origin(folder, resume)
     checkpoint.clean(folder)
-    return checkpoint.newest(folder)
+    if origin is None or origin.parent == folder:
+        return origin
+    if not (folder / origin.name).exists():
+        beside = folder / f".{origin.name}.partial"
+        shutil.copytree(origin, beside)
+        beside.rename(folder / origin.name)
+    return folder / origin.name
 
 
-def dry_run(config: TrainConfig, *, quiet: bool = False) -> str:
-    """Sets a run up and does one step of it, and writes nothing; returns its peak memory."""
-    check_new(Path(config.output_dir))
-    trainer = Trainer(config, build_accelerator(config), quiet=quiet)
+def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = False) -> str:
+    """Sets a run up and does its next step, and writes nothing; returns its peak memory."""
+    origin = _origin(Path(config.output_dir), resume)
+    trainer = Trainer(config, build_accelerator(config), origin, quiet=quiet)
     trainer.train_step()
     if trainer.accelerator.device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"

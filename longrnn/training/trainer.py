@@ -40,6 +40,11 @@ from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
 COUNTERS = ("step", "tokens", "pending", "skipped")
+# Keys of the configuration that determine which rows a process reads and what their states are.
+ROWS = {
+    *("task", "length", "seed", "initial_state", "segments_per_step", "mitigation"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+}
 
 
 class Trainer:
@@ -67,8 +72,6 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.quiet = quiet or not processes.is_main()
         self.tokenizer = models.tokenizer_of(config, origin)
-        # The main process tokenizes data first; the others find the result in the cache.
-        processes.on_main(lambda: TASKS.build(config.task, self.tokenizer) and None)
         self.task = TASKS.build(config.task, self.tokenizer)
         torch.manual_seed(config.seed)
         model = models.build(config, self.task, origin)
@@ -187,7 +190,9 @@ class Trainer:
             weights = gathered(self.model.state_dict())
             final = self.output_dir, self.tokenizer, weights, config.init_from
             processes.on_main(lambda: models.save(self.model, *final))
-        self.accelerator.end_training()
+        # `end_training` would also end the process group, in which `finetune` evaluates.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     @property
     def model(self) -> RecurrentLM:
@@ -235,7 +240,7 @@ class Trainer:
 
     def _save(self) -> None:
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        counters["data"] = self.task.data_sha256
+        counters |= {"data": self.task.data_sha256, "rows": self._rows()}
         base, keep = self.config.init_from, self.config.save_total_limit
         state = self.model, self.optimizer, self.starts.content()
         checkpoint.save(self.output_dir, counters, *state, self.tokenizer, base, keep)
@@ -249,4 +254,11 @@ class Trainer:
             )
         for name in COUNTERS:
             setattr(self, name, counters[name])
-        self.starts.restore(carried)
+        if counters["rows"] == self._rows():
+            self.starts.restore(carried)
+        elif carried:
+            self.say("the rows are not those of the checkpoint: its carried states are not used")
+
+    def _rows(self) -> dict[str, Any]:
+        # The data may be elsewhere; its content is compared.
+        return self.config.model_dump(mode="json", include=ROWS, exclude={"task": {"data"}})

@@ -120,6 +120,7 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bytes.txt": b"a\xff",
         "binary": b"text\0",
         "file": "x",
+        "foreign/corpus.json": "{}",
         "nothing/page.pdf": b"pdf",
         "words.yaml": "just words",
         "open.yaml": "a: [",

@@ -115,6 +115,7 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     """Without data, or without anything to evaluate on, nothing is written."""
     base = shelf / "base"
     refused(cli, "finetune", base, says=("--data",))
+    refused(cli, "finetune", "--resume", "run", "--length", "8", says=("--length",))
     command = ["finetune", base, "--data", shelf / "docs", "--output", "run", *SMALL]
     refused(cli, *command, "validation=null", says=("--no-evaluate",))
     done = cli("--quiet", *command[:6], "max_steps=10", "--length", "32", "--dry-run")

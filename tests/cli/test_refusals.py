@@ -113,6 +113,8 @@ CASES = """
     TRAIN model.mixer=lstm | 'model.mixer' | 'lstm'
     TRAIN 'model.position={kind: sinus}' | did you mean 'sinusoidal'
     TRAIN 'task={kind: text, dada: x}' | dada | did you mean 'data'
+    TRAIN 'task.kind=[text]' | task | 'kind'
+    TRAIN 'task={kind: passkey, min_segments: 65}' | min_segments=65 | max_segments=64
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
     TRAIN task=passkey | 'task' | 'passkey'
     TRAIN max_steps | 'max_steps' is not of the form key=value
@@ -135,6 +137,7 @@ CASES = """
     data build --out new --append-eos book.txt | the tokenizer has no end-of-sequence token
     data build --out new --instruct book.txt | prompt and completion
     data build --out new book.txt binary | binary is binary (a NUL at byte 4)
+    data build --out foreign book.txt | foreign/corpus.json
     data build --out new empty.txt | empty.txt is empty
     data build --out new --min-length 4k book.txt | no document has 4096 tokens or more
     data build --out new --split-on '' book.txt | --split-on

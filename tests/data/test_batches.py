@@ -55,6 +55,7 @@ def test_two_processes_read_what_one_reads(kind: str) -> None:
                     ours, theirs = getattr(part, name), getattr(expected, name)
                     assert_equal(ours, theirs[:, : ours.shape[1]])
                 assert torch.equal(part.begins, expected.begins)
+        assert not torch.equal(whole[1].tokens, whole[0].tokens)
         again = task.batch(0, range(6), **{**how, "seed": 4})
         assert not torch.equal(again.tokens, whole[0].tokens)
 

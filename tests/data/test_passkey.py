@@ -153,6 +153,14 @@ def test_a_row_is_right_where_all_keys_are() -> None:
     assert task.score(predictions, batch)["exact_match"].tolist() == [0, 1]
 
 
+def test_the_text_has_its_weight() -> None:
+    """The loss of a row is `text_weight` times the mean over the text, and that of the answer."""
+    for text in (0.0, 0.3):
+        batch = Passkey(text_weight=text).sample(2, length=200)
+        assert batch.weights is not None
+        assert batch.weights.sum(1).tolist() == pytest.approx([1 + text] * 2)
+
+
 def test_numbered_keys() -> None:
     """Several keys are numbered, the question names one, and the length is exact."""
     task = Passkey(n_keys=3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from longrnn.data import TASKS, UNSCORED, Batch, Text
-from longrnn.data.build import corpus_of
+from longrnn.data.build import build, corpus_of
 from longrnn.errors import UserError
-from longrnn.text import ByteTokenizer
+from longrnn.text import ByteTokenizer, Reading
 from tests.data.drawings import drawing
+from tests.holders import held
 from tests.refusals import naming
 
 # Every character occurs once, so that a token says where it is in its document.
@@ -75,7 +78,7 @@ def test_the_drawing_in_the_docstring(folder: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, seed: int) -> None:
     """Independent rows cover every pair of tokens of a document once, and no other pair."""
-    task, expected = text_task(), pairs_of(texts)
+    task, expected, orders = text_task(), pairs_of(texts), []
     rows = -(-sum(expected.values()) // length)
     for epoch in range(2):
         batches = [
@@ -84,6 +87,8 @@ def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, see
         ]
         assert read_pairs(batches) == expected
         assert all(batch.begins.all() for batch in batches)
+        orders.append([batch.tokens.tolist() for batch in batches])
+    assert rows == 1 or orders[0] != orders[1]
 
 
 @pytest.mark.parametrize(("of", "length"), [(1, 8), (3, 8), (4, 5), (2, 41)])
@@ -112,11 +117,13 @@ def test_carried_rows_read_every_token_once_per_epoch(
 
 def test_held_out_documents_are_not_trained_on(texts: list[bytes]) -> None:
     """The two parts share no pair of tokens, and each has some."""
-    parts = [read_all(text_task(part=part)) for part in ("training", "held_out")]
+    data = [f"texts/{number}.txt" for number in range(4)]
+    parts = [read_all(text_task(data=data, part=part)) for part in ("training", "held_out")]
     assert all(parts)
     assert not parts[0] & parts[1]
-    assert parts[0] | parts[1] <= set(pairs_of(texts))
-    assert sum(map(len, parts)) >= sum(pairs_of(texts).values()) - 1  # one pair was cut
+    assert not parts[1] & {*pairwise(texts[3])}  # held out is not simply the end
+    assert parts[0] | parts[1] <= set(pairs_of(texts[:4]))
+    assert sum(map(len, parts)) >= sum(pairs_of(texts[:4]).values()) - 1  # one pair was cut
 
 
 def read_all(task: Text) -> set[tuple[int, int]]:
@@ -191,7 +198,31 @@ def test_a_corpus_is_found_again_and_damage_is_named(texts: list[bytes], folder:
     ended = ByteTokenizer()
     ended.eos_id = 0
     assert corpus_of("texts", ended).folder != one.folder
-    path = one.folder / "tokens.bin"
+    Path("texts/0.txt").write_bytes(texts[0][::-1])  # of the same size
+    assert corpus_of("texts", ByteTokenizer()).folder != one.folder
+    Path("texts/0.txt").write_bytes(texts[0])
+    path = corpus_of("texts", ByteTokenizer()).folder / "tokens.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     with pytest.raises(UserError, match=naming("tokens.bin")):
         text_task()
+
+
+def test_a_run_waits_for_a_corpus_that_another_process_builds(folder: Path) -> None:
+    (folder / "a.txt").write_text("some text")
+    place = corpus_of("a.txt", ByteTokenizer()).folder
+    shutil.rmtree(place)
+    reading = threading.Thread(target=corpus_of, args=("a.txt", ByteTokenizer()))
+    with held(place):
+        reading.start()
+        reading.join(0.3)
+        assert reading.is_alive()
+    reading.join()
+    assert corpus_of("a.txt", ByteTokenizer()).folder == place
+
+
+def test_documents_of_one_token_are_refused(folder: Path) -> None:
+    (folder / "a.txt").write_text("a b c")
+    reading = Reading(split_on=" ", min_length=1)
+    build(["a.txt"], ByteTokenizer(), folder / "one", reading=reading, quiet=True)
+    with pytest.raises(UserError, match=naming("one", "--min-length")):
+        text_task(data="one")

@@ -7,31 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from longrnn.errors import DivergedError
 from longrnn.training import checkpoint
 from tests.training.forks import Fork, pair, rows
-from tests.training.runs import assert_same_run, metrics, sick, tiny, train, write_config
-
-
-def test_after_a_skipped_step_carried_rows_start_from_zero(tmp_path: Path) -> None:
-    """The states that they carried are those before it."""
-    how = {"nonfinite": "skip", "logging_steps": 1, "save_steps": 1, "save_total_limit": 10}
-    how["init_from"] = sick(tmp_path / "sick", "forwards", "carry", ord("2"))
-    train(tiny("carry", tmp_path / "run", **how))
-    skipped = [int(row["step"]) for row in metrics(tmp_path / "run") if "loss" not in row]
-    folders = [tmp_path / "run" / f"checkpoint-{step:08d}" for step in skipped]
-    assert 0 < len(skipped) < 10
-    assert not any(checkpoint.read_tensors(folder / "carry-0.pt") for folder in folders)
-
-
-def test_weights_that_overflow_are_not_saved(tmp_path: Path) -> None:
-    """Though the loss and the gradients before the update are finite."""
-    how = {"learning_rate": 1e39, "warmup_steps": 0, "save_steps": 1}
-    with pytest.raises(DivergedError, match="weight.*--resume"):
-        train(tiny("reverse", tmp_path / "run", **how))
-    assert not checkpoint.checkpoints(tmp_path / "run")
+from tests.training.runs import assert_same_run, tiny, write_config
 
 
 def start(output: Path, **changes: Any) -> list[Fork]:

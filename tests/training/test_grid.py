@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.training.grid import DIVERGED, grid_of
+from longrnn.errors import UserError
+from longrnn.training.grid import DIVERGED, grid_of, run_grid
 from tests.cli.conftest import CLI, cli, refused  # noqa: F401
 from tests.training.runs import metrics, tiny, write_config
 
@@ -30,6 +31,11 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
     bad = [path for path in folders if (path / DIVERGED).is_file()]
     assert {path.name.split(",")[0] for path in bad} == {"learning_rate=1e30"}
     assert len(bad) == 3
+    last = sorted(set(folders) - {*bad})[0] / "checksums.json"  # of the final model
+    last.unlink()
+    assert cli(*command).code == 0
+    assert last.is_file()
+    refused(cli, *command, "max_steps=7", says=("max_steps: 6 → 7", "output_dir"))
     times = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*.*")}
     again = cli(*command)
     assert again.out.count("diverged") == 3
@@ -52,12 +58,21 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
     refused(cli, "report", *folders[:1], "--baseline", "seed=9", says=("seed",))
 
 
-def test_what_is_not_a_grid_is_refused(cli: CLI, config: Path) -> None:  # noqa: F811
+def test_what_is_not_a_grid_is_refused(
+    cli: CLI,  # noqa: F811
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Lists are needed, and every run is checked before the first one starts."""
     refused(cli, "train", config, "--grid", "seed=0", says=("seed=0,1",))
     bad = ["learning_rate=1e-3,-1", "seed=0,1"]
     refused(cli, "train", config, "--grid", *bad, says=("learning_rate",))
     refused(cli, "train", config, "--grid", "output_dir=a,b", says=("output_dir",))
+    for option in (["--dry-run"], ["--resume", "runs"]):
+        refused(cli, "train", config, "--grid", "seed=0,1", *option, says=(option[0],))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="launch"):
+        next(run_grid(config, ["seed=0,1"], quiet=True))
     assert not Path("runs").exists()
 
 
@@ -69,6 +84,8 @@ def test_a_grid_of_kinds() -> None:
         {"kind": "none"},
         {"kind": "sinusoidal", "combine": "concat"},
     ]
+    task = "task={kind: copy, vocab_size: 8},{kind: passkey, n_keys: [1, 2], min_segments: 2}"
+    assert [run.task["kind"] for run in grid_of("reverse_small", [task])] == ["copy", "passkey"]
     fixed = grid_of("recall_tiny_short", ["task.n_keys=1,[1,2]", "seed=3"])
     assert [run.task["n_keys"] for run in fixed] == [1, [1, 2]]
     assert Path(fixed[0].output_dir).name == "task.n_keys=1"

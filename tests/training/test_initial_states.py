@@ -144,6 +144,13 @@ def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
     assert policy(kind).zero_share == default
 
 
+def test_every_row_of_a_step_has_noise_of_its_own() -> None:
+    """No two rows of a step start alike, also in different micro-batches."""
+    found = policy("random_noise", zero_share=0.0)
+    states = [found.before(batch(), 1, micro) for micro in (0, 1)]
+    assert len({tuple(_flat(s, row).tolist()) for s in states for row in range(ROWS)}) == 2 * ROWS
+
+
 @pytest.mark.parametrize("kind", ["zero", "carry", "fitted_noise", "random_noise"])
 def test_two_processes_start_as_one(kind: str) -> None:
     """All policies but `pass` give the same states on any number of processes."""

@@ -45,6 +45,8 @@ def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
     skipped = [row["step"] for row in rows if "loss" not in row]
     assert 1 <= len(skipped) <= 9
     assert rows[-1]["skipped"] == len(skipped)
+    more = tiny("reverse", tmp_path / "run", init_from=start, **{**few, "max_steps": 14})
+    assert train(more, resume=True).rows[-1]["skipped"] >= len(skipped)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
     for row, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert row["tokens"] == other["tokens"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn import train as train_run
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
@@ -44,12 +45,14 @@ def test_parameters_by_pattern() -> None:
     model = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
     scale = {"*.A_log": 5, "blocks.0.*": 2, "blocks.0.*.A_log": 0}
     values = {"learning_rate_scale": scale, "weight_decay": 0.3, "learning_rate": 0.5}
+    values |= {"adam_beta2": 0.7, "adam_epsilon": 1e-5}
     config = build_config(TrainConfig, values)
     optimizer = build_optimizer(model, config)
     set_learning_rate(optimizer, 500, config)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     named = dict(model.named_parameters())
     now = learning_rate(500, config)
+    assert {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {((0.9, 0.7), 1e-5)}
     assert found[id(named["blocks.1.mixer.A_log"])]["lr"] == pytest.approx(5 * now)
     assert found[id(named["blocks.0.mixer.dt_bias"])]["lr"] == pytest.approx(2 * now)
     assert id(named["blocks.0.mixer.A_log"]) not in found
@@ -148,6 +151,9 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(broken, resume=True)
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("run", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
+    train(tiny("streams", tmp_path / "other", max_steps=1, seed=1))
+    with pytest.raises(UserError, match=naming("other")):
+        train_run(None, f"init_from={tmp_path / 'other'}", "max_steps=11", resume=tmp_path / "two")
     for peft, name in (({"targets": ["in_porj"]}, "in_proj"), ({"full": ["A_lag"]}, "A_log")):
         with pytest.raises(UserError, match=naming(name)):
             train(tiny("streams", tmp_path / "three", init_from=str(base), peft=peft))

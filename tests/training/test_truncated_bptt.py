@@ -45,6 +45,17 @@ def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[B
     ]
 
 
+def test_the_first_document_of_a_row_starts_from_the_initial_state() -> None:
+    """The others in it start from the zero state."""
+    model, tokens = build_model("mamba2"), random_tokens(1, 8)
+    starts = torch.arange(7)[None] % 4 == 0
+    state = random_state(model, 1)
+    found = Objective(model)([Batch(tokens[:, :-1], tokens[:, 1:], starts)], state).loss
+    first, _ = summed(model, tokens[:, :5], state)
+    second, _ = summed(model, tokens[:, 4:], model.init_state(1))
+    assert_near(found, (first + second) / 7, 1e-10)
+
+
 def gradients(model: RecurrentLM, loss: Tensor, state: LMState) -> dict[str, Tensor]:
     inputs = dict(model.named_parameters())
     inputs |= {n: leaf for n, leaf in leaves(state) if leaf.is_floating_point()}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from longrnn.data import TASKS, UNSCORED
 from longrnn.errors import UserError
+from longrnn.training import validation
 from tests.refusals import naming
 from tests.texts import TEXTS
 from tests.training.runs import metrics, tiny, train
@@ -18,8 +19,11 @@ from tests.training.runs import metrics, tiny, train
 EVERY: dict[str, Any] = {"validation": "held_out", "eval_steps": 5, "eval_samples": 3}
 
 
-def test_the_loss_by_position_is_that_of_a_loop(tmp_path: Path) -> None:
+def test_the_loss_by_position_is_that_of_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positions are those in documents, each of which starts from the zero state."""
+    monkeypatch.setattr(validation, "PIECE", 96)  # rows are read in pieces
     config = tiny("streams", tmp_path / "run", eval_length=256, **EVERY)
     model: Any = train(config).model().eval()
     row = [one for one in metrics(tmp_path / "run") if "eval_loss" in one][-1]
@@ -63,6 +67,7 @@ def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
     [
         ({"validation": {"kind": "text", "data": TEXTS}}, ["validation", "held_out"]),
         ({"validation": {"kind": "text", "data": TEXTS[3]}}, ["validation", "03.txt"]),
+        ({"validation": {"kind": "text", "data": TEXTS, "part": "held_out"}}, ["validation"]),
         ({"validation": {"kind": "text", "data": "nowhere.txt"}}, ["nowhere.txt"]),
         ({"validation": {"kind": "text", "data": TEXTS, "part": "held"}}, ["part"]),
     ],
