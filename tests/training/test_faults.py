@@ -1,4 +1,4 @@
-"""What one step or one process may not spoil: the weights, what is saved, and the other process."""
+"""What happens in one process, or on a full disk, stops the others and loses nothing saved."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ from typing import Any
 
 import pytest
 
-from longrnn.errors import DivergedError
 from longrnn.training import checkpoint
-from tests.training.forks import Fork, pair, rows
+from tests.training.forks import Fork, pair, rows, run
 from tests.training.runs import assert_same_run, metrics, sick, tiny, train, write_config
 
 
-def test_after_a_skipped_step_carried_rows_start_from_zero(tmp_path: Path) -> None:
-    """The states that they carried are those before it."""
-    how = {"nonfinite": "skip", "logging_steps": 1, "save_steps": 1, "save_total_limit": 10}
-    how["init_from"] = sick(tmp_path / "sick", "forwards", "carry", ord("2"))
-    train(tiny("carry", tmp_path / "run", **how))
-    skipped = [int(row["step"]) for row in metrics(tmp_path / "run") if "loss" not in row]
-    folders = [tmp_path / "run" / f"checkpoint-{step:08d}" for step in skipped]
-    assert 0 < len(skipped) < 10
-    assert not any(checkpoint.read_tensors(folder / "carry-0.pt") for folder in folders)
-
-
-def test_weights_that_overflow_are_not_saved(tmp_path: Path) -> None:
-    """Though the loss and the gradients before the update are finite."""
-    how = {"learning_rate": 1e39, "warmup_steps": 0, "save_steps": 1}
-    with pytest.raises(DivergedError, match="weight.*--resume"):
-        train(tiny("reverse", tmp_path / "run", **how))
-    assert not checkpoint.checkpoints(tmp_path / "run")
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_both(tmp_path: Path) -> None:
+    """Two processes skip the steps that one process with all rows skips."""
+    how = {"nonfinite": "skip", "logging_steps": 1, "max_steps": 8, "length": {"max": 2}}
+    how["init_from"] = sick(tmp_path / "sick", "forwards")
+    train(tiny("reverse", tmp_path / "one", per_device_train_batch_size=2, **how))
+    config = tiny("reverse", tmp_path / "two", per_device_train_batch_size=1, **how)
+    path = write_config(config, tmp_path / "config.yaml")
+    assert [one.end() for one in pair("--quiet", "train", path, folder=tmp_path / "log")] == [0, 0]
+    expected, found = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert 0 < expected[-1]["skipped"] < 8
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 def start(output: Path, **changes: Any) -> list[Fork]:
@@ -51,6 +45,21 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     resumed = pair("--quiet", "train", "--resume", two, folder=tmp_path / "log")
     assert [process.end() for process in resumed] == [0, 0]
     assert_same_run(one, two)
+
+
+def test_a_disk_that_is_full_in_a_row_of_metrics_is_named(tmp_path: Path) -> None:
+    """The torn row is written again when the run continues."""
+    how = {"max_steps": 200, "save_steps": 20, "length": {"max": 6}, "logging_steps": 5}
+    train(tiny("reverse", tmp_path / "one", **how))
+    path = write_config(tiny("reverse", tmp_path / "run", **how), tmp_path / "config.yaml")
+    process = Fork("train", path, folder=tmp_path / "log")
+    assert process.when((tmp_path / "run/checkpoint-00000040").exists)
+    size = (tmp_path / "run/metrics.jsonl").stat().st_size + 20
+    resource.prlimit(process.process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
+    assert process.end() == 2
+    assert f"({tmp_path / 'run/metrics.jsonl'})" in process.err
+    assert run("train", "--resume", tmp_path / "run").returncode == 0
+    assert_same_run(tmp_path / "one", tmp_path / "run")
 
 
 def test_a_disk_that_is_full_for_one_of_two_processes_stops_both(tmp_path: Path) -> None:
