@@ -47,17 +47,21 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     assert_same_run(one, two)
 
 
-def test_a_disk_that_is_full_in_a_row_of_metrics_is_named(tmp_path: Path) -> None:
-    """The torn row is written again when the run continues."""
+@pytest.mark.parametrize(("full", "room"), [("metrics.jsonl", 20), ("model.safetensors", -50)])
+def test_a_full_disk_is_named_and_loses_no_checkpoint(full: str, room: int, tmp_path: Path) -> None:
+    """A torn row or part of a checkpoint is written again when the run continues."""
     how = {"max_steps": 200, "save_steps": 20, "length": {"max": 6}, "logging_steps": 5}
     train(tiny("reverse", tmp_path / "one", **how))
     path = write_config(tiny("reverse", tmp_path / "run", **how), tmp_path / "config.yaml")
     process = Fork("train", path, folder=tmp_path / "log")
-    assert process.when((tmp_path / "run/checkpoint-00000040").exists)
-    size = (tmp_path / "run/metrics.jsonl").stat().st_size + 20
+    first = tmp_path / "run/checkpoint-00000020"
+    assert process.when(first.exists)
+    size = (tmp_path / "run" if room > 0 else first).joinpath(full).stat().st_size + room
     resource.prlimit(process.process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
     assert process.end() == 2
-    assert f"({tmp_path / 'run/metrics.jsonl'})" in process.err
+    assert f"/{full})" in process.err
+    assert checkpoint.newest(tmp_path / "run") is not None
+    assert not list((tmp_path / "run").glob(".*"))
     assert run("train", "--resume", tmp_path / "run").returncode == 0
     assert_same_run(tmp_path / "one", tmp_path / "run")
 
