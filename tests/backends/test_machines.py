@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longrnn.ops.backend import CPU, TORCH, choose
 from longrnn.ops.cpu import library, signatures
 from tests.contracts.builders import Spec, build_mitigated, random_tokens
 from tests.contracts.subjects import assert_same, every_dtype, needs_kernels, outcome, read
@@ -56,6 +57,18 @@ def test_instruction_sets_and_threads(
                 logits, _ = read(model, tokens, None, [147, 1, 1, 1])
             found.append(outcome(model, tokens, model.init_state(7), [147, 3]) | {"read": logits})
             assert_same(found[-1], found[0], dtype)
+
+
+@needs_kernels
+def test_libraries_of_other_sources_are_not_used(
+    load: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update of a checkout: they would read arguments of another layout."""
+    given = [torch.ones(1)]
+    for digest, expected in (("0" * 16, TORCH), (None, CPU)):  # None: installed without sources
+        monkeypatch.setattr(signatures, "digest", lambda digest=digest: digest)
+        load("DEFAULT")
+        assert choose("auto", given) is expected
 
 
 # Runs tests with the library whose path is the first argument.
