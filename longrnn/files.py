@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,35 @@ def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
     try:
-        with open(beside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:  # of a full disk, which names no file
-        error.filename = error.filename or str(path)
-        raise
+        with naming(path):
+            _write(beside, "wb", content.encode() if isinstance(content, str) else content)
+            os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Adds to the end of a file, and makes it durable."""
+    with naming(path):
+        _write(path, "ab", content)
+
+
+def _write(path: Path, mode: str, content: bytes | memoryview) -> None:
+    with open(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within this context the error of a full disk, which names no file, gets this name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import append, write_atomic
 from longrnn.locks import hold
 
 logger = logging.getLogger(__name__)
@@ -79,10 +78,7 @@ class Store:
         """Add the results of items, and make them durable."""
         rows = [{**origin._asdict(), "item": item, "result": result} for item, result in found]
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._file, "ab") as file:
-            file.write(b"".join(map(line_of, rows)))
-            file.flush()
-            os.fsync(file.fileno())
+        append(self._file, b"".join(map(line_of, rows)))
         self._rows.update(map(_entry, rows))
 
     def collect(self) -> None:

@@ -18,12 +18,15 @@ from safetensors.torch import load_file, save_file
 from longrnn import state as states
 from longrnn.checksums import CHECKSUMS, damage, read_checksums
 from longrnn.config import build_config
+from longrnn.data.build import build
+from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
+from longrnn.text import ByteTokenizer, Reading
 from tests.cli.conftest import cli
 from tests.training.runs import MAMBA2, last_checkpoint, tiny, train
 
@@ -62,8 +65,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for layout in ("native", "hf"):
         convert(root / "ours", root / layout, to=layout)
     train(tiny("reverse", root / "run", max_steps=4))
+    (root / "a.txt").write_text("Once upon a time. " * 9)
+    build([str(root / "a.txt")], ByteTokenizer(), root / "corpus", reading=Reading(), quiet=True)
     return {
-        **{name: root / name for name in ("ours", "native", "hf", "run")},
+        **{name: root / name for name in ("ours", "native", "hf", "run", "corpus")},
         "checkpoint": last_checkpoint(root / "run"),
     }
 
@@ -91,22 +96,30 @@ def test_loading_notices_every_flipped_bit(
     load(folder)
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "run"])
+@pytest.mark.parametrize("kind", ["checkpoint", "run", "corpus"])
 def test_every_file_of_a_run_is_covered(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The checksums of a checkpoint include optimizer and carried states."""
+    """Optimizer and carried states of a checkpoint too, which do not keep its model from loading.
+
+    No file of a corpus is read with a flipped bit.
+    """
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
     listed = read_checksums(folder)
-    if kind == "checkpoint":
-        assert {"training.pt", "carry-0.pt", *listed} == {
-            path.name for path in folder.iterdir() if path.name != CHECKSUMS
-        }
+    if kind != "run":
+        extra = {"training.pt", "carry-0.pt"} if kind == "checkpoint" else {"tokens.bin"}
+        assert extra | listed.keys() == {p.name for p in folder.iterdir() if p.name != CHECKSUMS}
     for name in listed:
         for place, bit in flips(folder / name, 6):
             assert repr(name) in str(damage(folder)), (place, bit)
+            if kind == "corpus":
+                with pytest.raises(UserError, match=name):
+                    Corpus(folder)
     assert damage(folder) is None
+    if kind == "checkpoint":
+        (folder / "training.pt").write_bytes(b"")
+        load(folder)
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:

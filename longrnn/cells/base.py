@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from longrnn.cells.edit import Edit
 from longrnn.ops.rows import Rows, run_documents
@@ -150,16 +148,6 @@ class Cell(nn.Module, ABC):
             recent = tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit))
             self._known_like = known = own, edit, EditedState(own, recent)
         return known[2]
-
-    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
-        """Calls `observe` with the output by channel in every forward pass, until removed.
-
-        Args:
-            observe: gets `(b, t, channels)`. Each head has equally many channels, which are
-                adjacent. A cell without output projection has one channel per entry of y; a cell
-                with one gives the input of the projection, after any norm.
-        """
-        return self.register_forward_hook(lambda module, args, output: observe(output[0]))
 
     def init_time_scales(self, scales: Tensor) -> bool:
         """Initialises the gate that decides how long a new cell remembers, if it has one.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from longrnn.cells.base import Cell
 from longrnn.cells.edit import Edit, Steps
@@ -103,10 +102,6 @@ class ScanningCell(Cell):
     def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
         """A state without a window, with another `memory`."""
         return state._replace(ssm=memory)
-
-    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
-        projection = self.get_submodule(self.projections[-1])
-        return projection.register_forward_pre_hook(lambda module, args: observe(args[0]))
 
     @abstractmethod
     def run(

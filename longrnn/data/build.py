@@ -30,7 +30,7 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import file_name, sync_folder, write_atomic
+from longrnn.files import file_name, naming, sync_folder, write_atomic
 from longrnn.locks import locked
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
@@ -155,6 +155,7 @@ def _write(
     """Writes the columns of a corpus, and counts in its header."""
     ends, marks = [], []
     with (
+        naming(folder / TOKENS),
         open(folder / TOKENS, "wb") as file,
         Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
     ):
@@ -166,7 +167,7 @@ def _write(
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):
                     header.dropped_documents += 1
                     continue
-                ids.astype(header.dtype).tofile(file)
+                file.write(ids.astype(header.dtype).data)  # `tofile` hides what went wrong
                 header.tokens += len(ids)
                 ends.append(header.tokens)
                 marks += [scored] if reading.instruct else []
@@ -178,8 +179,8 @@ def _write(
             f"{' and an answer' if reading.instruct else ''} ({header.dropped_documents:,} were "
             "dropped): give other files or a smaller --min-length"
         )
-    np.array(ends, "<u8").tofile(folder / DOCUMENTS)
+    write_atomic(folder / DOCUMENTS, np.array(ends, "<u8").data)
     if reading.instruct:
         scored = np.concatenate(marks)
-        scored.tofile(folder / SCORED)
+        write_atomic(folder / SCORED, scored.data)
         header.scored_tokens = int(scored.sum())

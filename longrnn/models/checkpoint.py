@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
@@ -24,6 +24,8 @@ from longrnn.models.recurrent import RecurrentLM
 
 FORMAT = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Layers whose weights have the dtype of the activations; those of other layers are cast.
+PRODUCTS = (nn.Linear, nn.Embedding, nn.RNNBase)
 OPTIONS = tuple(option.name for option in fields(RecurrentConfig))
 # Files of weights, the preferred ones first; a pickle is read with `weights_only=True`.
 WEIGHTS = (
@@ -161,8 +163,18 @@ def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
     Args:
         model: changed in place and returned.
         dtype: the target; None changes nothing.
+
+    Raises:
+        UserError: factors of products are of several dtypes, or a weight is of none in `DTYPES`.
     """
     if dtype is None:
+        layers = [one for one in model.modules() if isinstance(one, PRODUCTS)]
+        found = {str(weight.dtype) for layer in layers for weight in layer.parameters()}
+        if len(found) > 1 or not {one.dtype for one in model.state_dict().values()} <= {*DTYPES}:
+            raise UserError(
+                f"its weights are of {', '.join(sorted(found))} and others, which are not computed "
+                "together: load CHECKPOINT+float32"
+            )
         return model
     kept = [cell.get_parameter(name) for cell in model.cells for name in cell.wide_weights]
     values = [parameter.data for parameter in kept]

@@ -93,8 +93,6 @@ def save(
         OSError: in all processes, where one of them cannot write its part.
     """
     folder = output_dir / f"checkpoint-{counters['step']:08d}"
-    if folder.exists():
-        return
     moments = {
         name: optimizer.state[parameter]
         for name, parameter in model.named_parameters()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longrnn.config import RECORDED, dump_config, flat, read_recorded
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import append, write_atomic
 
 if TYPE_CHECKING:
     from longrnn.models import LanguageModel
@@ -82,7 +81,7 @@ def read_metrics(folder: Path) -> list[Row]:
     """The rows of a run's metrics.jsonl; a last line without its end is left out.
 
     Raises:
-        UserError: no row is complete.
+        UserError: no row is complete, or one is damaged.
     """
     rows = _parsed(folder / METRICS) if (folder / METRICS).is_file() else []
     if not rows:
@@ -94,13 +93,13 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def _parsed(path: Path) -> list[Row]:
+    rows = []
     # Not `str.splitlines`, which also splits at characters that JSON may hold.
-    lines, rows = path.read_text(errors="replace").split("\n")[:-1], []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
             row: Row = json.loads(line)
             rows.append({**row, "step": int(row["step"])})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} is damaged in line {number}: put it back from a copy, or remove that line"
             ) from error
@@ -142,8 +141,4 @@ def record(config: TrainConfig, step: int) -> None:
 
 def append_metrics(folder: Path, row: Row) -> None:
     """Adds a row to the metrics and makes it durable: no checkpoint is newer than its rows."""
-    path = folder / METRICS
-    with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append(folder / METRICS, f"{json.dumps(row)}\n".encode())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from longrnn.ops.cpu import library
+from longrnn.ops.backend import CPU, TORCH, choose
+from longrnn.ops.cpu import library, signatures
 from tests.contracts.builders import Spec, build_mitigated, random_tokens
 from tests.contracts.subjects import assert_same, every_dtype, needs_kernels, outcome, read
 
@@ -80,3 +84,51 @@ def test_a_repeated_call_has_its_memory_from_the_call_before() -> None:
         [sys.executable, "-c", PREFILL], capture_output=True, text=True, check=True
     )
     assert int(ran.stdout) < 1000
+
+
+@needs_kernels
+def test_libraries_of_other_sources_are_not_used(
+    load: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update of a checkout: they would read arguments of another layout."""
+    given = [torch.ones(1)]
+    for digest, expected in (("0" * 16, TORCH), (None, CPU)):  # None: installed without sources
+        monkeypatch.setattr(signatures, "digest", lambda digest=digest: digest)
+        load("DEFAULT")
+        assert choose("auto", given) is expected
+
+
+# Runs tests with the library whose path is the first argument.
+CHECKED = """
+import ctypes, sys, pytest
+from longrnn.ops.cpu import library
+loaded = ctypes.CDLL(sys.argv[1])
+library.library = lambda: loaded
+sys.exit(pytest.main(["-n", "0", "-q", "-x", *sys.argv[2:]]))
+"""
+TESTS = ["backends/test_operations.py", "cells", "models/test_token_stack.py", "ops"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@needs_kernels
+def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
+    """Under the address and undefined-behaviour sanitizers of the compiler."""
+    (tmp_path / "signatures.h").write_text(signatures.header())
+    command = ["g++", "-O1", "-g", "-std=c++17", "-march=native", "-fopenmp", "-fPIC", "-shared"]
+    command += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{tmp_path}"]
+    source, built = signatures.FOLDER / "kernels.cpp", tmp_path / "checked.so"
+    subprocess.run([*command, str(source), "-o", str(built)], check=True)
+    runtime = [
+        subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip()
+        for name in ("asan", "ubsan")
+    ]
+    checks = {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, str(built), *(f"tests/{name}" for name in TESTS)],
+        env={**os.environ, **checks, "OMP_NUM_THREADS": "2"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -120,6 +120,33 @@ def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dt
     assert_near(found, wanted, TOLERANCE[dtype] * (10 if gradients else 1))
 
 
+# From a sum of everything to the last token alone, with the edges of the ways to compute exp.
+STEADY = [0.0, -1e-7, -1e-5, -1e-3, -0.1, -0.69, -0.7, -3.0, -79.0, -200.0]
+
+
+@pytest.mark.parametrize(("time", "size"), [(20_000, 20_000), (20_000, 64), (3_000, 1)])
+@pytest.mark.parametrize("ops", LOCAL)
+def test_a_decay_that_never_changes_does_not_drift(ops: Backend, time: int, size: int) -> None:
+    """In one call, in pieces and token by token, float32 has its digits in every head."""
+    inputs, state = inputs_of((1, time, len(STEADY), 2, 1, 3), torch.float32)
+    decays = torch.tensor(STEADY, dtype=torch.float32).expand(1, time, -1)
+    gradients = size == time and ops is not CPU
+
+    def run(x: Tensor, decays: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        given, outputs = inputs._replace(x=x, log_decay=decays).to(state.dtype), []
+        for start in range(0, time, size):
+            y, state = ops.scan(given.slice(start, start + size), state)
+            outputs.append(y)
+        return torch.cat(outputs, 1), state
+
+    given = (inputs.x, decays, state)
+    found = results(run, *given, gradients=gradients)
+    wanted = results(run, *(one.double() for one in given), gradients=gradients)
+    for ours, exact, axis in zip(found, wanted, (2, 1, 2, 2, 1), strict=False):
+        for pair in zip(ours.unbind(axis), exact.unbind(axis), strict=True):
+            assert_near([pair[0]], [pair[1]], 1e-5)
+
+
 @pytest.mark.parametrize("ops", LOCAL)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_limit_of_values_whose_squares_leave_the_range(size: float, ops: Backend) -> None:

@@ -179,3 +179,15 @@ def test_a_damaged_record_of_training_is_named(
         assert "run/train.yaml" in result.err or "results" in result.err, result.err
         assert "unexpected" not in result.err
         assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"tokens": 2}', "[" * 5000])
+def test_a_damaged_row_of_metrics_is_named(line: str, cli: CLI, shelf: Path) -> None:
+    shutil.copytree(shelf / "backwards", "run")
+    with open("run/metrics.jsonl", "a") as file:
+        file.write(f"{line}\n")
+    number = len(Path("run/metrics.jsonl").read_text().splitlines())
+    for command in ("report run", "train --resume run"):
+        result = cli(*command.split())
+        assert (result.code, len(result.err.splitlines())) == (2, 1), result.err
+        assert f"run/metrics.jsonl, line {number} " in result.err

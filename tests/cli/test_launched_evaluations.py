@@ -22,6 +22,9 @@ def text(tmp_path: Path) -> Path:
     """A text of 9 windows of 100 tokens."""
     path = tmp_path / "a.txt"
     path.write_text("".join(f"It was dark and stormy, night {i}. " for i in range(28))[:903])
+    keys = "{kind: passkey, lengths: [160], depths: [0, 1], n: 3}"
+    losses = f"{{kind: perplexity, texts: [{path}], lengths: [64], batch_size: 1}}"
+    Path(f"{path}.yaml").write_text(f"evaluations: [{keys}, {losses}]")
     return path
 
 
@@ -45,6 +48,7 @@ COMMANDS: dict[str, list[str]] = {
     "task": ["eval", "task", "{m}/backwards", "--n", "5"],
     "perplexity": ["eval", "perplexity", "{m}/text", "--text", "{t}", "--lengths", "100",
                    "--batch-size", "2"],
+    "compare": ["compare", "{m}/text", "{m}/text+forget_more", "--suite", "{t}.yaml"],
     "overlapping": ["eval", "perplexity", "{m}/text", "{m}/text+forget_more", "--text", "{t}",
                     "--lengths", "300", "--context", "64", "--stride", "32", "--batch-size", "1"],
 }  # fmt: skip
@@ -55,6 +59,7 @@ COMMANDS: dict[str, list[str]] = {
     [
         "passkey",
         "task",
+        pytest.param("compare", marks=pytest.mark.slow),
         pytest.param("perplexity", marks=pytest.mark.slow),
         pytest.param("overlapping", marks=pytest.mark.slow),
     ],

@@ -56,6 +56,8 @@ CASES = """
     generate TEXT | give either --prompt or --prompt-file
     generate TEXT --prompt a --prompt-file book.txt | give either --prompt or --prompt-file
     generate TEXT --prompt '' | no token
+    generate TEXT --prompt \udcff | --prompt | UTF-8
+    generate TEXT --prompt a --stop \udcff | --stop | UTF-8
     generate TEXT --prompt-file empty.txt | empty.txt is empty
     generate TEXT --prompt-file none.txt | no text file none.txt
     generate TEXT --prompt-file bytes.txt | bytes.txt is not UTF-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,16 @@ def test_an_interrupted_build_starts_again_and_says_so(
     def killed(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, limit[1]))  # as a full disk
+    Path("b.txt").write_bytes(b"x" * 800)
+    try:
+        with pytest.raises(OSError, match="too large") as full:
+            build(["a.txt", "b.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert full.value.filename.endswith("tokens.bin")
+    assert not Path("other").exists()
     monkeypatch.setattr(building, "write_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
         build(["a.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)

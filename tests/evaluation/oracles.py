@@ -19,7 +19,6 @@ class Oracle:
 
     Args:
         forgets: from this many tokens on it says 00000; None for never.
-        fails_after: calls until it raises, as a full disk or a Ctrl-C would.
         name: of its fingerprint.
     """
 
@@ -27,10 +26,8 @@ class Oracle:
     max_length = None
     mitigation = None
 
-    def __init__(
-        self, *, forgets: int | None = None, fails_after: int | None = None, name: str = "oracle"
-    ) -> None:
-        self.forgets, self.fails_after, self.name = forgets, fails_after, name
+    def __init__(self, *, forgets: int | None = None, name: str = "oracle") -> None:
+        self.forgets, self.name = forgets, name
         self.prompts = 0  # rows that were asked the question
         self.longest = 0  # tokens of the longest single call
 
@@ -50,10 +47,6 @@ class Oracle:
         keep: int | None = None,
         rows: Rows | None = None,
     ) -> LMOutput:
-        if self.fails_after is not None:
-            self.fails_after -= 1
-            if self.fails_after < 0:
-                raise KeyboardInterrupt
         assert state is not None
         self.longest = max(self.longest, tokens.shape[1])
         keys, counts = (leaf.tolist() for leaf in state.layers)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import resolve
@@ -116,6 +119,28 @@ def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> 
     expected = saved(random_tokens(2, 70)).logits
     torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)
     assert model(random_tokens(2, 1), state).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path) -> None:
+    """Only the rates and norms may be of another dtype, until all are cast to one."""
+    save_model(build_model(kind, "random", dtype=torch.bfloat16), tmp_path)
+    path, refused = tmp_path / "model.safetensors", set[str]()
+    tensors = load_file(path)
+    for dtype, name in product((torch.float32, torch.float8_e4m3fn, torch.int8), tensors):
+        save_file({**tensors, name: tensors[name].to(dtype)}, path)
+        (tmp_path / "checksums.json").unlink(missing_ok=True)
+        try:
+            model = load(tmp_path)
+        except UserError:
+            refused.add(name if dtype == torch.float32 else "")
+            continue
+        assert dtype == torch.float32
+        state = model(random_tokens(2, 70)).state
+        assert model(random_tokens(2, 1), state).logits.isfinite().all()
+    assert {"", "embedding.weight"} <= refused <= tensors.keys() - {"norm.weight"} | {""}
+    save_file({**tensors, "embedding.weight": tensors["embedding.weight"].float()}, path)
+    assert load(f"{tmp_path}+float32")(random_tokens(1, 3)).logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,16 @@ def test_what_texts_share_is_read_once() -> None:
     assert scored(model, [Pair(text, (0,)) for text in deep])[1] == 9 + 300 + 5 + 5 + 14
 
 
+def test_no_call_returns_more_logits_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long continuations are scored in parts, which are read once."""
+    monkeypatch.setattr(engine, "MAX_LOGITS", 32 * VOCAB)
+    model, rng, sizes = speaking("mamba2"), random.Random(4), list[int]()
+    model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))
+    pairs = [Pair((0,), words(rng, 300)) for _ in range(4)]
+    assert scored(model, pairs, batch_size=4)[1] == 1 + 4 * 299
+    assert max(sizes) <= 32 * VOCAB
+
+
 @pytest.mark.parametrize("min_saved", [1, 10**6])
 def test_completions_equal_those_of_each_prompt_alone(
     min_saved: int, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ of two layers and the definitions in `tests/mitigations/definitions.py`.
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from itertools import combinations_with_replacement
@@ -23,7 +24,9 @@ from longrnn.models import RecurrentLM
 from longrnn.state import LMState
 from tests.contracts.builders import (
     DEFINED,
+    MORE_MIXERS,
     Spec,
+    assert_near,
     build_mitigated,
     build_model,
     differentiable,
@@ -228,6 +231,16 @@ def test_float32_equals_the_definition_in_float64(name: str) -> None:
     assert_as_defined(*CASES[name], torch.float32, seed=len(name))
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_only_changes_of_the_steps_depend_on_their_order(mixer: str) -> None:
+    """Members of different stages give the same bits in either order of the list."""
+    tokens = random_tokens(1, 9)
+    for name, specs, spec in pairs():
+        if spec["kind"] == mixer and not {one["kind"] for one in specs} <= STEPS:
+            one, other = (build_mitigated(list(way), spec) for way in (specs, reversed(specs)))
+            assert torch.equal(one(tokens).logits, other(tokens).logits), name
+
+
 def random_chain(seed: int) -> Case:
     """One to four mitigations with random numbers, layers and heads, of a random cell."""
     draw = random.Random(seed)
@@ -279,6 +292,24 @@ def test_limits_that_all_some_and_no_states_reach(kind: str, reached: str) -> No
     assert isinstance(member, StateNorm)
     share = torch.stack(member.rescaled)[1:].double().mean()  # from a random state
     assert {"by all": share == 1, "by some": share > 0.02, "by none": share == 0}[reached]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e19, 1e37])
+@pytest.mark.parametrize("spec", [mixer_spec(k) for k in ("lstm", "gru", "rnn")] + MORE_MIXERS[:1])
+def test_a_memory_of_any_size_is_limited(spec: Spec, size: float) -> None:
+    """In float32 as in float64, though its square is 0 or infinite; with and without gradients."""
+    model = build_mitigated([{"kind": "state_norm", "threshold": 0.5}], spec, dtype=torch.float32)
+    exact, start = copy.deepcopy(model).double(), random_state(model, 2)
+    layers = states.tree_map(lambda leaf: size * leaf, start.layers)
+    wide = states.tree_map(torch.Tensor.double, layers)
+    wanted = exact(random_tokens(2, 9), start._replace(layers=wide))
+    for tracked in (True, False):
+        with torch.set_grad_enabled(tracked):
+            found = model(random_tokens(2, 9), start._replace(layers=layers))
+        assert_near(found.logits, wanted.logits, 5e-5)
+        pairs = zip(model.memories(found.state), exact.memories(wanted.state), strict=True)
+        for ours, theirs in pairs:
+            assert_near(ours, theirs, 5e-5)
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)

@@ -129,6 +129,19 @@ def _units(leaf: torch.Tensor) -> torch.Tensor:
     return (torch.arange(leaf.shape[axis]) % 5).view(shape).expand(leaf.shape).to(leaf.dtype)
 
 
+@cells
+def test_random_noise_has_one_deviation(mixer: str) -> None:
+    """It differs by row, step and micro-batch."""
+    found = policy("random_noise", mixer, zero_share=0.0, std=0.25)
+    state = found.before(batch(rows=400), 0, 0)
+    for name, leaf in leaves(state.layers):
+        assert leaf.std().item() == pytest.approx(0.25, rel=0.1), name
+        assert abs(leaf.mean().item()) < 0.02, name
+    others = [found.before(batch(), *place) for place in ((1, 0), (0, 1))]
+    rows = [*(_flat(state, row) for row in range(400)), *(_flat(one, 0) for one in others)]
+    assert len({tuple(row.tolist()) for row in rows}) == 402
+
+
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])
 def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
     """A share zero_share of the rows, drawn anew each step, starts from zero."""

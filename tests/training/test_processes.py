@@ -5,6 +5,7 @@ Judged by what was written: gloo aborts about one run in ten at its very end.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from longrnn import load
+from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from tests.launched import CPU2, REPOSITORY, launch, launched
-from tests.training.forks import run
+from tests.training.forks import Fork, run
 from tests.training.runs import metrics, tiny, train, write_config
 
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
@@ -114,6 +116,21 @@ def test_the_launchers(tmp_path: Path) -> None:
     for words in (("launch", "train"), ("launch", "--cpu", "frain", path)):
         assert run(*words).returncode == 2
     assert "'compare' is neither" in run(*command[:-1], "compare").stderr
+
+
+def test_a_signal_to_the_launcher_saves_the_run(tmp_path: Path) -> None:
+    """It ends as the run does, and prints the launch that continues it."""
+    output = tmp_path / "run"
+    how = {"max_steps": 4000, "save_steps": 4000, "logging_steps": 3}
+    path = write_config(tiny("carry", output, **how), tmp_path / "config.yaml")
+    words = ("launch", "--cpu", "--num_processes", "2", "train")
+    process = Fork(*words, path, folder=tmp_path / "log")
+    assert process.when((output / "metrics.jsonl").exists)
+    process.send(signal.SIGTERM)
+    assert (process.end(), "Traceback" in process.err) == (0, False), process.err
+    (saved,) = checkpoint.checkpoints(output)
+    assert len(list(saved.glob("carry-*"))) == 2
+    assert f"longrnn {' '.join(words)} --resume {output}" in process.out
 
 
 @pytest.mark.parametrize(

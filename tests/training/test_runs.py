@@ -229,29 +229,6 @@ def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> Non
     assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
 
 
-def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that cannot be written leaves nothing, and those before it stay."""
-    whole = checkpoint._write
-
-    def full(path: Path, content: Any) -> None:
-        if "checkpoint-00000008" in str(path):
-            raise OSError(28, "No space left on device", str(path))
-        whole(path, content)
-
-    config = tiny("carry", tmp_path / "two")
-    run(tiny("carry", tmp_path / "one"))
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write", full)
-        with pytest.raises(OSError, match="space"):
-            run(config)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / "two")] == [
-        "checkpoint-00000004"
-    ]
-    assert not list((tmp_path / "two").glob(".checkpoint*"))
-    run(config, resume=True)
-    assert_same_run(tmp_path / "one", tmp_path / "two")
-
-
 def test_the_end_of_a_tracker(tmp_path: Path) -> None:
     """tensorboard gets the rows of the metrics."""
     pytest.importorskip("tensorboard")
