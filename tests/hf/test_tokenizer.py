@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> None:
-    """The tokenizer recorded in a checkpoint is loaded: bytes, beside it, or inside it."""
+def test_a_checkpoint_gives_its_own_tokenizer(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizer that a checkpoint records is loaded without a warning, wherever it is."""
+    logging.getLogger("transformers").addHandler(caplog.handler)
     model = build_model("lstm", dtype=torch.float32)
     save_model(model, tmp_path / "bytes")
     assert isinstance(load_tokenizer(tmp_path / "bytes"), ByteTokenizer)
@@ -48,6 +52,7 @@ def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> No
     assert isinstance(tokenizer, HFTokenizer)
     tokenizer.save(tmp_path / "inside")
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
+    assert caplog.messages == []
 
 
 def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:
