@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
-from rich.console import Console
 from rich.table import Table
 
 from longrnn.console import print_table
@@ -71,10 +70,12 @@ def show(outcome: Outcome) -> None:
     for name in head:
         is_model = name == "model"
         most = None if is_model else MAX_CELL_WIDTH
-        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
+        grid.add_column(
+            name, justify="left" if is_model else "right", max_width=most, overflow="fold"
+        )
     for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
         grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
-    print_table(grid, Console(width=10_000).measure(grid).maximum)
+    print_table(grid)
     for note in outcome.notes():
         print(note)
     if len(outcome.models) > 1:
