@@ -1,4 +1,4 @@
-"""Tables on the terminal that keep their columns whole where the output is not a terminal."""
+"""Tables that fit a terminal, and keep their columns whole in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
 PLAIN: dict[str, Any] = {"markup": False, "emoji": False}
 
 
-def print_table(table: Table, width: int | None = None) -> None:
-    """Prints a table on at least `width` characters per line, more if the terminal is wider.
+def print_table(table: Table) -> None:
+    """Prints a table of texts: on a terminal in its width, in a pipe or a file as wide as needed.
 
-    A pipe or a file counts as 80 characters wide, which would break long names and numbers.
-
-    Args:
-        table: of plain texts.
-        width: by default that of the table.
+    On a narrow terminal, titles of columns are broken into lines, and then the longest texts.
     """
     from rich.console import Console
 
-    least = width or Console(width=10_000, **PLAIN).measure(table).maximum
-    Console(width=max(Console().width, least), **PLAIN).print(table)
+    console, width = Console(**PLAIN), Console(width=10_000, **PLAIN).measure(table).maximum
+    if not console.is_terminal:  # rich takes it for 80 characters wide
+        console.width = max(console.width, width)
+    elif width > console.width:
+        for column in table.columns:
+            lines = [line for cell in column.cells for line in str(cell).splitlines()]
+            needed = max(map(len, [*str(column.header).split(), *lines]))
+            column.max_width = min(needed, column.max_width or needed)
+    console.print(table)
 
 
-def print_rows(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int
-) -> None:
+def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints rows of cells as a table."""
     from rich.table import Table
 
@@ -37,4 +38,4 @@ def print_rows(
     table.columns[0].overflow = "fold"  # names of checkpoints differ at their ends
     for row in rows:
         table.add_row(*row)
-    print_table(table, width)
+    print_table(table)

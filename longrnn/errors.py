@@ -25,7 +25,7 @@ class DivergedError(UserError):
 class Terminated(BaseException):
     """The process was asked to end by SIGTERM; what was finished is kept.
 
-    Like KeyboardInterrupt it is no Exception, so that nothing that handles errors holds it up. The
+    Like KeyboardInterrupt it is not an Exception, so that no handler of errors catches it. The
     command line prints how to go on and exits with code 0.
     """
 

@@ -13,6 +13,8 @@ from longrnn.processes import is_main
 QUIET = "TQDM_DISABLE"
 # Seconds between updates, on a terminal and in a file.
 TERMINAL, FILE = 0.1, 10.0
+# That of tqdm without its rate of steps: ours counts units.
+FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 def is_quiet() -> bool:
@@ -38,7 +40,9 @@ class Progress(tqdm):
         self.done, self.units, self.rate_unit = 0, 0, unit
         every = TERMINAL if sys.stderr.isatty() else FILE
         silent = quiet or is_quiet() or not is_main()
-        super().__init__(desc=title, total=total, disable=silent, mininterval=every)
+        super().__init__(
+            desc=title, total=total, disable=silent, mininterval=every, bar_format=FORMAT
+        )
 
     def __bool__(self) -> bool:
         """True, also for a total of 0, for which a bar of tqdm is false."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import typer
@@ -68,4 +69,4 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     )
     hashes = tuple(document.sha256 for document in documents)
     write_calibration(path, members, Record(str(path), model.fingerprint(), trained, hashes))
-    typer.echo(f"{mitigation(path)}\n{path}")
+    typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")

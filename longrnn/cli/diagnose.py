@@ -111,7 +111,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
         "length": gradients.length,
     }
     report, *files = write_report(about, rows, folder)
-    print_rows("gradients through time", list(COLUMNS.values()), table(rows), width=140)
+    print_rows("gradients through time", list(COLUMNS.values()), table(rows))
     typer.echo("\n".join(map(str, [*files, report])))
 
 

@@ -36,7 +36,7 @@ def doctor() -> None:
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         rows = [_tested(backend, device) for backend in BACKENDS]
         columns = ("backend", "error", "ms without gradients")
-        print_rows(f"A Mamba-2 layer on {device}", columns, rows, width=100)
+        print_rows(f"A Mamba-2 layer on {device}", columns, rows)
         failed += [f"{name} on {device}: {found}" for name, found, _ in rows if "FAILED" in found]
     if failed:
         typer.echo(f"please report what failed on this machine: {'; '.join(failed)}", err=True)

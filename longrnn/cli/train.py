@@ -235,7 +235,7 @@ def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, lis
     if resume is not None:
         return "", words
     if not words:
-        raise UserError(f"nothing is named to begin with: write `longrnn {usage}`, or --resume RUN")
+        raise UserError(f"the first argument is missing: write `longrnn {usage}`, or --resume RUN")
     return words[0], words[1:]
 
 

@@ -70,7 +70,9 @@ def show(outcome: Outcome) -> None:
     for name in head:
         is_model = name == "model"
         most = None if is_model else MAX_CELL_WIDTH
-        grid.add_column(name, justify="left" if is_model else "right", max_width=most)
+        grid.add_column(
+            name, justify="left" if is_model else "right", max_width=most, overflow="fold"
+        )
     for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
         grid.add_row(*row, end_section="model" in head[1:] and row[0] != after[0])
     print_table(grid)

@@ -176,13 +176,17 @@ def load_tokenizer(
 
 def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
     """The tokenizer in a folder or in a `tokenizer.json`, with the settings beside it."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
     folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if file.is_file() and not (folder / "tokenizer_config.json").is_file():
             return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
+        # transformers warns of a model type that it does not know, and would read nothing else.
+        own = read_config(folder) if (folder / "config.json").is_file() else {}
+        if own.get("model_type") == "longrnn":
+            options = {**options, "config": PreTrainedConfig()}
         return HFTokenizer(
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
         )

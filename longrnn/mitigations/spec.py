@@ -41,9 +41,10 @@ class MitigationFile(Options):
     mitigation: list[dict[str, Any]] = Field(min_length=1)
 
 
-def mitigation(
-    spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation | Chain,
-) -> Mitigation | Chain:
+MitigationSpec = str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation | Chain
+
+
+def mitigation(spec: MitigationSpec) -> Mitigation | Chain:
     """Builds a mitigation, or a chain of several.
 
     Args:

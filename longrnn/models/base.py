@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.mitigations import Chain, Mitigation, bind
+from longrnn.mitigations import Chain, bind
+from longrnn.mitigations.spec import MitigationSpec
+from longrnn.mitigations.spec import mitigation as build_mitigation
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import LMState, PyTree, described
@@ -126,14 +128,15 @@ class LanguageModel(nn.Module, ABC):
             losses.append(found.masked_fill(target < 0, 0))
         return torch.cat(losses, 1), after
 
-    def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
+    def under(self, mitigation: MitigationSpec | None) -> Self:
         """The model under a mitigation: a shallow copy that shares all weights with this one.
 
         Args:
-            mitigation: one or several, added to those that the model has; None for the plain model.
+            mitigation: as `longrnn.mitigation` takes it, added to what the model has, such as
+                `"sliding_window(window=8192)"`; None for the plain model.
 
         Raises:
-            UserError: a model without cells of longrnn, a mitigation that is not defined for them,
+            UserError: a model without cells of longrnn, a mitigation that is not valid for them,
                 layers or heads that do not exist, numbers calibrated for another model, or members
                 that exclude each other.
         """
@@ -143,8 +146,8 @@ class LanguageModel(nn.Module, ABC):
             return copied
         if not self.cells:
             raise UserError(NO_CELLS)
-        members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
-        whole = Chain(members if self.mitigation is None else [self.mitigation, *members])
+        before = [] if self.mitigation is None else [self.mitigation]
+        whole = Chain([*before, build_mitigation(mitigation)])
         # The plain model is what numbers are calibrated for.
         with torch.inference_mode(False):  # so that the edits serve training too
             bound = bind(whole, self.cells, self.weights_fingerprint)

@@ -105,13 +105,14 @@ def test_the_given_model_does_not_change(subject: Subject) -> None:
     ],
 )
 def test_mitigations_add_up(one: str, other: str) -> None:
-    """`under(a).under(b)` is `under([a, b])`."""
+    """`under(a).under(b)` is `under([a, b])`, and `under` of the text of both."""
     model = build_model()
     a, b = (mitigation(mitigation_spec(kind)) for kind in (one, other))
     twice, once = model.under(a).under(b), model.under([a, b])
     assert_trees_equal(run(twice), run(once))
     assert twice.fingerprint() == once.fingerprint() != model.under(a).fingerprint()
     assert str(twice.mitigation) == str(once.mitigation) == f"{a}+{b}"
+    assert model.under(f"{a}+{b}").fingerprint() == once.fingerprint()
     heads = [[one.tolist() for one in layers] for layers in once.mitigated_heads]
     assert heads == [[one.tolist() for one in layers] for layers in twice.mitigated_heads]
     assert len(heads) == len(once.mitigation.parts()) == 2  # type: ignore[union-attr]

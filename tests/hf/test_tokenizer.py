@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def test_text_without_bytes_is_refused() -> None:
             tokenizer.encode("a\udcff")
 
 
-def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> None:
-    """The tokenizer recorded in a checkpoint is loaded: bytes, beside it, or inside it."""
+def test_a_checkpoint_gives_its_own_tokenizer(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizer that a checkpoint records is loaded without a warning, wherever it is."""
+    logging.getLogger("transformers").addHandler(caplog.handler)
     model = build_model("lstm", dtype=torch.float32)
     save_model(model, tmp_path / "bytes")
     assert isinstance(load_tokenizer(tmp_path / "bytes"), ByteTokenizer)
@@ -60,6 +64,7 @@ def test_a_checkpoint_gives_its_own_tokenizer(saved: Path, tmp_path: Path) -> No
     assert isinstance(tokenizer, HFTokenizer)
     tokenizer.save(tmp_path / "inside")
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
+    assert caplog.messages == []
 
 
 def small(merges: list[tuple[str, str]], **parts: Any) -> HFTokenizer:
