@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from transformers.models.auto import modeling_auto
 
 from longrnn.cells import MIXERS
@@ -21,6 +22,7 @@ from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models.blocks import Block
 from tests.contracts.builders import mixer_spec
 from tests.hf import transformers_source
+from tests.texts import DATA
 
 COMMON: Any = None  # `CommonTests`
 REASON = ""
@@ -30,60 +32,7 @@ except transformers_source.Unavailable as error:
     REASON = str(error)
 
 # Tests that do not apply, by the reason.
-SKIPPED: dict[str, list[str]] = {
-    "a recurrent model has no attention": [
-        "test_attention_outputs",
-        "test_attn_implementation_composite_models",
-        "test_can_set_attention_dynamically*",
-        "test_eager_matches_*",
-        "test_flash_attn_*",
-        "test_flex_attention_with_grads",
-        "test_sdpa_can_*",
-        "test_sliding_window_mask",
-    ],
-    "it has no rotary positions, and no table of positions that is resized": [
-        "test_model_rope_*",
-        "test_vision_axial_rope",
-        "test_resize_position_vector_embeddings",
-    ],
-    "it has no encoder and no experts": [
-        "test_encoder_decoder_loss_no_double_shift",
-        "test_moe_models_record_router_logits",
-        "test_output_router_logits_from_config",
-    ],
-    "it reads text only": ["test_get_*_features_*", "test_get_*_pooler_output"],
-    "it has no head for classification": [
-        "test_problem_types",
-        "test_load_with_mismatched_shapes",
-        "test_can_load_ignoring_mismatched_shapes",
-    ],
-    "there is no AutoModel class without the head": ["test_torch_save_load"],
-    "its configuration has no configurations of parts": [
-        "test_internal_model_config_and_subconfig_are_same"
-    ],
-    "it runs on one device, and a device_map of several is refused": [
-        "test_cpu_offload",
-        "test_disk_offload_*",
-        "test_model_parallelism",
-    ],
-    "it has no plan of tensor parallelism": [
-        "test_tp_plan_matches_params",
-        "test_tied_head_has_a_tp_plan_entry",
-    ],
-    "its weights have the same names in memory and in checkpoints": [
-        "test_reverse_loading_mapping",
-        "test_can_load_from_already_mapped_keys",
-    ],
-    "hidden states are collected by the model, not by hooks of transformers": [
-        "test_capture_outputs_decorator",
-        "test_can_capture_specific_layers_hidden_states",
-    ],
-    "its kernels are longrnn's, not those of the Hub": ["test_kernels_can_load_without_crashing"],
-    "its blocks are recomputed by longrnn (tests/contracts/test_checkpointing.py), not by "
-    "transformers' GradientCheckpointingLayer": ["test_training_gradient_checkpointing*"],
-    "a RecurrentLM draws its weights from one stream of random numbers while it is built, and the "
-    "test sets a seed for each module": ["test_can_init_all_missing_weights"],
-}
+SKIPPED = yaml.safe_load((DATA / "transformers_skipped.yaml").read_text())
 # Tests of parameters that are never cast to a narrower dtype, for cells that have some.
 OF_WIDE_WEIGHTS = ("test_keep_in_fp32_modules", "test_keep_in_fp32_modules_exist")
 # Tests that transformers runs on models without a head only.
