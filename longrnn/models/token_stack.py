@@ -75,7 +75,7 @@ class TokenStack:
         ]
         like = given[0].ssm
         with torch.inference_mode(False):  # a later call may need gradients
-            memory = torch.empty(len(states), *like.shape, dtype=like.dtype)
+            memory = torch.empty(len(states), *like.shape, dtype=like.dtype, device="cpu")
         y, after = cpu.layers(packed.layers, x, given, memory)
         own = [(Mamba2State(conv, ssm), recent) for conv, ssm, recent in after]
         return y, tuple(one if recent is None else EditedState(one, recent) for one, recent in own)
