@@ -65,23 +65,23 @@ def test_against_all_logits_at_once(
         assert row["nats"] == pytest.approx(parts, abs=1e-6)
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), PairTokenizer()])
-def test_columns_are_bits_over_bytes(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [ByteTokenizer, PairTokenizer, trained_bpe])
+def test_columns_are_bits_over_bytes(build: Any, tmp_path: Path) -> None:
     """A column has the bits of the tokens between two lengths over their bytes, all windows."""
+    tokenizer = build()
     one = small_model("one", tokenizer=tokenizer)
     outcome = measure(perplexity(tmp_path), tmp_path / "r", one)
-    width = 2 if isinstance(tokenizer, PairTokenizer) else 1
     columns: dict[int, list[tuple[float, float]]] = {64: [], 256: [], 512: []}
     for path in texts(tmp_path):
         ids = torch.tensor([tokenizer.encode(path.read_text())])
-        count = (ids.shape[1] - 1) // 512
-        for number in (count * k // 3 for k in range(3)):
-            window = ids[:, number * 512 :][:, :513]
+        count, ends = (ids.shape[1] - 1) // 512, tokenizer.byte_ends(path.read_text())
+        for start in (count * k // 3 * 512 for k in range(3)):
+            window = ids[:, start : start + 513]
             with torch.no_grad():
                 logits = one.model(window[:, :-1]).logits.double()
             bits = F.cross_entropy(logits[0], window[0, 1:], reduction="none") / math.log(2)
             for at, (a, b) in zip(columns, ((0, 64), (64, 256), (256, 512)), strict=True):
-                columns[at].append((float(bits[a:b].sum()), width * (b - a)))
+                columns[at].append((float(bits[a:b].sum()), ends[start + b] - ends[start + a]))
     found = cells(outcome)
     for at, samples in columns.items():
         assert found[BITS, at, "one"].estimate == pytest.approx(ratio(samples), rel=1e-5)
