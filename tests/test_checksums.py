@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn import state as states
-from longrnn.checksums import CHECKSUMS, damage, read_checksums
+from longrnn.checksums import CHECKSUMS, damage, read_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
+from longrnn.hf.tokenizer import TOKENIZER_FILES
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import cli
@@ -107,6 +108,13 @@ def test_every_file_of_a_run_is_covered(
         for place, bit in flips(folder / name, 6):
             assert repr(name) in str(damage(folder)), (place, bit)
     assert damage(folder) is None
+
+
+def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:
+    for name in TOKENIZER_FILES:
+        (tmp_path / name).write_text("{}")
+    write_checksums(tmp_path)
+    assert {*TOKENIZER_FILES} == read_checksums(tmp_path).keys()
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:

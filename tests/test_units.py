@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longrnn.errors import UserError
+from longrnn.options import Lengths, validated
 from longrnn.seeds import mix
 from longrnn.units import format_length, parse_length, parse_lengths
 
@@ -22,6 +23,7 @@ def test_lengths_that_parse(text: str, length: int) -> None:
 
 
 NOT_LENGTHS = "0 0k -1 4x k 4kk 1e3k 1e-3 1e 1.5 0.3k 1,5k inf nan +4 0x10 1e99 1e999 _1 1_ 1__0"
+NOT_LENGTHS += f" {2**63}"
 
 
 @pytest.mark.parametrize("text", ["", " ", "4 k", "9" * 400, *NOT_LENGTHS.split()])
@@ -37,6 +39,12 @@ def test_lists_keep_their_order_without_repeats() -> None:
     for text in ("", "256,", ",256", "256,,512", "256;512"):
         with pytest.raises(UserError):
             parse_lengths(text)
+
+
+def test_lengths_of_an_option_are_ascending() -> None:
+    """Texts and lists, without repeats."""
+    for given in ("4k,256,4096", ["4k", 256], 256):
+        assert validated(Lengths, given, "lengths") == [256, 4096][: 1 + (given != 256)]
 
 
 @pytest.mark.parametrize(
