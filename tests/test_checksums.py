@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn import state as states
-from longrnn.checksums import CHECKSUMS, damage, read_checksums
+from longrnn.checksums import CHECKSUMS, damage, read_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
@@ -24,6 +24,7 @@ from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
+from longrnn.hf.tokenizer import TOKENIZER_FILES
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Reading
@@ -120,6 +121,13 @@ def test_every_file_of_a_run_is_covered(
     if kind == "checkpoint":
         (folder / "training.pt").write_bytes(b"")
         load(folder)
+
+
+def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:
+    for name in TOKENIZER_FILES:
+        (tmp_path / name).write_text("{}")
+    write_checksums(tmp_path)
+    assert {*TOKENIZER_FILES} == read_checksums(tmp_path).keys()
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def test_a_child_imports_nothing_from_the_current_folder(
     (tmp_path / "yaml.py").write_text("raise SystemExit(99)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # of a launch, to which a child does not belong
     command, environment = module_command("mine"), module_environment()
+    assert "TORCHELASTIC_RUN_ID" not in environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == longrnn.__file__, done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longrnn.errors import UserError
+from longrnn.options import Lengths, validated
 from longrnn.seeds import mix
 from longrnn.units import format_length, parse_length, parse_lengths
 
@@ -22,6 +23,7 @@ def test_lengths_that_parse(text: str, length: int) -> None:
 
 
 NOT_LENGTHS = "0 0k -1 4x k 4kk 1e3k 1e-3 1e 1.5 0.3k 1,5k inf nan +4 0x10 1e99 1e999 _1 1_ 1__0"
+NOT_LENGTHS += f" {2**63}"
 
 
 @pytest.mark.parametrize("text", ["", " ", "4 k", "9" * 400, *NOT_LENGTHS.split()])
@@ -32,7 +34,8 @@ def test_what_is_no_length_is_refused(text: str) -> None:
 
 
 def test_lists_keep_their_order_without_repeats() -> None:
-    """Lengths keep the given order, without repeats."""
+    """Lengths keep the given order, those of an option an ascending one, without repeats."""
+    assert validated(Lengths, "4k,256,4096", "lengths") == [256, 4096]
     assert parse_lengths("4k,256,1k,4096, 256") == [4096, 256, 1024]
     for text in ("", "256,", ",256", "256,,512", "256;512"):
         with pytest.raises(UserError):

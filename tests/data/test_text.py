@@ -208,20 +208,17 @@ def test_a_corpus_is_found_again_and_damage_is_named(texts: list[bytes], folder:
 
 
 def test_a_run_waits_for_a_corpus_that_another_process_builds(folder: Path) -> None:
-    (folder / "a.txt").write_text("some text")
+    """A run waits for it; one whose documents have a single token is refused."""
+    (folder / "a.txt").write_text("a b c")
     place = corpus_of("a.txt", ByteTokenizer()).folder
     shutil.rmtree(place)
-    reading = threading.Thread(target=corpus_of, args=("a.txt", ByteTokenizer()))
+    waiting = threading.Thread(target=corpus_of, args=("a.txt", ByteTokenizer()))
     with held(place):
-        reading.start()
-        reading.join(0.3)
-        assert reading.is_alive()
-    reading.join()
-    assert corpus_of("a.txt", ByteTokenizer()).folder == place
-
-
-def test_documents_of_one_token_are_refused(folder: Path) -> None:
-    (folder / "a.txt").write_text("a b c")
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+    waiting.join()
+    assert place.is_dir()
     reading = Reading(split_on=" ", min_length=1)
     build(["a.txt"], ByteTokenizer(), folder / "one", reading=reading, quiet=True)
     with pytest.raises(UserError, match=naming("one", "--min-length")):
