@@ -20,9 +20,9 @@ from tests.hf.foreign import causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
-# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 KEYS = ("full_attention", "sliding_attention")
+# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
 KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "mamba", "falcon_h1"]
 
 
