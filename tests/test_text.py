@@ -21,6 +21,9 @@ def test_text_survives_the_round_trip(text: str) -> None:
     assert tokenizer.decode(ids) == text
     assert all(0 <= i < tokenizer.vocab_size == 256 for i in ids)
     assert tokenizer.decode([97, 255, 300, 98]) == "a\ufffd\ufffdb", "any ids can be decoded"
+    assert list(tokenizer.byte_ends("né") or []) == [1, 2, 3]
+    with pytest.raises(UserError, match="UTF-8"):
+        tokenizer.encode("a\udcff")
 
 
 def test_a_text_file(tmp_path: Path) -> None:

@@ -222,8 +222,9 @@ def test_load_refuses_other_files(tmp_path: Path) -> None:
     assert "state" in refused(path, model)
     assert "state" in refused(tmp_path, model)
     content = good.read_bytes()
-    for size in (0, 4, 100, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
+    damaged = [content[:size] for size in (0, 4, 100, len(content) // 2, len(content) - 1)]
+    for other in (*damaged, content[:-1] + bytes([content[-1] ^ 1])):
+        path.write_bytes(other)
         assert "truncated" in refused(path, model)
     path.write_text("this is not a state, but a text that goes on for a while")
     assert "state" in refused(path, model)

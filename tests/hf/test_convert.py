@@ -64,7 +64,7 @@ def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Pat
     [
         {"n_groups": 1, "tie_word_embeddings": True},
         {"use_bias": True, "use_conv_bias": False, "conv_kernel": 2, "layer_norm_epsilon": 1e-3},
-        {"time_step_limit": [0.5, 0.8], "residual_in_fp32": False},
+        {"time_step_limit": [0.0, 0.02], "residual_in_fp32": False},
     ],
     ids=["tied", "bias", "limit"],
 )
@@ -114,30 +114,24 @@ def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_p
 
 
 def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
-    """In every layout the tokenizer gives the same ids and decodes them."""
-    save_model(build_model("mamba2", vocab_size=256, dtype=torch.float32), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", to="hf")
-    convert(tmp_path / "hf", tmp_path / "native", to="native")
-    convert(tmp_path / "native", tmp_path / "back", to="ours")
-    text = "The naïve reader's 你好\n\n 1,024\t!"
-    for name in ("ours", "hf", "native", "back"):
-        tokenizer = load_tokenizer(tmp_path / name)
-        assert tokenizer.encode(text) == list(text.encode()), name
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert load_tokenizer(tmp_path / "back").vocab_size == 256
-
-
-@pytest.mark.parametrize("to", ["ours", "hf"])
-def test_conversion_never_changes_the_tokenizer(to: str, tmp_path: Path) -> None:
-    """One outside of the checkpoint is copied into it, and one that is missing stays missing."""
-    bpe, model = trained_bpe(), build_model("mamba2", dtype=torch.float32)
+    """In every layout; one outside of the checkpoint is copied, and a missing one stays missing."""
+    model, bpe = build_model("mamba2", vocab_size=600, dtype=torch.float32), trained_bpe()
+    save_model(model, tmp_path / "bytes")
     bpe.tokenizer.save_pretrained(tmp_path / "bpe")
-    save_model(model, tmp_path / "ours", tokenizer="../bpe")
     (tmp_path / "below").mkdir()
-    convert(tmp_path / "ours", tmp_path / "below/new", to=to)
-    assert load_tokenizer(tmp_path / "below/new").encode("passkey") == bpe.encode("passkey")
+    save_model(model, tmp_path / "below/bpe", tokenizer="../../bpe")
+    text = "The naïve reader's 你好\n\n 1,024\t!"
+    for kind, ids in (("bytes", list(text.encode())), ("below/bpe", bpe.encode(text))):
+        before = tmp_path / kind
+        for to in ("ours", "hf", "native", "ours"):
+            after = tmp_path / f"{before.name}-{to}"
+            convert(before, after, to=to)
+            tokenizer = load_tokenizer(after)
+            assert tokenizer.encode(text) == ids, after
+            assert tokenizer.decode(ids) == text
+            before = after
     native(tmp_path / "native")
-    convert(tmp_path / "native", tmp_path / "new", to=to)
+    convert(tmp_path / "native", tmp_path / "new", to="ours")
     with pytest.raises(UserError, match="tokenizer"):
         load_tokenizer(tmp_path / "new")
 
@@ -257,13 +251,6 @@ def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
         load(folder)
     save_file({**whole, "model.norm.weight": torch.ones(9)}, path, {"format": "pt"})
     with pytest.raises(UserError, match=naming("model.norm.weight", "(9,)", "(32,)")):
-        load(folder)
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(UserError) as error:
-        load(folder)
-    assert "\n" not in str(error.value)
-    path.unlink()
-    with pytest.raises(UserError):
         load(folder)
 
 

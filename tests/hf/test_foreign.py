@@ -20,6 +20,8 @@ from tests.hf.foreign import causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+KEYS = ("full_attention", "sliding_attention")
 # All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
 KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "mamba", "falcon_h1"]
 
@@ -92,7 +94,8 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
     ("kind", "options", "reason"),
     [
         ("bert", {"is_decoder": False}, "cache"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("llama", {"rope_parameters": DYNAMIC}, "dynamic"),
+        ("gemma3_text", {"rope_parameters": dict.fromkeys(KEYS, DYNAMIC)}, "dynamic"),
     ],
 )
 def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], reason: str) -> None:

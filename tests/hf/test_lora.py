@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,17 @@ def base(tmp_path: Path) -> Path:
 
 def options(**more: Any) -> Any:
     """One of the adapters changes the head, which shares its weights with the embedding."""
-    targets = ["in_proj", "head"]
     # The factor B would be 0 otherwise, and an adapter that is ignored would go unnoticed.
-    return peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **more)
+    known = {"r": 2, "target_modules": ["in_proj", "head"], "init_lora_weights": False}
+    return peft.LoraConfig(**known | more)
 
 
-def save_with_peft(base: Path, folder: Path) -> torch.Tensor:
+def save_with_peft(base: Path, folder: Path, **more: Any) -> torch.Tensor:
     model = LongRNNForCausalLM.from_pretrained(base)
-    model = peft.get_peft_model(model, options(task_type="CAUSAL_LM")).eval()
+    model = peft.get_peft_model(model, options(task_type="CAUSAL_LM", **more)).eval()
+    with torch.no_grad():
+        for one in model.parameters():
+            one += 0.1 * one.requires_grad
     model.save_pretrained(folder)
     return model(TOKENS).logits
 
@@ -54,15 +58,9 @@ def save_with_transformers(base: Path, folder: Path) -> torch.Tensor:
     return model.eval()(TOKENS).logits
 
 
-def save_whole_head(base: Path, folder: Path) -> torch.Tensor:
-    """The head, which PEFT copies and trains as a whole, is no longer the embedding."""
-    known = {"target_modules": ["in_proj"], "modules_to_save": ["head"], "task_type": "CAUSAL_LM"}
-    model = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), peft.LoraConfig(**known))
-    with torch.no_grad():
-        for one in model.parameters():
-            one += 0.1 * one.requires_grad
-    model.save_pretrained(folder)
-    return model.eval()(TOKENS).logits
+# PEFT copies a head that is trained as a whole, which is then no longer the embedding.
+WHOLE = {"target_modules": ["in_proj"], "modules_to_save": ["head"]}
+save_whole_head = partial(save_with_peft, **WHOLE)
 
 
 def save_plain(base: Path, folder: Path) -> torch.Tensor:
@@ -108,20 +106,16 @@ def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_pat
         load(tmp_path / "adapter")
 
 
-def lose_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors.pop(next(name for name in tensors if "lora_B" in name))
-    save_file(tensors, folder / WEIGHTS)
+def changed(change: Any) -> Any:
+    def damage(folder: Path) -> None:
+        found = map(change, load_file(folder / WEIGHTS).items())
+        save_file(dict(filter(None, found)), folder / WEIGHTS)
+
+    return damage
 
 
 def name_itself(folder: Path) -> None:
     (folder / ADAPTER).write_text(json.dumps({"base_model_name_or_path": str(folder)}))
-
-
-def name_other_layers(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    renamed = {name.replace("head", "lm_head"): tensors[name] for name in tensors}
-    save_file(renamed, folder / WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +123,8 @@ def name_other_layers(folder: Path) -> None:
     [
         (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"cut"), None),
-        (lose_a_tensor, "lora_B"),
-        (name_other_layers, "lm_head"),
+        (changed(lambda one: None if "lora_B" in one[0] else one), "lora_B"),
+        (changed(lambda one: (one[0].replace("head", "lm_head"), one[1])), "lm_head"),
         (name_itself, "base_model_name_or_path"),
     ],
 )

@@ -33,18 +33,13 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
-    """A folder and the `tokenizer.json` inside it give the same ids."""
+    """The same ids, and an error for text from a command line with bytes that are not UTF-8."""
     for path in (saved, saved / "tokenizer.json", str(saved)):
         tokenizer = load_tokenizer(path)
         assert isinstance(tokenizer, HFTokenizer)
         assert tokenizer.vocab_size == trained_bpe().vocab_size
         assert tokenizer.encode(TEXT) == trained_bpe().encode(TEXT)
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_text_without_bytes_is_refused() -> None:
-    """Such text comes from a command line with bytes that are not UTF-8."""
-    for tokenizer in (ByteTokenizer(), trained_bpe()):
         with pytest.raises(UserError, match="UTF-8"):
             tokenizer.encode("a\udcff")
 

@@ -29,6 +29,14 @@ def speaking(kind: str, vocab_size: int = VOCAB) -> RecurrentLM:
     return stirred(model, 3)
 
 
+def under_window(kind: str) -> RecurrentLM:
+    """A `speaking` model of a kind, or a `mitigated` one."""
+    if kind != "mitigated":
+        return speaking(kind)
+    spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
+    return Mitigated(speaking("mamba2"), mitigation(spec))
+
+
 def words(rng: random.Random, count: int) -> Ids:
     return tuple(rng.randrange(VOCAB) for _ in range(count))
 
@@ -68,10 +76,7 @@ def test_scores_equal_the_definition(
     monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 16)
     monkeypatch.setattr(engine, "MAX_LOGITS", 6 * VOCAB)
-    spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
-    model = (
-        Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
-    )
+    model = under_window(kind)
     rng = random.Random(5)
     pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 4, 4, 17)]
     # A greedy continuation, so that `greedy` is true for one pair.
@@ -113,12 +118,13 @@ def test_no_call_returns_more_logits_than_the_limit(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("min_saved", [1, 10**6])
+@pytest.mark.parametrize("kind", [*MIXERS, "mitigated"])
 def test_completions_equal_those_of_each_prompt_alone(
-    min_saved: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without forks."""
+    """With and without forks, and for rows at different phases of their windows."""
     monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
-    model, rng = speaking("lstm"), random.Random(3)
+    model, rng = under_window(kind), random.Random(3)
     prompts = family(rng)
     expected = [
         generate(model, torch.tensor([prompt]), max_new_tokens=6).tokens[0] for prompt in prompts
