@@ -7,6 +7,7 @@ a run has one writer. A run that diverged is a result: it is recorded, and not r
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,4 +85,5 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
 
 
 def _line(run: Run) -> str:
-    return f"{run.folder}: loss {run.last('loss')} after {run.rows[-1]['step']} steps"
+    loss = run.last("loss") or math.nan
+    return f"{run.folder}: loss {loss:.4g} after {run.rows[-1]['step']} steps"
