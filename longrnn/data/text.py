@@ -104,7 +104,8 @@ class Text(Task):
         """What it reads, in words, for the first line of a run."""
         lengths, places = self.corpus.lengths, self.corpus.places
         longer = f"; {(lengths - 1 > length).sum():,} of them lose what exceeds a row"
-        what = f"{len(lengths):,} documents with {places:,} tokens to predict"
+        count = f"{len(lengths):,} document{'s' * (len(lengths) != 1)}"
+        what = f"{count} with {places:,} tokens to predict"
         return what + longer if self.answers else what
 
 

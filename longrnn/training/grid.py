@@ -7,6 +7,7 @@ a run has one writer. A run that diverged is a result: it is recorded, and not r
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -113,4 +114,5 @@ def _refuse_others(settings: TrainConfig) -> None:
 
 
 def _line(run: Run) -> str:
-    return f"{run.folder}: loss {run.last('loss')} after {run.rows[-1]['step']} steps"
+    loss = run.last("loss")
+    return f"{run.folder}: loss {math.nan if loss is None else loss:.4g} after {run.rows[-1]['step']} steps"
