@@ -119,16 +119,6 @@ def test_plain_is_the_cell_alone(position: str) -> None:
     torch.testing.assert_close(model(tokens).logits, y @ model.head.weight.T)
 
 
-def test_residual_block() -> None:
-    """Each block is x + mixer(norm(x)), and a norm precedes the head."""
-    model: Any = build_model("gru", n_layers=2)
-    tokens = random_tokens(2, 9)
-    x = model.embedding(tokens)
-    for block in model.blocks:
-        x = x + block.mixer.cell(block.norm(x))[0]
-    torch.testing.assert_close(model(tokens).logits, model.norm(x) @ model.head.weight.T)
-
-
 @pytest.mark.parametrize("spec", ["none", "forget_more"])
 def test_a_prefill_holds_one_segment_at_a_time(spec: str) -> None:
     """Live memory grows with the prompt by less than two numbers per token."""
