@@ -72,7 +72,6 @@ def test_libraries_of_other_sources_are_not_used(
         assert choose("auto", given) is expected
 
 
-# Runs tests with the library whose path is the first argument.
 CHECKED = """
 import ctypes, sys, pytest
 from longrnn.ops.cpu import library
