@@ -105,7 +105,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
 
 
 def gathered(tree: Any) -> Any:
-    """Replaces shards in nested mappings and lists by whole tensors on the CPU.
+    """Replaces shards in nested mappings by whole tensors on the CPU.
 
     All processes must call this. One tensor after another is gathered and copied to the main
     process, so that the device holds a single whole tensor at a time; in the other processes None
@@ -113,8 +113,6 @@ def gathered(tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         return {name: gathered(branch) for name, branch in tree.items()}
-    if isinstance(tree, list):
-        return [gathered(branch) for branch in tree]
     if not isinstance(tree, DTensor):
         return tree
     whole = tree.full_tensor()  # every process takes part

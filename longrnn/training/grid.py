@@ -7,7 +7,6 @@ a run has one writer. A run that diverged is a result: it is recorded, and not r
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -115,4 +114,5 @@ def _refuse_others(settings: TrainConfig) -> None:
 
 def _line(run: Run) -> str:
     loss = run.last("loss")
-    return f"{run.folder}: loss {math.nan if loss is None else loss:.4g} after {run.rows[-1]['step']} steps"
+    shown = "unknown" if loss is None else f"{loss:.4g}"
+    return f"{run.folder}: loss {shown} after {run.rows[-1]['step']} steps"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,6 @@ def test_libraries_of_other_sources_are_not_used(
         assert choose("auto", given) is expected
 
 
-# Runs tests with the library whose path is the first argument.
 CHECKED = """
 import ctypes, sys, pytest
 from longrnn.ops.cpu import library
@@ -114,21 +114,15 @@ TESTS = ["backends/test_operations.py", "cells", "models/test_token_stack.py", "
 @needs_kernels
 def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
     """Under the address and undefined-behaviour sanitizers of the compiler."""
+    built, folder = str(tmp_path / "checked.so"), Path(__file__).parents[1]
     (tmp_path / "signatures.h").write_text(signatures.header())
-    command = ["g++", "-O1", "-g", "-std=c++17", "-march=native", "-fopenmp", "-fPIC", "-shared"]
-    command += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{tmp_path}"]
-    source, built = signatures.FOLDER / "kernels.cpp", tmp_path / "checked.so"
-    subprocess.run([*command, str(source), "-o", str(built)], check=True)
-    runtime = [
-        subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip()
-        for name in ("asan", "ubsan")
-    ]
-    checks = {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKED, str(built), *(f"tests/{name}" for name in TESTS)],
-        env={**os.environ, **checks, "OMP_NUM_THREADS": "2"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    flags = "-O1 -g -std=c++17 -march=native -fopenmp -fPIC -shared -fno-sanitize-recover=all"
+    command = ["g++", *flags.split(), "-fsanitize=address,undefined", f"-I{tmp_path}", "-o", built]
+    subprocess.check_call([*command, str(signatures.FOLDER / "kernels.cpp")])
+    find = [["g++", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan")]
+    runtime = " ".join(subprocess.check_output(one, text=True).strip() for one in find)
+    checks = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+    run = [sys.executable, "-c", CHECKED, built, *(str(folder / name) for name in TESTS)]
+    pipe: Any = {"capture_output": True, "text": True, "cwd": folder.parent}
+    done = subprocess.run(run, env={**os.environ, **checks}, **pipe)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

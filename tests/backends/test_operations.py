@@ -120,7 +120,6 @@ def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dt
     assert_near(found, wanted, TOLERANCE[dtype] * (10 if gradients else 1))
 
 
-# From a sum of everything to the last token alone, with the edges of the ways to compute exp.
 STEADY = [0.0, -1e-7, -1e-5, -1e-3, -0.1, -0.69, -0.7, -3.0, -79.0, -200.0]
 
 

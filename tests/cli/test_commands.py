@@ -39,6 +39,8 @@ CASES = """
     report RUN | backwards: loss | after 4 steps | metrics.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
     CALIBRATE state_norm --output norm.yaml | state_norm( | norm.yaml
+    train --help-config | `learning_rate` | `length.max` | `peft.r`
+    --version | longrnn 0.
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
     CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml

@@ -184,10 +184,9 @@ def test_a_damaged_record_of_training_is_named(
 @pytest.mark.parametrize("line", ["{", "3", '{"tokens": 2}', "[" * 5000])
 def test_a_damaged_row_of_metrics_is_named(line: str, cli: CLI, shelf: Path) -> None:
     shutil.copytree(shelf / "backwards", "run")
-    with open("run/metrics.jsonl", "a") as file:
-        file.write(f"{line}\n")
-    number = len(Path("run/metrics.jsonl").read_text().splitlines())
+    rows = Path("run/metrics.jsonl").read_text()
+    Path("run/metrics.jsonl").write_text(f"{rows}{line}\n")
     for command in ("report run", "train --resume run"):
         result = cli(*command.split())
         assert (result.code, len(result.err.splitlines())) == (2, 1), result.err
-        assert f"run/metrics.jsonl, line {number} " in result.err
+        assert f"run/metrics.jsonl, line {len(rows.splitlines()) + 1} " in result.err

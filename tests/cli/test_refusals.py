@@ -35,6 +35,8 @@ CASES = """
     PASSKEY TEXT | the name of two
     PASSKEY --output file/below | file | choose another folder
     PASSKEY TEXT+forgetmore | forget_more
+    generate TEXT+state_norm(threshold=1,layers=x) --prompt a | layers | 'x'
+    generate TEXT+state_norm(threshold=1,heads=x) --prompt a | heads | 'x'
     eval passkey TEXT --lengths 256 --insert-at 0,1M | tokens | length
     eval passkey TEXT --lengths 256 --insert-at 0 --n-keys 2 | prompt
     eval passkey LLAMA --lengths 300 --n 1 | 256
@@ -120,6 +122,8 @@ CASES = """
     TRAIN 'task={kind: revers}' | unknown task 'revers' | did you mean 'reverse'
     TRAIN task=passkey | 'task' | 'passkey'
     TRAIN max_steps | 'max_steps' is not of the form key=value
+    TRAIN max_steps=[ | 'max_steps=[' is not YAML
+    TRAIN seed.a=3 | 'seed.a=3' | seed
     TRAIN model.mixr.kind=lstm | mixr | did you mean 'mixer'
     TRAIN length.max=100 | at least 156 tokens
     TRAIN tokenizer=gpt3 | no tokenizer at gpt3

@@ -157,13 +157,15 @@ def test_prompts_that_share_text_count_once(tmp_path: Path) -> None:
     """Intervals over prompts of one book count its separate stretches."""
     book = tmp_path / "book.txt"
     book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 8)
-    found = measure(
-        tmp_path / "r", Oracle(), lengths=[200], depths=[0, 1], n=8, filler=book, batch_size=4
-    )
-    estimate = cells(found)[ALL, 200, "model0"].estimate
+    options: dict[str, Any] = {"lengths": [200], "depths": [0, 1], "n": 8, "filler": book}
+    models = Oracle(), Oracle(forgets=1, name="other")
+    found = cells(measure(tmp_path / "r", *models, **options, batch_size=4))
+    estimate, difference = found[ALL, 200, "model0"].estimate, found[ALL, 200, "model1"].difference
     assert estimate is not None
-    assert estimate.n == 16
+    assert difference is not None
+    assert (estimate.n, difference.mean) == (16, -1)
     assert estimate.low < proportion(8, 8).low
+    assert difference.high > paired_proportion([0] * 8, [1] * 8).high
 
 
 def test_lengths_out_of_reach_have_a_reason(tmp_path: Path) -> None:
