@@ -12,45 +12,14 @@ import torch
 from longrnn import generate, load
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, Shelf, table
+from tests.texts import DATA
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
 STATES = "diagnose states TEXT --length 600 --train-length 64"
 GRADIENTS = "diagnose gradients"
 CALIBRATE = "calibrate SHORT --text filler.txt --text book.txt --method"
 # A command, what it prints, and a file that it writes below results/.
-CASES = """
-    eval passkey TEXT --lengths 160,256 --n 2 | depth 75% | keys recalled | 256
-    eval passkey TEXT --lengths 200,300 --n 1 --insert-at 0,100 | 100 | keys recalled | 300
-    eval passkey TEXT+forget_more LLAMA --lengths 160,300 --n 1 | LLAMA | 256 tokens
-    eval passkey TEXT --lengths 160 --depths 0.001,0.002,0.0020 --n 1 | 2 │ | h 0.1% | h 0.2%
-    eval passkey LLAMA+beyond --lengths 300 --n 1 | keys recalled
-    PERPLEXITY 64,256 | bits per byte | 64
-    PERPLEXITY 256 --context 64 --stride 32 | bits per byte
-    PERPLEXITY 300 --newlines | bits per byte | 300
-    eval perplexity LLAMA MAMBA2 --newlines --lengths 100 | difference from LLAMA
-    eval reverse RUN --n 7 | token accuracy | exact match | 8
-    eval task RUN --lengths 5,6 --n 3 | token accuracy | 5 | 6
-    diagnose memory TEXT --text book.txt --positions 16,64 | EffRem, T = 64
-    compare TEXT TEXT+forget_more --suite mine.yaml | text+forget_more | difference from | +0.00 [
-    STATES --text book.txt --newlines | heads collapse | diagnosis.yaml | states_2.png
-    STATES --newlines --mitigation state_norm(threshold=0.01) | states.jsonl
-    GRADIENTS RUN --length 8 | gradients through time | norms.png
-    GRADIENTS TEXT --text book.txt --length 4 | gradients.jsonl | weights.png
-    report RUN | backwards: loss | after 4 steps | metrics.png
-    CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
-    CALIBRATE state_norm --output norm.yaml | state_norm( | norm.yaml
-    train --help-config | `learning_rate` | `length.max` | `peft.r`
-    --version | longrnn 0.
-    CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
-    CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
-    CALIBRATE per_head(keys=1,windows=1) --target-length 300 | per_head.yaml
-    info LLAMA | llama | 256 tokens | 264 bytes per sequence after one | and 256 more | +beyond
-    info MAMBA2 | mamba2 | bytes per sequence
-    generate LLAMA --prompt 'The sky' --max-new-tokens 249 |
-    generate LLAMA+beyond --prompt 'The sky' --max-new-tokens 250 |
-    generate MAMBA2 --prompt a --max-new-tokens 1 --mitigation forget_more |
-    finetune TEXT --data book.txt --length 32 max_steps=1 --output run --dry-run | Peak memory
-"""
+CASES = (DATA / "commands.txt").read_text()
 SHORTHANDS = ("PERPLEXITY", "STATES", "GRADIENTS", "CALIBRATE")
 ROWS = table(CASES, {name: globals()[name] for name in SHORTHANDS})
 
