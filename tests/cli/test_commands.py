@@ -35,7 +35,7 @@ CASES = """
     GRADIENTS TEXT --text book.txt --length 4 | gradients.jsonl | weights.png
     report RUN | backwards: loss | after 4 steps | metrics.png
     CALIBRATE state_norm(margin=2) | state_norm( | state_norm.yaml
-    CALIBRATE state_norm --output norm | state_norm( | norm.yaml
+    CALIBRATE state_norm --output norm.yaml | state_norm( | norm.yaml
     CALIBRATE token_filter --target-length 1k | token_filter( | token_filter.yaml
     CALIBRATE scale_delta(steps=1,windows=1) --target-length 512 | scale_delta( | scale_delta.yaml
     CALIBRATE scale_decay(steps=1,windows=1) --target-length 300 | scale_decay.yaml
