@@ -60,6 +60,7 @@ def test_a_checkpoint_gives_its_own_tokenizer(
     tokenizer.save(tmp_path / "inside")
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
     assert caplog.messages == []
+    logging.getLogger("transformers").removeHandler(caplog.handler)
 
 
 def small(merges: list[tuple[str, str]], **parts: Any) -> HFTokenizer:
