@@ -83,6 +83,7 @@ def root(
 
 def run() -> NoReturn:
     """Run the command line; bad input prints one message to standard error and exits with 2."""
+    train.CURRENT.clear()
     run_to_end(lambda: invoke(app, sys.argv[1:] or ["--help"]), again=_again)
 
 

@@ -189,4 +189,4 @@ def test_a_damaged_row_of_metrics_is_named(line: str, cli: CLI, shelf: Path) -> 
     for command in ("report run", "train --resume run"):
         result = cli(*command.split())
         assert (result.code, len(result.err.splitlines())) == (2, 1), result.err
-        assert f"run/metrics.jsonl, line {len(rows.splitlines()) + 1} " in result.err
+        assert f"run/metrics.jsonl is damaged in line {len(rows.splitlines()) + 1}" in result.err
