@@ -239,7 +239,28 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
             f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
             "result of an earlier call, or init_state(batch_size)"
         )
-    _check_leaves(dict(leaves(state)), LMState(POSITION, like), batch_size, "the given state")
+    whole = LMState(POSITION, like)
+    if not _is_like(state, whole, batch_size):
+        _check_leaves(dict(leaves(state)), whole, batch_size, "the given state")
+
+
+def _is_like(given: PyTree, like: PyTree, rows: int, length: int | None = None) -> bool:
+    """Whether a tree has the leaves of `like` with so many rows: one pass, made for every token.
+
+    Args:
+        given: the tree.
+        like: of one row, without batch axis.
+        rows: of every leaf.
+        length: of a leaf of a history.
+    """
+    if isinstance(like, tuple):
+        if type(given) is not type(like) or len(given) != len(like):
+            return False
+        if isinstance(like, History) and isinstance(given[0], Tensor) and given[0].ndim > 2:
+            length = given[0].shape[-2]
+        return all(_is_like(*pair, rows, length) for pair in zip(given, like, strict=True))
+    shape = like.shape if length is None else (*like.shape[:-2], length, like.shape[-1])
+    return isinstance(given, Tensor) and given.dtype == like.dtype and given.shape == (rows, *shape)
 
 
 def _check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> None:

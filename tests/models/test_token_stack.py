@@ -80,9 +80,9 @@ def test_single_tokens_under_mitigations(specs: list, groups: int, dtype: torch.
 
 @needs_kernels
 def test_states_that_are_kept_are_never_written_to() -> None:
-    """Also if only a part of one leaf is kept; what nobody keeps is used again."""
+    """Also if only a part of one leaf is kept."""
     model = native_model()
-    state, kept, parts, places = model.init_state(2), [], [], set()
+    state, kept, parts = model.init_state(2), [], []
     with torch.no_grad():
         for index, token in enumerate(random_tokens(2, 40).split(1, 1)):
             state = model(token, state).state
@@ -91,13 +91,10 @@ def test_states_that_are_kept_are_never_written_to() -> None:
             part = state.layers[index % 2].ssm[1, 2:]
             if index % 8 == 1:
                 parts.append((part, part.clone()))
-            if index >= 34:
-                places.add(state.layers[0].ssm.data_ptr())
     for one, copied in kept:
         assert_trees_equal(one, copied)
     for part, copied in parts:
         assert torch.equal(part, copied)
-    assert len(places) <= 3
 
 
 def replace_options(model: RecurrentLM) -> None:
