@@ -48,10 +48,6 @@ def generate(model: Model, sampling: Sampling) -> None:
     prompt, file = sampling.prompt, sampling.prompt_file
     if (prompt is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file")
-    try:
-        "".join([prompt or "", *sampling.stops]).encode()
-    except UnicodeEncodeError as error:
-        raise UserError("the text of --prompt or --stop is not UTF-8: give it in UTF-8") from error
     text = prompt if file is None else read_text(file)[0]
     target = pick_device(model.device)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=target)
