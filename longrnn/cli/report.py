@@ -55,7 +55,7 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     Two runs are a pair if they differ in this key alone, and in the options of a kind.
 
     Raises:
-        UserError: `baseline` is not YAML, or there is no pair.
+        UserError: `baseline` is not YAML, or no two runs are a pair.
     """
     from longrnn.intervals import mean
     from longrnn.text import parse_yaml

@@ -73,7 +73,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
         quiet: print nothing.
 
     Raises:
-        UserError: there is no run, a checkpoint is to be continued in its own folder, or an
+        UserError: the folder has no run, a checkpoint is to be continued in its own folder, or an
             override cannot change a run that has begun.
     """
     is_branch = checkpoint.NAME.fullmatch(folder.name) is not None

@@ -92,7 +92,7 @@ def _keep_memory() -> None:
 
     Otherwise it returns the memory of large tensors to the operating system, which clears every
     page of new memory. Whether it does depends on the layout of the heap: some processes took up to
-    1.8 times as long as others to read the same prompt.
+    1.6 times as long as others to read the same prompt.
     """
     for variable, option in MALLOC_OPTIONS.items():
         if platform.libc_ver()[0] == "glibc" and variable not in environ:
