@@ -15,13 +15,13 @@ from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
-from longrnn.ops import mamba2
 from longrnn.ops.backend import check_name, choose
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.mamba2 import Mamba2State, Weights
+from longrnn.ops.mamba2_layer import definition as mamba2
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 from longrnn.state import PyTree
 
 UNLIMITED = (0.0, math.inf)

@@ -33,7 +33,7 @@ from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import BEFORE, Rows
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import Recent
 from longrnn.state import PyTree
 

@@ -15,7 +15,7 @@ from longrnn.cells.edit import Edit, Steps
 from longrnn.errors import UserError
 from longrnn.ops.backend import Backend
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import Recent, no_tokens, state_of, windowed
 from longrnn.state import PyTree, reset
 

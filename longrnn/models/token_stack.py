@@ -20,7 +20,7 @@ from longrnn.cells import Edit, EditedState, Mamba2
 from longrnn.models.blocks import Block
 from longrnn.ops import cpu
 from longrnn.ops.linear import Linear
-from longrnn.ops.mamba2 import Mamba2State
+from longrnn.ops.mamba2_layer.definition import Mamba2State
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None

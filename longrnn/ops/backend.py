@@ -20,19 +20,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longrnn.errors import UserError, nearest
-from longrnn.ops import conv, cpu, delta, gpu, limit, mamba2, norm, scan
+from longrnn.ops import cpu, gpu, limit, norm
+from longrnn.ops.conv import definition as conv
+from longrnn.ops.delta import definition as delta
+from longrnn.ops.mamba2_layer import definition as mamba2
+from longrnn.ops.scan import definition as scan
 
 
 class Backend(NamedTuple):
     """The operations of a layer that scans.
 
     Attributes:
-        scan: `longrnn.ops.scan.scan`.
-        conv: `longrnn.ops.conv.conv`.
+        scan: `longrnn.ops.scan.definition.scan`.
+        conv: `longrnn.ops.conv.definition.conv`.
         gate: `longrnn.ops.norm.gated_rms_norm`.
         limit: `longrnn.ops.limit.limited`, with `scan` as the plain recurrence.
-        cell: (projected, weights, state) → (y, state): `longrnn.ops.mamba2.cell` of all of them.
-        delta: `longrnn.ops.delta.delta`.
+        cell: (projected, weights, state) → (y, state): `mamba2.cell` of all of them.
+        delta: `longrnn.ops.delta.definition.delta`.
         recurrence: takes the place of `scan` in `cell`, for kernels that need dt and A; or None.
     """
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.ops.scan import FEW, ScanInputs, reversible, scan
+from longrnn.ops.scan.definition import FEW, ScanInputs, reversible, scan
 from longrnn.ops.transforms import is_transformed
 
 # What is imported, and the packages that it needs. fla-core before 0.6 has 32-bit offsets. With
@@ -57,7 +57,7 @@ CHUNK, OFFSETS = 256, 2**31
 def fla_scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.scan`; in float32."""
+    """See `longrnn.ops.scan.definition.scan`; in float32."""
     if not torch.is_grad_enabled():
         return _fla(inputs, state, final)
     y, after = checkpoint(_fla, inputs, state, final, use_reentrant=False, preserve_rng_state=False)
@@ -85,7 +85,7 @@ def _fla(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor,
 def fla_delta(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.delta.delta`; in float32."""
+    """See `longrnn.ops.delta.definition.delta`; in float32."""
     rules = import_module(FLA_DELTA)
     x, beta, log_decay, B, C = inputs.to(torch.float32)
     rows, time, heads = x.shape[:3]
@@ -115,7 +115,7 @@ def fla_delta(
 def mamba_ssm_recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.mamba2.Recurrence`; few tokens, and too many, are computed by `scan`."""
+    """See `mamba2_layer.definition.Recurrence`; `scan` computes few tokens and too many."""
     (rows, time, h, p), (g, n) = x.shape, B.shape[2:]
     # Per token: x, B per head, the states of chunks, C Bᵀ within chunks, and gradients of decays.
     largest = max(h * p, h * n, h * p * n // CHUNK, g * CHUNK, 8 * h)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan import CHUNK, NEVER, SEGMENT, ScanInputs, scan
+from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, ScanInputs, scan
 
 # Stands for no limit: no state reaches it, and its square is finite.
 UNLIMITED = 1e150

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan import NEVER, ScanInputs
+from longrnn.ops.scan.definition import NEVER, ScanInputs
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import History
 
@@ -130,7 +130,7 @@ def windowed(
         inputs: t >= 1.
         recent: of the tokens before.
         w: tokens of the window, the present one included.
-        scan: see `longrnn.ops.scan.scan`.
+        scan: see `longrnn.ops.scan.definition.scan`.
         rows: where documents and padding begin; the log decays are −∞ at starts.
 
     Returns:

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
-from longrnn.ops import delta, gpu
+from longrnn.ops import gpu
 from longrnn.ops.backend import BACKENDS, FLA, MAMBA_SSM, TORCH, choose
-from longrnn.ops.scan import ScanInputs, loop
+from longrnn.ops.delta import definition as delta
+from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import assert_near, cell_arguments, layer, results
 

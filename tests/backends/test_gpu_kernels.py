@@ -34,9 +34,10 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
 )
 {shim}
 from tests.backends.test_gpu import error, of_scan, outcome, random_inputs, wide, window_of_20
-from longrnn.ops import delta, gpu
+from longrnn.ops import gpu
+from longrnn.ops.delta import definition as delta
 from longrnn.ops.backend import FLA, TORCH
-from longrnn.ops.scan import ScanInputs, loop
+from longrnn.ops.scan.definition import ScanInputs, loop
 
 found = []
 {calls}

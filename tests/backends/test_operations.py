@@ -15,8 +15,8 @@ from longrnn.errors import UserError
 from longrnn.ops import cpu
 from longrnn.ops.backend import BACKENDS, CPU, CPU_GRADIENTS, TORCH, Backend, choose
 from longrnn.ops.limit import limited
-from longrnn.ops.mamba2 import Mamba2State, Weights
-from longrnn.ops.scan import ScanInputs, loop
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
+from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.window import no_tokens, state_of, windowed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops import cpu, delta
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops import cpu
+from longrnn.ops.delta import definition as delta
+from longrnn.ops.scan.definition import ScanInputs
 from tests.backends.test_operations import assert_near, inputs_of, results
 
 pytestmark = pytest.mark.core

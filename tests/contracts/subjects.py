@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell, Edit, EditedState
 from longrnn.models import LanguageModel, RecurrentLM, Rows, recurrent
-from longrnn.ops import cpu, limit, scan, window
+from longrnn.ops import cpu, limit, window
+from longrnn.ops.scan import definition as scan
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves
 from tests.contracts.builders import (

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.backend import CPU, TORCH, Backend
-from longrnn.ops.conv import conv
+from longrnn.ops.conv.definition import conv
 from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near, generator
 from tests.contracts.subjects import needs_kernels

@@ -13,7 +13,7 @@ from longrnn.ops import precision
 from longrnn.ops.backend import Backend, choose
 from longrnn.ops.precision import autocasts, own_precision
 from longrnn.ops.repeat import repeated
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import inputs_of, results
 from tests.contracts.builders import D_MODEL, assert_near, build_mixer

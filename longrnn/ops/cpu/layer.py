@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.ops.conv import conv as torch_conv
+from longrnn.ops.conv.definition import conv as torch_conv
 from longrnn.ops.cpu.library import call
 from longrnn.ops.cpu.recurrence import SEGMENT, kept_states, refuse_second_derivatives, tracked
-from longrnn.ops.mamba2 import Mamba2State, Weights
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
 from longrnn.ops.rows import Rows
 
 # Taps of the convolution, as in parts.h.
@@ -23,7 +23,7 @@ MIXED = (torch.float32, torch.bfloat16)
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.conv.conv`, which computes packed rows and long filters."""
+    """See `longrnn.ops.conv.definition.conv`, which computes packed rows and long filters."""
     if rows is not None or weight.shape[1] > MOST_TAPS:
         return torch_conv(x, weight, bias, state, rows)
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -86,7 +86,7 @@ def _tokens(wide: Tensor) -> Tensor:
 
 
 def cell(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
-    """See `longrnn.ops.mamba2.cell`; a convolution of at most MOST_TAPS taps."""
+    """See `longrnn.ops.mamba2_layer.definition.cell`; a convolution of at most MOST_TAPS taps."""
     tensors = (projected, *weights[:6], *state)
     if not tracked(tensors):
         y, conv, ssm = _cell(tensors, weights[6:], None, None)

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 from longrnn.errors import UserError
 from longrnn.ops.cpu.library import call, missing
-from longrnn.ops.delta import delta as torch_delta
+from longrnn.ops.delta.definition import delta as torch_delta
 from longrnn.ops.limit import UNLIMITED, limited
-from longrnn.ops.scan import FEW, ScanInputs, reversible
+from longrnn.ops.scan.definition import FEW, ScanInputs, reversible
 from longrnn.ops.transforms import is_transformed
 
 SEGMENT = 512
@@ -50,7 +50,7 @@ def scan(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.scan`."""
+    """See `longrnn.ops.scan.definition.scan`."""
     few = inputs.x.shape[1] <= FEW
     if state is None and (few or tracked(inputs)):
         state = inputs.zero_state()
@@ -200,7 +200,7 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
 def delta(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.delta.delta`, which computes more than FEW tokens."""
+    """See `longrnn.ops.delta.definition.delta`, which computes more than FEW tokens."""
     if inputs.x.shape[1] > FEW:
         return torch_delta(inputs, state, final=final)
     state = inputs.zero_state() if state is None else state

@@ -12,7 +12,7 @@ from torch import Tensor
 from longrnn.ops.cpu.layer import MIXED
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
 from longrnn.ops.cpu.recurrence import SEGMENT, refusal, tracked
-from longrnn.ops.mamba2 import Mamba2State, Weights
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
 from longrnn.ops.window import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take

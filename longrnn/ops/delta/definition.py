@@ -5,7 +5,7 @@
 Inputs and state have the shapes of `longrnn.ops.scan`, so that h is the paper's Sᵀ. `loop` is the
 definition. `delta` computes chunks in the WY form: with u_t = β (v − exp(log_decay_t) h_{t−1} k),
 what a token adds is u_t kᵀ, and the u of a chunk solve a triangular system. Given them, the
-recurrence is that of `longrnn.ops.scan`.
+recurrence is that of `longrnn.ops.scan.definition`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import limit as limits
-from longrnn.ops import scan as scans
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan import FLOOR, ScanInputs, advance, decay_exp, in_segments
+from longrnn.ops.scan import definition as scans
+from longrnn.ops.scan.definition import FLOOR, ScanInputs, advance, decay_exp, in_segments
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
 CHUNK = 32

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan import ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 
 if TYPE_CHECKING:
     from longrnn.ops.backend import Backend

@@ -1,0 +1,1 @@
+"""Everything between the projections of a Mamba-2 layer."""

@@ -1,0 +1,1 @@
+"""The recurrence of cells without a delta rule."""
