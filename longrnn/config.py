@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError
 from longrnn.options import validated
-from longrnn.text import parse_yaml, read_mapping, yaml_text
+from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 
 TRAIN = "configs/train"
 C = TypeVar("C")

@@ -1,4 +1,4 @@
-"""Files that survive a kill: written beside the target, synced, then renamed; and their names."""
+"""Files that survive a kill (written beside the target, synced, then renamed), and safe reading."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longrnn.errors import UserError
 
 # Bytes of a file's name, of the 255 that file systems take; endings come on top.
 LONGEST_NAME = 100
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a file or folder is written before it is complete."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
@@ -24,27 +31,67 @@ def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     What is beside it after a kill is replaced by the next writer: there is one at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
+    data = content.encode() if isinstance(content, str) else content
     try:
         with naming(path):
-            _write(beside, "wb", content.encode() if isinstance(content, str) else content)
-            os.replace(beside, path)
+            partial.unlink(missing_ok=True)  # also a link, which is not followed
+            with open(partial, "xb") as file:
+                _write_durably(file, data)
+            os.replace(partial, path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def append(path: Path, content: bytes) -> None:
-    """Adds to the end of a file, and makes it durable."""
-    with naming(path):
-        _write(path, "ab", content)
+    """Adds to the end of a regular file, and makes it durable."""
+    with naming(path), open(path, "ab", opener=_open_regular) as file:
+        _write_durably(file, content)
 
 
-def _write(path: Path, mode: str, content: bytes | memoryview) -> None:
-    with open(path, mode) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_durably(file: BinaryIO, content: bytes | memoryview) -> None:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file for `open`; refuses pipes and devices, which may block or never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is a folder, a pipe or a device.
+    """
+    return open(path, "rb", opener=_open_regular)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file; see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def new_folder(path: Path) -> None:
+    """Create an empty folder in place of what is there; a link is removed, not followed."""
+    remove(path)
+    path.mkdir(parents=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its content, a file or a link; a missing one is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -57,6 +104,36 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def read_text(
+    path: Path, remedy: str = "give a file of UTF-8 text", *, kind: str = "text file"
+) -> tuple[str, str]:
+    """Return a text without its byte-order mark, and the hexadecimal SHA-256 of the file's bytes.
+
+    Args:
+        path: of the file.
+        remedy: what to do where it cannot be read.
+        kind: what it is, for where it is missing.
+
+    Raises:
+        UserError: a file that is missing, unreadable, empty, not a regular file, or not UTF-8.
+    """
+    try:
+        data = read_bytes(path) if path.is_file() else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    if data is None:
+        raise UserError(f"no {kind} {path}: {remedy}")
+    if 0 in data:
+        raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
+    try:
+        text = data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error
+    if not text:
+        raise UserError(f"{path} is empty: {remedy}")
+    return text, hashlib.sha256(data).hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds a mapping.
 
@@ -64,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is missing, cannot be read, or holds something else.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from error
     if not isinstance(content, dict):
@@ -91,11 +168,9 @@ def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes.
 
     Raises:
-        OSError: it is missing or not a regular file: a pipe or a device might not end.
+        OSError: see `open_regular`.
     """
-    if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

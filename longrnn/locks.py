@@ -52,6 +52,8 @@ def locked(
     if path in _held:
         yield
         return
+    if path.is_symlink():
+        raise UserError(f"the lock {path} is a link, which longrnn never makes: remove it")
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.files import append, write_atomic
+from longrnn.files import append, read_bytes, write_atomic
 from longrnn.locks import hold
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
     What follows the last line end is a torn row and is left out.
     """
     rows, damaged = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         end = CHECKSUM.search(line)
         if end is not None and _checksum(text := line[: end.start()] + b"}") == end[1]:
             rows.append(json.loads(text))
@@ -123,7 +123,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
 
 def _repair(path: Path) -> None:
     """Remove torn and damaged lines from a file, and name the damaged ones."""
-    (rows, damaged), content = read_rows(path), path.read_bytes()
+    (rows, damaged), content = read_rows(path), read_bytes(path)
     if not rows and not content.startswith(BEGINNING[: len(content)]):
         raise UserError(f"{path} has no row of results: remove it, or choose another --output")
     for number in damaged:

@@ -1,11 +1,8 @@
-"""Text: reading it from files, and tokenizers, of which the byte-level one needs no file."""
+"""Tokenizers, of which the byte-level one needs no file, and how documents are made of data."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -94,7 +91,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text, with U+FFFD for bytes that are not UTF-8 and for ids that are not bytes."""
         # A model may have more ids than its tokenizer. No text has the byte 0xFF.
-        return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
+        return bytes(index if index < 256 else 0xFF for index in ids).decode(errors="replace")
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         return range(1, len(utf8(text)) + 1)
@@ -129,78 +126,3 @@ class Reading(Options):
     max_tokens: Tokens | None = Field(
         default=None, description="Stop after the document that reaches this many tokens."
     )
-
-
-def read_text(
-    path: Path, remedy: str = "give a file of UTF-8 text", *, kind: str = "text file"
-) -> tuple[str, str]:
-    """A text file without its byte-order mark, and the hexadecimal SHA-256 of its bytes.
-
-    Args:
-        path: of the file.
-        remedy: what to do where it cannot be read.
-        kind: what it is, for where it is missing.
-
-    Raises:
-        UserError: a file that is missing, unreadable, empty, not a regular file, or not UTF-8.
-    """
-    try:
-        data = path.read_bytes() if path.is_file() else None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
-    if data is None:
-        raise UserError(f"no {kind} {path}: {remedy}")
-    if 0 in data:
-        raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
-    try:
-        text = data.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error
-    if not text:
-        raise UserError(f"{path} is empty: {remedy}")
-    return text, hashlib.sha256(data).hexdigest()
-
-
-def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        UserError: a file that cannot be read, that is not YAML, or that holds something else.
-    """
-    text, _ = read_text(path, remedy, kind=kind)
-    try:
-        found = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not YAML ({error}): {remedy}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise UserError(f"{path} must hold a mapping of names to values: {remedy}")
-    return found
-
-
-def parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for; numbers such as `1e-3` are numbers.
-
-    Raises:
-        ValueError: it is not YAML; the message says why, on one line.
-    """
-    import yaml
-
-    try:
-        return yaml.load(text, _with_numbers(yaml.SafeLoader))
-    except Exception as error:  # yaml raises errors of many kinds, a KeyError for `!!bool x`
-        raise ValueError(" ".join(str(error).split())) from error
-
-
-def yaml_text(content: Any, **options: Any) -> str:
-    """The YAML text from which `parse_yaml` reads a value again; `options` as of `yaml.dump`."""
-    import yaml
-
-    return yaml.dump(content, Dumper=_with_numbers(yaml.SafeDumper), sort_keys=False, **options)
-
-
-def _with_numbers(kind: Any) -> Any:
-    """A loader or dumper that takes `1e-3`, which has no point, for a number; YAML 1.1 does not."""
-    own = type(kind.__name__, (kind,), {})
-    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
-    own.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return own

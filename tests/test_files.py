@@ -1,14 +1,25 @@
-"""Atomic writes: a reader sees the old file or the new one."""
+"""Atomic writes, where a reader sees the old file or the new one, and reading of regular files."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from longrnn.files import file_name, write_atomic
+from longrnn.errors import UserError
+from longrnn.files import (
+    append,
+    file_name,
+    new_folder,
+    read_bytes,
+    read_json,
+    read_text,
+    sha256,
+    write_atomic,
+)
 
 pytestmark = pytest.mark.core
 
@@ -68,3 +79,54 @@ def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:
         assert path.resolve().parent == tmp_path.resolve()
         assert len(name.encode()) < 120
     assert names[-2:] == texts[-2:]
+
+
+def test_what_stands_in_the_place_of_a_partial_file_is_not_followed(tmp_path: Path) -> None:
+    """A link there is replaced, and the file or folder that it points to is left alone."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/file").write_text("kept")
+    (tmp_path / ".report.partial").symlink_to("victim/file")
+    write_atomic(tmp_path / "report", "new")
+    (tmp_path / ".folder.partial").symlink_to("victim")
+    new_folder(tmp_path / ".folder.partial")
+    assert not (tmp_path / ".folder.partial").is_symlink()
+    assert (tmp_path / "report").read_text() == "new"
+    assert (tmp_path / "victim/file").read_text() == "kept"
+    with pytest.raises(OSError, match="Is a directory"):
+        write_atomic(tmp_path / "victim", "x")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer and an endless device are refused at once."""
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for use in (read_bytes, sha256, lambda path: append(path, b"x")):
+        with pytest.raises(OSError, match=path.name):
+            use(path)
+    for use in (read_json, read_text):
+        with pytest.raises(UserError, match=path.name):
+            use(path)
+
+
+def test_a_text_file(tmp_path: Path) -> None:
+    """The text is returned without a byte-order mark, with the SHA-256 of the file's bytes."""
+    for mark in ("", "\ufeff"):
+        content = f"{mark}a\r\nü\n".encode()
+        (tmp_path / "a.txt").write_bytes(content)
+        assert read_text(tmp_path / "a.txt") == ("a\r\nü\n", hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xef\xbb\xbf", b"ab\x00c", b"abc\xff"], ids=str)
+def test_files_that_are_not_texts(content: bytes | None, tmp_path: Path) -> None:
+    """A missing, empty or binary file is refused by its name, and so is a folder."""
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    for path in (tmp_path / "a.txt", tmp_path):
+        with pytest.raises(UserError, match=path.name):
+            read_text(path)

@@ -38,12 +38,12 @@ def generate(model: Model, sampling: Sampling) -> None:
     """
     import torch
 
+    from longrnn.files import read_text
     from longrnn.hf.opened import open_checkpoint
     from longrnn.inference.engine import refuse_long
     from longrnn.models.generate import ends_of
     from longrnn.models.generate import generate as continue_text
     from longrnn.seeds import seeded
-    from longrnn.text import read_text
 
     prompt, file = sampling.prompt, sampling.prompt_file
     if (prompt is None) == (file is None):

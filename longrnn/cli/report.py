@@ -58,7 +58,7 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
         UserError: `baseline` is not YAML, or no two runs are a pair.
     """
     from longrnn.intervals import mean
-    from longrnn.text import parse_yaml
+    from longrnn.yaml import parse_yaml
 
     key, _, text = baseline.partition("=")
     try:

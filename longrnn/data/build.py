@@ -30,7 +30,14 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import file_name, naming, sync_folder, write_atomic
+from longrnn.files import (
+    file_name,
+    naming,
+    new_folder,
+    partial_path,
+    sync_folder,
+    write_atomic,
+)
 from longrnn.locks import locked
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
@@ -103,8 +110,8 @@ def build(
         UserError: a source is missing or cannot be read, there is no document, or `folder` holds
             something else. Nothing is left behind.
     """
-    found = sources(data)
-    identity = _identity(found, reading, tokenizer)
+    listed = sources(data)
+    identity = _identity(listed, reading, tokenizer)
     with locked(folder, instead="choose another --out", wait=wait):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
@@ -116,37 +123,36 @@ def build(
             vocab_size=tokenizer.vocab_size,
             identity=identity,
             dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
-            sources=[*map(str, found)],
+            sources=[*map(str, listed)],
         )
-        beside = folder.with_name(f".{folder.name}.partial")
-        if beside.exists():
+        partial = partial_path(folder)
+        if partial.exists():
             print(f"the build of {folder} was interrupted: it starts again", file=sys.stderr)
-            shutil.rmtree(beside)
-        beside.mkdir(parents=True)
+        new_folder(partial)
         try:
-            _write(header, found, tokenizer, beside, reading, quiet)
-            write_atomic(beside / HEADER, json.dumps(asdict(header), indent=2) + "\n")
-            write_checksums(beside, ("*",))
-            os.rename(beside, folder)
+            _write(header, listed, tokenizer, partial, reading, quiet)
+            write_atomic(partial / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+            write_checksums(partial, ("*",))
+            os.rename(partial, folder)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
         sync_folder(folder.parent)
     return header
 
 
-def _identity(found: Sequence[Path | str], reading: Reading, tokenizer: Tokenizer) -> str:
+def _identity(listed: Sequence[Path | str], reading: Reading, tokenizer: Tokenizer) -> str:
     """A hash of what determines a corpus, as far as that can be seen without reading it."""
     # The fingerprint of a tokenizer covers neither its template nor its end-of-sequence token.
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
-    stats = [source.stat() for source in found if isinstance(source, Path)]
-    stands = [*map(str, found), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
+    stats = [source.stat() for source in listed if isinstance(source, Path)]
+    stands = [*map(str, listed), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
     return digest([FORMAT, stands, *used, tokenizer.eos_id, template])
 
 
 def _write(
     header: Header,
-    found: Sequence[Path | str],
+    listed: Sequence[Path | str],
     tokenizer: Tokenizer,
     folder: Path,
     reading: Reading,
@@ -157,9 +163,9 @@ def _write(
     with (
         naming(folder / TOKENS),
         open(folder / TOKENS, "wb") as file,
-        Progress("corpus (sources)", len(found), unit="tokens", quiet=quiet) as progress,
+        Progress("corpus (sources)", len(listed), unit="tokens", quiet=quiet) as progress,
     ):
-        for source in found:
+        for source in listed:
             for ids, scored in documents(source, tokenizer, reading):
                 if header.tokens >= (reading.max_tokens or sys.maxsize):
                     break

@@ -30,9 +30,10 @@ from torch.nn.utils.rnn import pad_sequence
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
 from longrnn.errors import UserError
+from longrnn.files import read_text
 from longrnn.options import Count, Share
 from longrnn.seeds import mix
-from longrnn.text import ByteTokenizer, Tokenizer, read_text
+from longrnn.text import ByteTokenizer, Tokenizer
 
 # Tokens, targets and answers of a row, `(t,)` each; see `Batch`.
 Row = tuple[Tensor, Tensor, Tensor]

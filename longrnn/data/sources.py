@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrnn.errors import UserError
-from longrnn.files import one_line
-from longrnn.text import Reading, Tokenizer, read_text
+from longrnn.files import one_line, read_text
+from longrnn.text import Reading, Tokenizer
 
 # The formats of tables, as `datasets` names them, by suffix.
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

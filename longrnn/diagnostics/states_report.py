@@ -15,8 +15,8 @@ from longrnn.diagnostics.states import MARGIN, Diagnosis
 from longrnn.evaluation.figures import png
 from longrnn.evaluation.report import Picture, write_page
 from longrnn.files import write_atomic
-from longrnn.text import yaml_text
 from longrnn.units import format_length
+from longrnn.yaml import yaml_text
 
 # Maximum number of heads with a name in a sentence and in a picture.
 NAMED = 6

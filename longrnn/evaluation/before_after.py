@@ -22,8 +22,9 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.suites import read_suite
 from longrnn.files import write_atomic
-from longrnn.text import Tokenizer, yaml_text
+from longrnn.text import Tokenizer
 from longrnn.units import format_length
+from longrnn.yaml import yaml_text
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
+from longrnn.files import read_text
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import complete
@@ -35,7 +36,6 @@ from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.results import Row
-from longrnn.text import read_text
 from longrnn.units import format_length
 
 # The column of a place, which has too few prompts for an interval.

@@ -12,7 +12,7 @@ from longrnn.bundled import find
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Evaluation
 from longrnn.options import Options, Seed
-from longrnn.text import read_mapping
+from longrnn.yaml import read_mapping
 
 SUITES = "eval/suites"
 # Kinds of evaluation: the module and the name of each class.

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.files import read_text
 from longrnn.hf.opened import refuse_unfit
 from longrnn.models import LanguageModel
-from longrnn.text import Tokenizer, read_text
+from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from longrnn.mitigations.base import (
     is_pairs,
 )
 from longrnn.mitigations.values import check_sizes
-from longrnn.text import read_mapping
+from longrnn.yaml import read_mapping
 
 
 class Bound(NamedTuple):

@@ -20,7 +20,7 @@ from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
 from longrnn.options import Options, validated
-from longrnn.text import parse_yaml, read_mapping, yaml_text
+from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {

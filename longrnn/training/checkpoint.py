@@ -22,7 +22,7 @@ from torch import Tensor
 from longrnn import processes
 from longrnn.checksums import damage, write_checksums
 from longrnn.errors import DivergedError, UserError
-from longrnn.files import one_line, sync_folder, write_atomic
+from longrnn.files import new_folder, one_line, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import load_model
@@ -55,15 +55,10 @@ def check(folder: Path) -> None:
         )
 
 
-def beside(folder: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
 def clean(output_dir: Path) -> None:
     """Removes partial checkpoints that a kill left."""
     for unfinished in output_dir.glob(".checkpoint-*.partial"):
-        shutil.rmtree(unfinished)
+        remove(unfinished)
 
 
 def save(
@@ -100,20 +95,21 @@ def save(
     }
     weights, moments = gathered(model.state_dict()), gathered(moments)
     processes.on_main(lambda: _refuse_nonfinite(weights, folder))
-    failed: OSError | None = None
+    partial = partial_path(folder)
+    processes.on_main(lambda: new_folder(partial))
+    failure: OSError | None = None
     try:
-        beside(folder).mkdir(parents=True, exist_ok=True)
-        _write(beside(folder) / f"carry-{processes.rank()}.pt", carried)
+        _write(partial / f"carry-{processes.rank()}.pt", carried)
         if processes.is_main():
-            models.save(model, beside(folder), tokenizer, weights, base)
-            _write(beside(folder) / "training.pt", {**counters, "optimizer": moments})
+            models.save(model, partial, tokenizer, weights, base)
+            _write(partial / "training.pt", {**counters, "optimizer": moments})
     except OSError as error:
-        failed = error
-    failed = next(filter(None, processes.gather(failed)), None)
-    if failed is not None:
+        failure = error
+    failure = next(filter(None, processes.gather(failure)), None)
+    if failure is not None:
         # A half-written checkpoint would only fill the disk.
-        shutil.rmtree(beside(folder), ignore_errors=True)
-        raise failed
+        shutil.rmtree(partial, ignore_errors=True)
+        raise failure
     processes.on_main(lambda: _publish(folder, keep))
 
 
@@ -127,13 +123,13 @@ def _refuse_nonfinite(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 def _publish(folder: Path, keep: int) -> None:
     """Renames a written checkpoint into place, and removes all but the newest ones."""
-    write_checksums(beside(folder), ("*",))
-    os.replace(beside(folder), folder)
+    write_checksums(partial_path(folder), ("*",))
+    os.replace(partial_path(folder), folder)
     sync_folder(folder.parent)
     for old in checkpoints(folder.parent)[:-keep]:
         # Renamed first, so that a partly deleted folder does not count as a checkpoint.
-        os.replace(old, beside(old))
-        shutil.rmtree(beside(old))
+        os.replace(old, partial_path(old))
+        shutil.rmtree(partial_path(old))
 
 
 def restore(

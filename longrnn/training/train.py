@@ -15,6 +15,7 @@ import torch
 from longrnn import processes
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
+from longrnn.files import partial_path
 from longrnn.locks import locked
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig, changes, configured
@@ -124,9 +125,9 @@ def _find(folder: Path, resume: Path | None) -> Path | None:
     if origin is None or origin.parent == folder:
         return origin
     if not (folder / origin.name).exists():
-        beside = folder / f".{origin.name}.partial"
-        shutil.copytree(origin, beside)
-        beside.rename(folder / origin.name)
+        partial = partial_path(folder / origin.name)
+        shutil.copytree(origin, partial)
+        partial.rename(folder / origin.name)
     return folder / origin.name
 
 

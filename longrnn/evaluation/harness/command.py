@@ -15,7 +15,7 @@ from longrnn.bundled import bundled
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.hf.tokenizer import own_tokenizers
-from longrnn.text import read_mapping
+from longrnn.yaml import read_mapping
 
 
 def run(arguments: Sequence[str]) -> None:
