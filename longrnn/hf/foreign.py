@@ -60,6 +60,7 @@ class ForeignLM(LanguageModel):
         can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
         like: the state's layers for one row without its batch axis, on the meta device.
+        makes_cache: whether the model makes a cache where it is given none, and returns it.
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
@@ -68,6 +69,7 @@ class ForeignLM(LanguageModel):
 
     model: Any  # its attributes depend on the architecture
     like: PyTree = ()
+    makes_cache = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -195,7 +197,8 @@ class ForeignLM(LanguageModel):
         Raises:
             ValueError: the model returned no cache, or one of an unknown kind.
         """
-        given = {self._cache_name: self.open_cache(layers, position), "use_cache": True}
+        cache = self.open_cache(layers, position)
+        given = {self._cache_name: cache, "use_cache": self.makes_cache}
         if "logits_to_keep" in self._accepted:
             given["logits_to_keep"] = keep
         if "position_ids" in self._accepted:  # which some models count wrong themselves
@@ -203,7 +206,9 @@ class ForeignLM(LanguageModel):
             given["position_ids"] = steps.expand(len(tokens), -1)
         given |= self.masks(tokens, position)
         output = self.model(input_ids=tokens, return_dict=True, **given)
-        return output.logits, self.close_cache(output.get(self._cache_name))
+        if self.makes_cache:
+            cache = output.get(self._cache_name)
+        return output.logits, self.close_cache(cache)
 
     def open_cache(self, layers: PyTree, position: int) -> Any:
         """Return the cache with which the model continues from `layers`, a new one for each call.

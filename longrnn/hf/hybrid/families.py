@@ -54,12 +54,14 @@ class Family(NamedTuple):
         cell: the class of our cells on their weights.
         project: computes what the cell's own `in_proj` would, from a layer and its input.
         gate: returns how a Mamba-2 layer gates its output.
+        returns_state: whether a layer returns its output and a state.
     """
 
     layer: str
     cell: type[SharedMamba2] | type[SharedGatedDeltaNet]
     project: Callable[[Any, Tensor], Tensor] = own_projection
     gate: Callable[[Any], Gate] = gated_norm
+    returns_state: bool = False
 
 
 class SharedCell(ScanningCell):

@@ -1,9 +1,8 @@
 """`HybridLM`: a Hugging Face model whose recurrent layers are computed by our cells.
 
-A recurrent layer (Mamba-2 or Gated DeltaNet) of transformers gets its cache as an argument. Given a
-`HybridCache` it is computed by our cell, with the state and the edit in the cache; given anything
-else, or nothing, it computes what it always did. The layer itself and the names of its weights do
-not change.
+A recurrent layer of transformers gets its cache as an argument. Given a `HybridCache` it is computed
+by our cell, with the state and the edit in the cache; given anything else, or nothing, it computes
+what it always did. The layer itself and the names of its weights do not change.
 
 When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A model with a layer that
@@ -52,6 +51,7 @@ class HybridCache(DynamicCache):
 
     Attributes:
         cells: the states of the cells, likewise; empty before the first token.
+        rnn_state: what an xLSTM takes from its cache and gives to each layer.
     """
 
     def __init__(self, config: Any, edits: Mapping[int, Edit | None], window: int | None) -> None:
@@ -63,6 +63,22 @@ class HybridCache(DynamicCache):
             ]
         self.edits = edits
         self.cells: dict[int, PyTree] = {}
+        self.rnn_state = [CacheEntry(self) for _ in self.layers]
+
+
+class CacheEntry(tuple):
+    """An entry of `HybridCache.rnn_state`: an empty tuple, because an xLSTM writes to its items.
+
+    Attributes:
+        cache: the cache that the layer is to use.
+    """
+
+    cache: HybridCache
+
+    def __new__(cls, cache: HybridCache) -> CacheEntry:
+        entry = super().__new__(cls)
+        entry.cache = cache
+        return entry
 
 
 class HybridForward:
@@ -74,23 +90,33 @@ class HybridForward:
         layer: the layer of transformers.
         index: its number in the model, embeddings not counted.
         cell: our cell on its weights.
+        returns_state: whether the layer returns its output and a state, which is None here.
     """
 
-    def __init__(self, layer: Any, index: int, cell: Cell) -> None:
+    def __init__(self, layer: Any, index: int, cell: Cell, returns_state: bool) -> None:
         self.layer, self.index, self.cell = layer, index, cell
+        self.returns_state = returns_state
 
-    def __call__(
-        self, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        x = hidden_states
-        if not isinstance(cache_params, HybridCache):
-            return type(self.layer).forward(self.layer, x, cache_params, *args, **kwargs)
-        edit, states = cache_params.edits[self.index], cache_params.cells
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = _given_cache([*args, *kwargs.values()])
+        if cache is None:
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+        edit, states = cache.edits[self.index], cache.cells
         if self.index not in states:
-            states[self.index] = self.cell.init_state(len(x), edit)
+            states[self.index] = self.cell.init_state(len(hidden_states), edit)
         # The state is replaced and never changed in place, so that no copy is needed.
-        y, states[self.index] = self.cell(x, states[self.index], edit)
-        return y
+        y, states[self.index] = self.cell(hidden_states, states[self.index], edit)
+        return (y, None) if self.returns_state else y
+
+
+def _given_cache(arguments: list[Any]) -> HybridCache | None:
+    """The cache among the arguments of a layer, whose names and places differ by architecture."""
+    for argument in arguments:
+        if isinstance(argument, HybridCache):
+            return argument
+        if isinstance(argument, CacheEntry):
+            return argument.cache
+    return None
 
 
 class HybridLM(ForeignLM):
@@ -111,6 +137,7 @@ class HybridLM(ForeignLM):
     """
 
     attention_window: int | None = None
+    makes_cache = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers = recurrent_layers(model)
@@ -119,7 +146,7 @@ class HybridLM(ForeignLM):
         self._cells: list[Cell] = [family.cell(layer, family) for layer in layers.values()]
         self.layer_numbers = list(layers)
         for (number, layer), cell in zip(layers.items(), self._cells, strict=True):
-            layer.forward = HybridForward(layer, number, cell)
+            layer.forward = HybridForward(layer, number, cell, family.returns_state)
         super().__init__(model)
 
     @property
@@ -205,8 +232,11 @@ def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     """Return the recurrent layers of a hybrid by their number in the model; empty for others."""
     family = FAMILIES.get(model.config.model_type)
     name = family and family.layer
-    found: list[Any] = [one for one in model.modules() if type(one).__name__ == name]
-    return {layer.layer_idx: layer for layer in found}
+    return {
+        next(int(part) for part in path.split(".") if part.isdigit()): module
+        for path, module in model.named_modules()
+        if type(module).__name__ == name
+    }
 
 
 def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
