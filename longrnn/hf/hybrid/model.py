@@ -1,8 +1,8 @@
 """`HybridLM`: a Hugging Face model whose recurrent layers are computed by our cells.
 
-A recurrent layer of transformers gets its cache as an argument. Given a `HybridCache` it is computed
-by our cell, with the state and the edit in the cache; given anything else, or nothing, it computes
-what it always did. The layer itself and the names of its weights do not change.
+A recurrent layer of transformers gets its cache as an argument. Given a `HybridCache` it is
+computed by our cell, with the state and the edit in the cache; given anything else, or nothing, it
+computes what it always did. The layer itself and the names of its weights do not change.
 
 When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A model with a layer that
