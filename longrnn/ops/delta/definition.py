@@ -1,17 +1,19 @@
 """The gated delta rule (arXiv 2412.06464), per head with k = B_t, v = x_t, q = C_t and β = gain_t:
 
-    h_t = exp(log_decay_t) h_{t−1} (I − β k kᵀ) + β v kᵀ,   y_t = h_t q
+    h_t = h_{t−1} diag(a_t) (I − β k kᵀ) + β v kᵀ,   y_t = h_t q,   a_t = exp(log_decay_t)
 
-Inputs and state have the shapes of `longrnn.ops.scan`, so that h is the paper's Sᵀ. `loop` is the
-definition. `delta` computes chunks in the WY form: with u_t = β (v − exp(log_decay_t) h_{t−1} k),
-what a token adds is u_t kᵀ, and the u of a chunk solve a triangular system. Given them, the
-recurrence is that of `longrnn.ops.scan.definition`.
+The decay is one number per head, or one per key (Kimi Delta Attention, arXiv 2510.26692). Inputs
+and state have the shapes of `longrnn.ops.scan`, so that h is the papers' Sᵀ. `loop` is the
+definition. `delta` computes chunks in the WY form: with u_t = β (v − h_{t−1} diag(a_t) k), what a
+token adds is u_t kᵀ, and the u of a chunk solve a triangular system. Given them, the recurrence is
+that of `longrnn.ops.scan.definition`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from torch import Tensor
 from longrnn.ops import limit as limits
 from longrnn.ops.precision import own_precision
 from longrnn.ops.scan import definition as scans
-from longrnn.ops.scan.definition import FLOOR, ScanInputs, advance, decay_exp, in_segments
+from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
+from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
 CHUNK = 32
@@ -43,11 +46,12 @@ def loop(
     state = inputs.zero_state() if state is None else state
     groups = inputs.x.shape[2] // inputs.B.shape[2]
     x, gain, log_decay, B, C = inputs.to(state.dtype)
-    B, C = (one.repeat_interleave(groups, 2)[..., None] for one in (B, C))
+    B, C = (shared.repeat_interleave(groups, 2)[..., None] for shared in (B, C))
+    decay = (log_decay if inputs.has_key_decays else log_decay[..., None]).exp()[..., None]
     outputs = []
-    given = (one.unbind(1) for one in (x, gain[..., None], log_decay, B, C))
-    for v, beta, log_t, k, q in zip(*given, strict=True):
-        u = beta * (v - log_t.exp()[..., None] * (state @ k)[..., 0])
+    per_token = (tensor.unbind(1) for tensor in (x, gain[..., None], log_decay, decay * B, B, C))
+    for v, beta, log_t, decayed_k, k, q in zip(*per_token, strict=True):
+        u = beta * (v - (state @ decayed_k)[..., 0])
         state = advance(state, log_t, u[..., None] * k.mT)
         if limit is not None:
             norm = state.double().norm(dim=(2, 3), keepdim=True)
@@ -70,7 +74,8 @@ def delta(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    return in_segments(inputs, state, loop, _chunks, min(CHUNK, scans.CHUNK))
+    size = min(CHUNK, scans.CHUNK)
+    return in_segments(inputs, state, loop, partial(in_chunks, chunks=_chunks, size=size))
 
 
 def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -83,26 +88,32 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 
     x, beta = cut(inputs.x.to(dtype)), cut(inputs.gain.to(dtype)[..., None])
     k, q = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
-    total = cut(inputs.log_decay.double().clamp(min=NEVER)[..., None]).cumsum(3)
-    last = total[:, :, :, -1:]
-    between = (total - total.mT).to(dtype)
-    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
-    alike, scores = ((one @ k.mT).repeat_interleave(heads, 2) * decay for one in (k, q))
-    k, q = (one.repeat_interleave(heads, 2) for one in (k, q))
+    if inputs.has_key_decays:
+        k, q = (shared.repeat_interleave(heads, 2) for shared in (k, q))
+        log_decay = cut(inputs.log_decay.to(dtype))
+        both, total, to_end = key_decays(torch.stack([k, q], -2), k, log_decay)
+        alike, scores = both.unbind(-2)
+    else:
+        total = cut(inputs.log_decay.double().clamp(min=NEVER)[..., None]).cumsum(3)
+        between, to_end = (total - total.mT).to(dtype), total[:, :, :, -1:] - total
+        future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+        decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
+        alike, scores = ((given @ k.mT).repeat_interleave(heads, 2) * decay for given in (k, q))
+        k, q = (shared.repeat_interleave(heads, 2) for shared in (k, q))
     since = decay_exp(total, dtype)
+    last = total[:, :, :, -1] if inputs.has_key_decays else total[:, :, :, -1, 0]
 
     # u = added − read hᵀ, where h is the state before the chunk.
     right = torch.cat([beta * x, beta * since * k], dim=-1)
     solved = torch.linalg.solve_triangular(beta * alike, right, upper=False, unitriangular=True)
     added, read = solved.split([p, k.shape[-1]], dim=-1)
-    to_end = k * decay_exp(last - total, dtype)
+    kept = k * decay_exp(to_end, dtype)
     states, updates = [], []
     for m in range(x.shape[1]):
         states.append(state)
         u = added[:, m] - read[:, m] @ state.mT
         updates.append(u)
-        state = advance(state, last[:, m, :, 0, 0], u.mT @ to_end[:, m])
+        state = advance(state, last[:, m], u.mT @ kept[:, m])
     y = scores @ torch.stack(updates, 1) + (q * since) @ torch.stack(states, 1).mT
     return y.transpose(2, 3).flatten(1, 2), state
 

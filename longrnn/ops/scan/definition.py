@@ -1,14 +1,16 @@
 """The recurrence of scanning cells.
 
-h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
+h_t = h_{t−1} diag(exp(log_decay_t)) + gain_t x_t B_tᵀ, y_t = h_t C_t.
 
-`loop` is the definition, one token at a time (arXiv 2405.21060, section 2). `scan` computes the
-same as matrix products over chunks (section 6). Both consist of operations that torch
-differentiates any number of times, in both directions and under `torch.func`.
+The decay is one number per head, or one per key, a column of h. `loop` is the definition, one token
+at a time (arXiv 2405.21060, section 2). `scan` computes the same as matrix products over chunks
+(section 6), or for heads of one channel (Mamba-1) entry by entry. All consist of operations that
+torch differentiates any number of times, in both directions and under `torch.func`.
 
 Notable choices:
-- Decays between two tokens of a chunk are differences of a running sum in float64. In float32, one
-  token with a strong decay would cost the slow decays after it their digits.
+- With decays per head, those between two tokens of a chunk are differences of a running sum in
+  float64. In float32, one token with a strong decay would cost the slow decays after it their
+  digits. With decays per key, see `longrnn.ops.scan.decays`.
 - The factor of the state is applied as 0 or 1 plus a remainder: a float32 near 1 that is rounded
   the same way every time lets a long memory drift.
 - Time is cut into segments. With gradients, the backward pass computes the intermediate values of a
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.ops.precision import own_precision
+from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, decay_parts, key_decays
 from longrnn.ops.transforms import is_transformed
 
 CHUNK = 64
@@ -35,8 +38,10 @@ SEGMENT = 512
 FEW = 2
 # Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in every dtype.
 NEVER = -1e4
-# exp of a smaller number is a denormal float32, with which a CPU is up to 60 times slower.
-FLOOR = -80.0
+# Tokens of a segment that is computed entry by entry, and the least number of entries for which
+# that is faster than chunks with decays per head; chosen on a CPU.
+ENTRY_SEGMENT = 64
+LEAST_ENTRIES = 8
 
 
 class ScanInputs(NamedTuple):
@@ -45,8 +50,8 @@ class ScanInputs(NamedTuple):
     Attributes:
         x: `(b, t, h, p)`.
         gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
-        log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A. It is −∞
-            where a document begins.
+        log_decay: `(b, t, h)`, or per key `(b, t, h, n)`, at most 0, in float32 or float64; for
+            Mamba-2 it is dt · A. It is −∞ where a document begins.
         B: `(b, t, g, n)`; head i reads group i // (h / g).
         C: `(b, t, g, n)`.
     """
@@ -56,6 +61,11 @@ class ScanInputs(NamedTuple):
     log_decay: Tensor
     B: Tensor
     C: Tensor
+
+    @property
+    def has_key_decays(self) -> bool:
+        """Whether each key of a head has a decay of its own."""
+        return self.log_decay.ndim == 4
 
     def slice(self, start: int, stop: int) -> ScanInputs:
         """The inputs of tokens `start` up to `stop`."""
@@ -82,6 +92,9 @@ class ScanInputs(NamedTuple):
         """The state before the first token, `(b, h, p, n)` in the dtype of the decays."""
         b, _, h, p = self.x.shape
         return self.log_decay.new_zeros(b, h, p, self.B.shape[3])
+
+
+Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
 
 def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -128,15 +141,14 @@ def scan(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    return in_segments(inputs, state, loop, _chunks, CHUNK)
+    if _is_entrywise(inputs):
+        return in_segments(inputs, state, _entries, _entries, ENTRY_SEGMENT)
+    chunks = _key_chunks if inputs.has_key_decays else _chunks
+    return in_segments(inputs, state, loop, partial(in_chunks, chunks=chunks, size=CHUNK))
 
 
 def in_segments(
-    inputs: ScanInputs,
-    state: Tensor | None,
-    few: Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]],
-    chunks: Callable[[ScanInputs, Tensor, int], tuple[Tensor, Tensor]],
-    size: int,
+    inputs: ScanInputs, state: Tensor | None, few: Scan, segment: Scan, length: int = SEGMENT
 ) -> tuple[Tensor, Tensor]:
     """Computes a recurrence segment by segment.
 
@@ -144,39 +156,27 @@ def in_segments(
         inputs: t >= 1.
         state: before the first token; None for zeros.
         few: computes at most FEW tokens.
-        chunks: computes whole chunks of a given size.
-        size: of a chunk.
+        segment: computes a segment.
+        length: tokens of a segment.
     """
-    h = inputs.zero_state() if state is None else state
-    segment: Any = _segment
+    state = inputs.zero_state() if state is None else state
     if torch.is_grad_enabled() and not is_transformed():
-        segment = partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)
+        segment = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
     outputs, time = [], inputs.x.shape[1]
-    with own_precision(h):
+    with own_precision(state):
         if time <= FEW:
-            return few(inputs, h)
-        for start in range(0, time, SEGMENT):
-            y, h = segment(inputs.slice(start, start + SEGMENT), h, chunks, size)
+            return few(inputs, state)
+        for start in range(0, time, length):
+            y, state = segment(inputs.slice(start, start + length), state)
             outputs.append(y)
-    return torch.cat(outputs, dim=1), h
+    return torch.cat(outputs, dim=1), state
 
 
-def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:
-    """exp(log_decay) state + added, rounded once; 0 · state is 0 only where the state is finite.
-
-    Args:
-        state: `(b, h, p, n)`.
-        log_decay: `(b, h)`.
-        added: `(b, h, p, n)`.
-    """
-    log_decay = log_decay[..., None, None]
-    slow = log_decay > -0.69  # the decay is nearer to 1 than to 0
-    rest = torch.where(slow, log_decay.expm1(), log_decay.exp()).to(state)
-    return slow.to(state) * state + (rest * state + added)
-
-
-def _segment(
-    inputs: ScanInputs, state: Tensor, chunks: Callable[..., tuple[Tensor, Tensor]], size: int
+def in_chunks(
+    inputs: ScanInputs,
+    state: Tensor,
+    chunks: Callable[[ScanInputs, Tensor, int], tuple[Tensor, Tensor]],
+    size: int,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence for a few chunks, of which the last may be shorter."""
     time = inputs.x.shape[1]
@@ -225,6 +225,48 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
     return y.flatten(3, 4).flatten(1, 2), state
 
 
-def decay_exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp in `dtype`, and 0 below FLOOR."""
-    return log_decay.masked_fill(log_decay < FLOOR, -math.inf).to(dtype).exp()
+def _key_chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`_chunks` with decays per key; tensors are `(b, m, h, i, …)` for tokens i of chunks m."""
+    dtype, heads = state.dtype, inputs.x.shape[2]
+
+    def cut(tensor: Tensor) -> Tensor:
+        per_head = tensor.to(dtype).repeat_interleave(heads // tensor.shape[2], 2)
+        return per_head.unflatten(1, (-1, size)).transpose(2, 3)
+
+    u = cut(inputs.x) * cut(inputs.gain)[..., None]
+    B, C, log_decay = cut(inputs.B), cut(inputs.C), cut(inputs.log_decay)
+    scores, since_start, to_end = key_decays(C[..., None, :], B, log_decay)
+    added = u.mT @ (B * decay_exp(to_end, dtype))
+    starts = []
+    for m in range(u.shape[1]):
+        starts.append(state)
+        state = advance(state, since_start[:, m, :, -1], added[:, m])
+    read = (C * decay_exp(since_start, dtype)) @ torch.stack(starts, 1).mT
+    return (scores[..., 0, :] @ u + read).transpose(2, 3).flatten(1, 2), state
+
+
+def _is_entrywise(inputs: ScanInputs) -> bool:
+    """Whether the entries of the state are computed one by one: there is one channel per head."""
+    rows, _, heads, channels = inputs.x.shape
+    if inputs.has_key_decays:
+        return channels == 1
+    return channels == inputs.B.shape[3] == 1 and rows * heads >= LEAST_ENTRIES
+
+
+def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence of heads r of groups g, with one channel, token by token."""
+    groups = inputs.B.shape[2]
+    x, gain, log_decay, B, C = inputs.to(state.dtype)
+    log_decay = log_decay if inputs.has_key_decays else log_decay[..., None]
+    slow, rest = decay_parts(log_decay.unflatten(2, (groups, -1)))  # b t g r n
+    u = (x[..., 0] * gain).unflatten(2, (groups, -1))
+    added = u[..., None] * B[:, :, :, None]
+    h = state[:, :, 0].unflatten(1, (groups, -1))
+    states = []
+    for slow_t, rest_t, added_t in zip(
+        slow.unbind(1), rest.unbind(1), added.unbind(1), strict=True
+    ):
+        h = torch.addcmul(torch.addcmul(added_t, rest_t, h), slow_t, h)
+        states.append(h)
+    y = (torch.stack(states, 1) * C[:, :, :, None]).sum(-1)
+    return y.flatten(2)[..., None], h.flatten(1, 2)[:, :, None]

@@ -1,0 +1,103 @@
+"""Decays of a recurrence, one per head or one per key, and what they do between tokens of a chunk.
+
+A decay between two tokens is the exponential of a sum of log decays, never a quotient or difference
+of two such sums: every exponent is at most 0, −∞ is a valid log decay, and a strong decay costs the
+slow ones after it no digits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# exp of a smaller number is a denormal float32, with which a CPU is up to 60 times slower.
+FLOOR = -80.0
+
+
+class KeyDecays(NamedTuple):
+    """What chunks of a recurrence with decays per key need, for c tokens.
+
+    Attributes:
+        scores: `(…, c, r, c)`; at `[i, :, j]`, what the r queries of token i read of token j: 0
+            for j > i.
+        since_start: `(…, c, n)`, the log decays from the chunk's start through each token.
+        to_end: `(…, c, n)`, the log decays after each token, to the chunk's end.
+    """
+
+    scores: Tensor
+    since_start: Tensor
+    to_end: Tensor
+
+
+def decay_exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp in `dtype`, and 0 below FLOOR."""
+    return log_decay.masked_fill(log_decay < FLOOR, -math.inf).to(dtype).exp()
+
+
+def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:
+    """exp(log_decay) state + added, rounded once; 0 · state is 0 only where the state is finite.
+
+    Args:
+        state: `(b, h, p, n)`.
+        log_decay: `(b, h)`, or per key `(b, h, n)`.
+        added: `(b, h, p, n)`.
+    """
+    log_decay = log_decay[..., None, None] if log_decay.ndim == 2 else log_decay[..., None, :]
+    slow, rest = (part.to(state) for part in decay_parts(log_decay))
+    return slow * state + (rest * state + added)
+
+
+def decay_parts(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(log_decay) as 0 or 1 and a remainder.
+
+    A float32 near 1 that is rounded the same way at every token would let a long memory drift.
+    """
+    slow = log_decay > -0.69  # the decay is nearer to 1 than to 0
+    return slow.to(log_decay), torch.where(slow, log_decay.expm1(), log_decay.exp())
+
+
+def key_decays(queries: Tensor, keys: Tensor, log_decay: Tensor) -> KeyDecays:
+    """Σ_n q_i k_j exp(Σ_{j < l ≤ i} log_decay_l) for all tokens j ≤ i, by halves of blocks.
+
+    Blocks of 1, 2, 4, … tokens are joined in pairs: what a token of the right half reads of one of
+    the left half has decayed to the border between them, and from there to the reader.
+
+    Args:
+        queries: `(…, c, r, n)`.
+        keys: `(…, c, n)`.
+        log_decay: `(…, c, n)`, at most 0.
+    """
+    count = keys.shape[-2]
+    size = 1 << (count - 1).bit_length()
+    # Padding neither decays nor is read.
+    queries = F.pad(queries, (0, 0, 0, 0, 0, size - count))[..., None, :, :]  # … blocks i r n
+    keys, since = (
+        F.pad(given, (0, 0, 0, size - count))[..., None, :] for given in (keys, log_decay)
+    )
+    to_end = torch.zeros_like(since)
+    scores = queries @ keys[..., None, :, :].mT  # … blocks i r j
+    length = 1
+    while length < size:
+        queries_right = queries.unflatten(-4, (-1, 2))[..., 1, :, :, :]
+        keys_left = keys.unflatten(-3, (-1, 2))[..., 0, :, :]
+        since_left, since_right = since.unflatten(-3, (-1, 2)).unbind(-3)
+        end_left, end_right = to_end.unflatten(-3, (-1, 2)).unbind(-3)
+        scores_left, scores_right = scores.unflatten(-4, (-1, 2)).unbind(-4)
+        reads = queries_right * decay_exp(since_right, keys.dtype)[..., None, :]
+        written = keys_left * decay_exp(end_left, keys.dtype)
+        across = (reads.flatten(-3, -2) @ written.mT).unflatten(-2, (length, -1))
+        scores = torch.cat(
+            [F.pad(scores_left, (0, length)), torch.cat([across, scores_right], -1)], -3
+        )
+        since = torch.cat([since_left, since_left[..., -1:, :] + since_right], -2)
+        to_end = torch.cat([end_left + since_right[..., -1:, :], end_right], -2)
+        keys = keys.unflatten(-3, (-1, 2)).flatten(-3, -2)
+        queries = queries.unflatten(-4, (-1, 2)).flatten(-4, -3)
+        length *= 2
+    return KeyDecays(
+        scores[..., 0, :count, :, :count], since[..., 0, :count, :], to_end[..., 0, :count, :]
+    )

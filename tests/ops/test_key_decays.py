@@ -1,0 +1,116 @@
+"""Scan and delta rule with decays per head or per key, against a loop over tokens in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.ops.delta.definition import delta
+from longrnn.ops.scan.definition import ScanInputs, scan
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+OPERATIONS = {"scan": scan, "delta": delta}
+
+
+class Sizes(NamedTuple):
+    rows: int
+    tokens: int
+    heads: int
+    channels: int
+    groups: int
+    keys: int
+
+
+SIZES = [
+    Sizes(2, 1, 2, 3, 1, 5),
+    Sizes(1, 3, 4, 2, 2, 3),
+    Sizes(2, 67, 2, 4, 2, 7),
+    Sizes(1, 150, 3, 16, 1, 8),
+    Sizes(2, 131, 6, 1, 2, 4),  # heads of one channel, as in Mamba-1
+    Sizes(1, 70, 300, 1, 300, 1),  # one entry per head, as in an RG-LRU
+]
+
+
+def drawn(
+    sizes: Sizes, operation: str, *, per_key: bool, starts: bool, seed: int = 0
+) -> tuple[ScanInputs, Tensor]:
+    """Random float64 inputs and state, with log decays from −1e4 to exactly 0."""
+    b, t, h, p, g, n = sizes
+    generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    uniform = partial(torch.rand, generator=generator, dtype=torch.float64)
+    shape = (b, t, h, n) if per_key else (b, t, h)
+    log_decay = -(10 ** (14 * uniform(*shape) - 10))
+    log_decay = log_decay.masked_fill(uniform(*shape) < 0.2, 0.0)
+    if starts:
+        log_decay[:, :: max(1, t // 3)] = -torch.inf
+    x, gain, B, C = (
+        normal(b, t, h, p),
+        normal(b, t, h).abs(),
+        normal(b, t, g, n),
+        normal(b, t, g, n),
+    )
+    if operation == "delta":
+        gain, B = gain.clamp(max=2.0), B / B.norm(dim=-1, keepdim=True)
+    return ScanInputs(x, gain, log_decay, B, C), normal(b, h, p, n)
+
+
+def by_token(
+    operation: str, inputs: ScanInputs, state: Tensor, limit: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition, in float64: decay, then the delta rule or a sum, then the limit."""
+    x, gain, log_decay, B, C = (given.double() for given in inputs)
+    state, heads = state.double(), x.shape[2]
+    decay = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
+    outputs = []
+    for i in range(x.shape[1]):
+        k, q = (given[:, i].repeat_interleave(heads // given.shape[2], 1) for given in (B, C))
+        state = state * decay[:, i, :, None, :]
+        target = x[:, i]
+        if operation == "delta":
+            target = target - torch.einsum("bhpn,bhn->bhp", state, k)
+        state = state + torch.einsum("bh,bhp,bhn->bhpn", gain[:, i], target, k)
+        if limit is not None:
+            norm = state.flatten(2).norm(dim=-1).clamp(min=1e-300)
+            state = state * (limit / norm).clamp(max=1.0)[..., None, None]
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, q))
+    return torch.stack(outputs, 1), state
+
+
+def with_gradients(run, inputs: ScanInputs, state: Tensor) -> list[Tensor]:
+    """Outputs, final state, and the gradients of a random functional of both."""
+    tensors = [given.clone().requires_grad_() for given in (*inputs, state)]
+    y, after = run(ScanInputs(*tensors[:5]), tensors[5])
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for result in (y, after):
+        weight = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+        loss = loss + (result.double() * weight).sum()
+    gradients = torch.autograd.grad(loss, tensors)
+    # The gradient by a log decay of −∞ is 0.
+    return [y.detach(), after.detach(), *gradients]
+
+
+def assert_near(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for number, (result, wanted) in enumerate(zip(ours, exact, strict=True)):
+        assert result.shape == wanted.shape
+        error, scale = (result.double() - wanted.double()).abs().max(), wanted.double().abs().max()
+        assert error <= tolerance * scale, f"result {number}: {error:.1e} of {scale:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
+@pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_results_and_gradients_are_those_of_the_definition(
+    operation: str, sizes: Sizes, per_key: bool, starts: bool, dtype: torch.dtype
+) -> None:
+    inputs, state = drawn(sizes, operation, per_key=per_key, starts=starts)
+    inputs, state = inputs.to(dtype), state.to(dtype)
+    exact = with_gradients(partial(by_token, operation), inputs, state)
+    assert_near(with_gradients(OPERATIONS[operation], inputs, state), exact, TOLERANCE[dtype])
