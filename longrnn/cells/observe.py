@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,24 @@ def watch(modules: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[No
         for index, module in enumerate(modules):
             hooks.callback(module.register_forward_hook(partial(hook, index)).remove)
         yield
+
+
+def hooked_as_now(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which a module has the forward hooks that it has at the time of this call.
+
+    For the computation in a backward pass, at which the hooks have been removed.
+    """
+    hooks = module._forward_hooks.copy()
+
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        before, module._forward_hooks = module._forward_hooks, hooks
+        try:
+            yield
+        finally:
+            module._forward_hooks = before
+
+    return hooked()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import Cell, Edit
+from longrnn.cells.observe import hooked_as_now
 from longrnn.models.config import RecurrentConfig
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.norm import rms_norm
@@ -42,8 +44,16 @@ class Block(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._run(x, state, edit, rows)
         # Inside the module, so that its hooks (shards, DDP) run with recomputation too.
+        # Whether a hook observes the recurrence decides how it is computed.
         pair: Any = checkpoint(
-            self._run, x, state, edit, rows, use_reentrant=False, preserve_rng_state=False
+            self._run,
+            x,
+            state,
+            edit,
+            rows,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), hooked_as_now(self.mixer.recurrence)),
         )
         return pair
 

@@ -203,8 +203,8 @@ class FittedNoise(InitialState):
         self.moments: Tensor | None = None
 
     def after(self, state: LMState, micro: int) -> None:
-        found = [_moments(leaf.detach()).flatten() for _, leaf in leaves(state.layers)]
-        flat = torch.cat([*found, found[0].new_ones(1)])
+        moments = [_moments(leaf.detach()).flatten() for _, leaf in leaves(state.layers)]
+        flat = torch.cat([*moments, moments[0].new_ones(1)])
         flat = self.context.total(flat) / self.context.world_size
         if bool(flat.isfinite().all()):  # the moments of a failed step are not used
             before = torch.zeros_like(flat) if self.moments is None else self.moments
@@ -267,8 +267,10 @@ def _unit_axis(leaf: Tensor) -> int:
 def _moments(leaf: Tensor) -> Tensor:
     """Means of x and x² for each head or unit, `(2, units)`."""
     others = [axis for axis in range(leaf.ndim) if axis != _unit_axis(leaf)]
-    wide = leaf.double()
-    return torch.stack([wide.mean(others), wide.square().mean(others)])
+    wide, units = leaf.double(), leaf.shape[_unit_axis(leaf)]
+    # A convolution of one tap has an empty state, whose mean would be NaN.
+    count = max(1, leaf.numel() // max(1, units))
+    return torch.stack([wide.sum(others), wide.square().sum(others)]) / count
 
 
 def _finite(state: LMState) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn import RecurrentConfig, RecurrentLM
 from longrnn.cells import MIXERS
 from longrnn.data import Batch
 from longrnn.data.batch import row_starts
@@ -120,6 +121,16 @@ def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
         )
         assert_near(leaf.double().std(dims), deviation, 0.1, f"{name} deviation")
         assert deviation.numel() == 1 or deviation.max() > 1.2 * deviation.min()
+
+
+def test_fitted_noise_is_drawn_for_a_convolution_of_one_tap() -> None:
+    """A state with an empty leaf has moments, and rows start from noise."""
+    mixer = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1}
+    model = RecurrentLM(RecurrentConfig(8, 8, 2, mixer))
+    context = Context(model.init_state, 7, 0, 1, lambda part: part)
+    noise = INITIAL_STATES.build({"kind": "fitted_noise", "zero_share": 0.0}, context)
+    noise.after(model(torch.randint(8, (ROWS, 20))).state, 0)
+    assert is_zero(noise.before(batch(), 1, 0)) == [False] * ROWS
 
 
 def _units(leaf: torch.Tensor) -> torch.Tensor:

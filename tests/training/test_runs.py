@@ -49,10 +49,13 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert done.last("loss") == metrics(tmp_path / "one")[-1].get("loss", done.last("loss"))
 
 
-@pytest.mark.parametrize("kind", ["carry", "streams"])
+@pytest.mark.parametrize("kind", ["carry", "streams", "repeated"])
 def test_recomputed_activations_have_the_same_bits(kind: str, tmp_path: Path) -> None:
     """Weights, optimizer, carried states and metrics do not change."""
     how: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 8}
+    if kind == "repeated":
+        kind, how["segments_per_step"] = "carry", 2
+        how["task"] = {"kind": "passkey", "min_segments": 3, "max_segments": 3, "max_repeat": 50}
     run(tiny(kind, tmp_path / "one", **how))
     run(tiny(kind, tmp_path / "two", **how, gradient_checkpointing="block"))
     assert_same_run(tmp_path / "one", tmp_path / "two")
