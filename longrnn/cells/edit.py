@@ -9,76 +9,140 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
 | 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
 
-Stage 3 changes a head once: it has a limit or a window.
+Stage 3 changes a head once: it has a limit or a window. An implementation that does not know a
+stage refuses an edit that has it (`Edit.stages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
 
+# So many units in the last place may two computations of one step differ.
+ROUNDINGS = 128
+
 
 class Steps(NamedTuple):
     """What a scanning cell computes the inputs of its recurrence from.
 
+    A decay has one number per head, or one per key where the rate or the step of the decay has.
+
     Attributes:
         x: `(b, t, h, p)`, not yet multiplied by dt.
         dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
-        A: `(h,)` or `(b, t, h)`, the rate, below 0, in the dtype of the state.
-        decay_dt: `(b, t, h)`, the step of the decay in a cell where it is not dt; None where it is.
+        A: `(h,)`, `(b, t, h)` or, per key, `(h, n)`, the rate, below 0, in the dtype of the state.
+        decay_dt: `(b, t, h)` or, per key, `(b, t, h, n)`, the step of the decay in a cell where it
+            is not dt; None where it is.
+        keep: `(h,)` float64, the factor of the decay; None for 1.
+        add: `(h,)`, the factor of what a token adds, in the dtype of dt; None for 1.
     """
 
     x: Tensor
     dt: Tensor
     A: Tensor
     decay_dt: Tensor | None = None
+    keep: Tensor | None = None
+    add: Tensor | None = None
 
     @property
     def log_decay(self) -> Tensor:
-        """`(b, t, h)`, at most 0."""
-        return (self.dt if self.decay_dt is None else self.decay_dt) * self.A
+        """`(b, t, h)` or `(b, t, h, n)`, at most 0."""
+        step = self.dt if self.decay_dt is None else self.decay_dt
+        by_key = step.ndim == 4 or self.A.ndim == 2
+        if by_key and step.ndim != 4:
+            step = step[..., None]
+        rate = self.A[..., None] if by_key and self.A.ndim != 2 else self.A
+        log_decay = step * rate
+        if self.keep is None:
+            return log_decay
+        log_keep = self.keep.log().to(log_decay)
+        return log_decay + (log_keep[:, None] if by_key else log_keep)
 
-    def with_steps(self, change: Callable[[Tensor], Tensor]) -> Steps:
-        """The same change of all steps."""
-        decay_dt = None if self.decay_dt is None else change(self.decay_dt)
-        return self._replace(dt=change(self.dt), decay_dt=decay_dt)
+    @property
+    def gain(self) -> Tensor:
+        """`(b, t, h)`, the factor of x where the step multiplies it: dt · add."""
+        return self.dt if self.add is None else self.dt * self.add
 
 
 class StepChange(NamedTuple):
     """A change of the steps by numbers per head, `(h,)` float64; None for none.
 
     Attributes:
-        least: a step at or below it becomes 0, and so does its x.
-        step: factor of dt.
+        threshold: of the unchanged dt: a token with a step at or below it has step 0 and x = 0.
+        step: factor of dt, and of the step of the decay.
         power: exponent of |A|.
-        rate: factor of A.
+        log_rate: logarithm of the factor of |A|, after the power.
     """
 
-    least: Tensor | None = None
+    threshold: Tensor | None = None
     step: Tensor | None = None
     power: Tensor | None = None
-    rate: Tensor | None = None
+    log_rate: Tensor | None = None
 
     def __call__(self, steps: Steps) -> Steps:
-        x, dt, A, _ = steps
-        if self.least is not None:
-            # In the dtype of dt, so that a threshold taken from a step equals this step.
-            short = dt <= self.least.to(dt)
+        x, dt, decay_dt = steps.x, steps.dt, steps.decay_dt
+        if (largest := self.largest_ignored(dt.dtype)) is not None:
+            short = dt <= largest.to(dt.device)
             # x too, because 0 times an infinite input would be NaN in the state.
-            steps = steps._replace(x=torch.where(short[..., None], torch.zeros_like(x), x))
-            steps = steps.with_steps(lambda dt: dt.masked_fill(short, 0))
-        if (step := self.step) is not None:
-            steps = steps.with_steps(lambda dt: dt * step.to(dt))
-        if self.power is not None:
-            # In float64, which is cheap for one number per head, so that s is not rounded.
-            A = -(-A.double()).pow(self.power.to(A.device)).to(A)
-        return steps._replace(A=A if self.rate is None else A * self.rate.to(A))
+            x, dt = x.masked_fill(short[..., None], 0), dt.masked_fill(short, 0)
+            if decay_dt is not None:
+                by_key = decay_dt.ndim == 4
+                decay_dt = decay_dt.masked_fill(short[..., None] if by_key else short, 0)
+        if self.step is not None:
+            factor = self.step.to(dt)
+            dt = dt * factor
+            if decay_dt is not None:
+                decay_dt = decay_dt * (factor if decay_dt.ndim == 3 else factor[:, None])
+        return steps._replace(x=x, dt=dt, A=self._rate(steps.A), decay_dt=decay_dt)
+
+    def largest_ignored(self, dtype: torch.dtype) -> Tensor | None:
+        """The largest dt that is ignored, `(h,)` in `dtype`; None without a threshold.
+
+        Steps that differ from the threshold by rounding count as equal to it: a threshold taken
+        from a step ignores this step, in a call of one token and of many, which round differently.
+        """
+        if self.threshold is None:
+            return None
+        return (self.threshold * (1 + ROUNDINGS * torch.finfo(dtype).eps)).to(dtype)
+
+    def _rate(self, A: Tensor) -> Tensor:
+        """The changed A. Its logarithm is computed in float64, in which no power overflows."""
+        if self.power is None and self.log_rate is None:
+            return A
+        wide = A.double()
+        power, log_rate = (
+            None if numbers is None else (numbers[:, None] if A.ndim == 2 else numbers).to(wide)
+            for numbers in (self.power, self.log_rate)
+        )
+        if power is None:
+            assert log_rate is not None
+            wide = wide * log_rate.exp()
+        else:
+            log_A = (-wide).log() * power
+            wide = -(log_A if log_rate is None else log_A + log_rate).exp()
+        # Finite, because 0 times an infinite rate would be NaN.
+        return wide.clamp(min=torch.finfo(A.dtype).min).to(A.dtype)
+
+    def then(self, later: StepChange) -> StepChange:
+        """This change and a later one as one."""
+        threshold = later.threshold
+        if threshold is not None and self.step is not None:
+            threshold = threshold / self.step
+        log_rate = self.log_rate
+        if log_rate is not None and later.power is not None:
+            log_rate = log_rate * later.power
+        return StepChange(
+            threshold=_both(torch.maximum, self.threshold, threshold),
+            step=_both(torch.mul, self.step, later.step),
+            power=_both(torch.mul, self.power, later.power),
+            log_rate=_both(torch.add, log_rate, later.log_rate),
+        )
 
 
 class Update(NamedTuple):
@@ -96,6 +160,9 @@ class Update(NamedTuple):
     keep: Tensor | None
 
 
+StepFunction = Callable[[Steps], Steps]
+
+
 class Edit(NamedTuple):
     """A change of the recurrence of one layer; None where a stage is unchanged.
 
@@ -103,7 +170,7 @@ class Edit(NamedTuple):
     counts as one head.
 
     Attributes:
-        steps: functions without memory, applied in order.
+        steps: functions without memory, applied in order; None for none.
         keep: factor of the decay of each head, `(h,)` float64, in (0, 1].
         add: factor of the input of each head, `(h,)` float64, above 0.
         limit: largest norm of each head's state, `(h,)` float64; infinite for no limit.
@@ -111,43 +178,41 @@ class Edit(NamedTuple):
         heads: the windowed heads, `(h,)` bool on the CPU, where they are counted; None for all.
     """
 
-    steps: tuple[Callable[[Steps], Steps], ...] = ()
+    steps: tuple[StepFunction, ...] | None = None
     keep: Tensor | None = None
     add: Tensor | None = None
     limit: Tensor | None = None
     window: int | None = None
     heads: Tensor | None = None
 
-    def to(self, device: torch.device) -> Edit:
-        """The edit with its numbers on a device."""
-        keep, add, limit = (None if one is None else one.to(device) for one in self[1:4])
-        return self._replace(keep=keep, add=add, limit=limit)
-
-    def numbers(self, heads: int) -> Tensor | None:
-        """Stages 1, 2 and the limit as numbers per head, `(7, h)` float64, for a kernel.
-
-        In this order: `least`, `step`, `rate` and `power` of one `StepChange`, the logarithm of
-        `keep`, `add`, and `limit`. None if a step is changed by another function.
-        """
-        ones = torch.ones(heads, dtype=torch.float64)
-        least, step, rate, power = -ones, ones, ones, ones
-        for change in self.steps:
-            if not isinstance(change, StepChange):
-                return None
-            if change.least is not None:
-                least = torch.maximum(least, change.least.float() / step)
-            step = step if change.step is None else step * change.step
-            if change.power is not None:
-                rate, power = rate**change.power, power * change.power
-            rate = rate if change.rate is None else rate * change.rate
-        keep, add = (ones if one is None else one for one in (self.keep, self.add))
-        limit = ones * torch.inf if self.limit is None else self.limit
-        return torch.stack([least, step, rate, power, keep.log(), add, limit])
-
     @property
-    def changes_nothing(self) -> bool:
-        """Whether no stage is changed."""
-        return not self.steps and all(part is None for part in self[1:5])
+    def stages(self) -> Set[str]:
+        """Names of the fields that change something."""
+        return {name for name, value in self._asdict().items() if value is not None}
+
+    def refuse_unknown(self, known: Set[str], implementation: str) -> None:
+        """Raises a `UserError` for a stage that an implementation does not compute."""
+        if unknown := sorted(self.stages - known):
+            raise UserError(
+                f"{implementation} does not compute the change {unknown[0]!r} of this mitigation: "
+                "use another mitigation"
+            )
+
+    def to(self, device: torch.device) -> Edit:
+        """The edit with its numbers on a device; masks of heads stay on the CPU."""
+        numbers = {
+            name: value.to(device)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        return self._replace(**numbers)
+
+    def apply(self, steps: Steps) -> Steps:
+        """Stages 1 and 2 of a scanning cell; `Steps.log_decay` then includes `keep`."""
+        for change in self.steps or ():
+            steps = change(steps)
+        add = None if self.add is None else self.add.to(steps.dt)
+        return steps._replace(keep=self.keep, add=add)
 
 
 def merge(edits: Sequence[Edit]) -> Edit:
@@ -156,38 +221,55 @@ def merge(edits: Sequence[Edit]) -> Edit:
     Raises:
         UserError: two windows, or a limit and a window on the same head.
     """
-    return reduce(_merged, edits, Edit())
+    return reduce(_merged, edits) if edits else Edit()
 
 
-def _merged(one: Edit, other: Edit) -> Edit:
-    if one.window is not None and other.window is not None:
-        raise UserError(
-            f"two windows in one layer, of {one.window} and {other.window} tokens, have no meaning "
-            "together: give one of them"
-        )
-    windowed = one if other.window is None else other
-    whole = Edit(
-        steps=one.steps + other.steps,
-        keep=_combined(torch.mul, one.keep, other.keep),
-        add=_combined(torch.mul, one.add, other.add),
-        limit=_combined(torch.minimum, one.limit, other.limit),
-        window=windowed.window,
-        heads=windowed.heads,
-    )
-    if whole.window is not None and whole.limit is not None:
-        limited = whole.limit < torch.inf
-        both = limited if whole.heads is None else limited & whole.heads
-        if bool(both.any()):
+def _merged(first: Edit, second: Edit) -> Edit:
+    merged = {
+        name: _both(COMBINATIONS[name], getattr(first, name), getattr(second, name))
+        for name in first._fields
+    }
+    edit = first._replace(**merged)
+    if edit.window is not None and edit.limit is not None:
+        limited = edit.limit < torch.inf
+        if bool((limited if edit.heads is None else limited & edit.heads).any()):
             raise UserError(
                 "state_norm and sliding_window both redefine the state of a head and have no "
                 "meaning together: choose one, or give them different heads"
             )
-    return whole
+    return edit
 
 
-def _combined(
-    function: Callable[[Tensor, Tensor], Tensor], one: Tensor | None, other: Tensor | None
-) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return function(one, other)
+def _both(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """The combination of two values, or the one that is not None."""
+    if first is None or second is None:
+        return second if first is None else first
+    return combine(first, second)
+
+
+def _in_order(
+    first: tuple[StepFunction, ...], second: tuple[StepFunction, ...]
+) -> tuple[StepFunction, ...]:
+    """Functions of the steps in order; two changes by numbers become one."""
+    last, following = first[-1], second[0]
+    if isinstance(last, StepChange) and isinstance(following, StepChange):
+        return (*first[:-1], last.then(following), *second[1:])
+    return (*first, *second)
+
+
+def _refuse_two_windows(first: int, second: int) -> int:
+    raise UserError(
+        f"two windows in one layer, of {first} and {second} tokens, have no meaning together: give "
+        "one of them"
+    )
+
+
+# How the values of two edits combine, by stage. The heads of a window belong to it.
+COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "steps": _in_order,
+    "keep": torch.mul,
+    "add": torch.mul,
+    "limit": torch.minimum,
+    "window": _refuse_two_windows,
+    "heads": torch.logical_or,
+}

@@ -142,15 +142,12 @@ class ScanningCell(Cell):
         """
         memory, recent = state
         edit = Edit() if edit is None else edit
-        for change in edit.steps:
-            steps = change(steps)
+        steps = edit.apply(steps)
         log_decay = steps.log_decay
-        if edit.keep is not None:
-            log_decay = log_decay + edit.keep.log().to(log_decay)
         if rows is not None:
             log_decay = rows.without_padding(log_decay)
             log_decay = log_decay.masked_fill(rows.is_start[..., None], -torch.inf)
-        given = inputs(steps, log_decay, None if edit.add is None else edit.add.to(log_decay))
+        given = inputs(steps, log_decay, steps.add)
         y, after, recent = self.recurrence(given, memory, recent, edit, ops, rows)
         if rows is not None and edit.limit is not None:
             # A limit may change a state where nothing is added to it.

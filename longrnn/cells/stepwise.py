@@ -16,6 +16,9 @@ from longrnn.ops.limit import rescale
 from longrnn.ops.precision import own_precision, refuse_tf32
 from longrnn.state import History, PyTree
 
+# Of an edit; a cell without heads needs no mask of them.
+STAGES = {"keep", "add", "limit", "window", "heads"}
+
 
 class RecentUpdates(NamedTuple):
     """The updates of the last tokens, fewer than the window; `keep` and `add` are `(b, l, d)`."""
@@ -90,6 +93,7 @@ class StepwiseCell(Cell):
         decayed from the block's start. The latter sums are computed once per block.
         """
         edit = Edit() if edit is None else edit
+        edit.refuse_unknown(STAGES, f"the cell {self.kind}")
         if edit.window is None:
             return self._tokens(projected, state, edit, None)
         own, recent = state

@@ -17,6 +17,9 @@ from longrnn.ops.precision import own_precision, refuse_tf32
 from longrnn.ops.transforms import in_forward_mode
 from longrnn.state import PyTree
 
+# Of an edit, those that the C++ cell computes.
+KERNEL_STAGES = {"keep", "add", "limit"}
+
 
 class TorchCell(StepwiseCell):
     """A stepwise cell with the weights of a `torch.nn` module, one layer, batch first.
@@ -76,7 +79,7 @@ class TorchCell(StepwiseCell):
         return self
 
     def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
-        if self.is_observed or (edit is not None and edit.window is not None):
+        if self.is_observed or (edit is not None and edit.stages - KERNEL_STAGES):
             return super().run(x, state, edit)
         refuse_tf32(x)
         weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
@@ -102,8 +105,7 @@ class TorchCell(StepwiseCell):
 
 
 def _numbers(edit: Edit | None) -> dict[str, float]:
-    """An edit without a window as the arguments of the C++ cell."""
+    """An edit of `KERNEL_STAGES` as the arguments of the C++ cell."""
     if edit is None:
         return {}
-    given = {"keep": edit.keep, "add": edit.add, "limit": edit.limit}
-    return {name: float(one) for name, one in given.items() if one is not None}
+    return {name: float(getattr(edit, name)) for name in edit.stages}

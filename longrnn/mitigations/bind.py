@@ -59,7 +59,7 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
         pairs = zip(chain.parts(), heads, strict=True)
         own = [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
         edit = merge(own)
-        edits.append(None if edit.changes_nothing else edit)
+        edits.append(edit if edit.stages else None)
     return Bound(chain, heads, edits)
 
 

@@ -5,8 +5,8 @@ With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,23 +17,21 @@ from longrnn.mitigations.values import FiniteAboveZero, per_head
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
-    """Base of mitigations with one factor per layer and head, in (0, ∞).
-
-    Attributes:
-        field: of `StepChange`, to which the factor is given.
-    """
+    """Base of mitigations with one factor per layer and head, in (0, ∞)."""
 
     scale: FiniteAboveZero = 1.0
-
-    field: ClassVar[str]
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
         return without_steps(cell)
 
+    @staticmethod
+    @abstractmethod
+    def change(scale: Tensor) -> StepChange:
+        """The change of the steps by factors `(h,)`."""
+
     def bind(self, layer: int, heads: Tensor) -> Edit:
-        scale = per_head(self.scale, layer, heads, alone=1.0)
-        return Edit(steps=(StepChange(**{self.field: scale}),))
+        return Edit(steps=(self.change(per_head(self.scale, layer, heads, alone=1.0)),))
 
 
 @MITIGATIONS.register("scale_delta")
@@ -56,7 +54,10 @@ class ScaleDelta(Scaling):
     """
 
     name = "scale_delta"
-    field = "step"
+
+    @staticmethod
+    def change(scale: Tensor) -> StepChange:
+        return StepChange(step=scale)
 
 
 @MITIGATIONS.register("scale_decay")
@@ -72,7 +73,10 @@ class ScaleDecay(Scaling):
     """
 
     name = "scale_decay"
-    field = "rate"
+
+    @staticmethod
+    def change(scale: Tensor) -> StepChange:
+        return StepChange(log_rate=scale.log())
 
 
 @MITIGATIONS.register("power_decay")
@@ -91,4 +95,7 @@ class PowerDecay(Scaling):
     """
 
     name = "power_decay"
-    field = "power"
+
+    @staticmethod
+    def change(scale: Tensor) -> StepChange:
+        return StepChange(power=scale)

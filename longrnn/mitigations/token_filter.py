@@ -11,13 +11,16 @@ from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import AtLeastZero, per_head
 
 # Below every step: a head with this threshold ignores no token.
-NEVER = -1.0
+IGNORES_NOTHING = -1.0
 
 
 @MITIGATIONS.register("token_filter")
 @dataclass(frozen=True, kw_only=True)
 class TokenFilter(Mitigation):
     """dt_t := 0 where dt_t is at or below a threshold: such a token does not change the state.
+
+    Steps that differ from the threshold by rounding, by 128 units in the last place, count as equal
+    to it.
 
     Meant for global heads, whose retention over the training length exceeds 0.05, with thresholds
     from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both. In a chain the filter
@@ -42,5 +45,5 @@ class TokenFilter(Mitigation):
         return without_steps(cell)
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
-        threshold = per_head(self.threshold, layer, heads, alone=NEVER)
-        return Edit(steps=(StepChange(least=threshold),))
+        threshold = per_head(self.threshold, layer, heads, alone=IGNORES_NOTHING)
+        return Edit(steps=(StepChange(threshold=threshold),))

@@ -8,6 +8,7 @@ other memory or another dtype of a tensor. Values are read anew in each call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from longrnn.cells import Edit, EditedState, Mamba2
+from longrnn.cells import Edit, EditedState, Mamba2, StepChange
 from longrnn.models.blocks import Block
 from longrnn.ops import cpu
 from longrnn.ops.linear import Linear
@@ -25,6 +26,8 @@ from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
 OPTIONS = ("backend", "gate", "n_groups", "norm_eps", "dt_limit")
+# Of an edit, those that the kernel computes.
+STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -164,10 +167,33 @@ def _suits(block: nn.Module) -> bool:
     )
 
 
+def _numbers(edit: Edit, heads: int) -> Tensor | None:
+    """Stages 1, 2 and the limit per head, `(7, h)` float64, in the order of `edited.h`.
+
+    None for an edit that the kernel does not compute.
+    """
+    ones = torch.ones(heads, dtype=torch.float64)
+    change, *others = edit.steps or (StepChange(),)
+    if edit.stages - STAGES or others or not isinstance(change, StepChange):
+        return None
+    rows = {
+        "largest ignored": (change.largest_ignored(torch.float32), -1.0),
+        "step": (change.step, 1.0),
+        "log_rate": (change.log_rate, 0.0),
+        "power": (change.power, 1.0),
+        "log keep": (None if edit.keep is None else edit.keep.log(), 0.0),
+        "add": (edit.add, 1.0),
+        "limit": (edit.limit, math.inf),
+    }
+    return torch.stack(
+        [ones * alone if row is None else row.double() for row, alone in rows.values()]
+    )
+
+
 def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
     """A block as the kernel reads it; None for an edit that it does not compute."""
     cell: Any = block.mixer
-    numbers = None if edit is None else edit.numbers(cell.n_heads)
+    numbers = None if edit is None else _numbers(edit, cell.n_heads)
     if edit is not None and numbers is None:
         return None
     every = torch.ones(cell.n_heads, dtype=torch.bool)

@@ -1,6 +1,7 @@
 // One token per row under an edit: other steps, limits of norms, and windows. See `longrnn/cells/edit.py`.
 
 #pragma once
+#include <limits>
 #include "mixed.h"
 #include "scan.h"
 
@@ -9,19 +10,20 @@ namespace {
 // The weight of a token is 0 below this log decay.
 constexpr double LEAST_LOG = -60;
 
-// Rows of an edit, one number per head each, in the order of `Edit.numbers`.
-enum Number : long { LEAST_STEP, STEP, RATE, POWER, LOG_KEEP, ADD, LIMIT };
+// Rows of an edit, one number per head each, in the order of `models/token_stack.py`.
+enum Number : long { LARGEST_IGNORED, STEP, LOG_RATE, POWER, LOG_KEEP, ADD, LIMIT };
 
-// The rate A of a head.
+// The rate A of a head, which is finite because 0 times an infinite rate would be NaN.
 template <class T> T rate(const double *edit, long h, long head, T A_log) {
-  return T(-edit[RATE * h + head] * std::exp(double(A_log) * edit[POWER * h + head]));
+  const double rate = std::exp(double(A_log) * edit[POWER * h + head] + edit[LOG_RATE * h + head]);
+  return -T(std::min(rate, double(std::numeric_limits<T>::max())));
 }
 
 // `dt` becomes the gain.
 template <class T> void edit_steps(const double *edit, long tokens, long h, const T *A, T *dt, T *log_decay) {
   for (long token = 0; token < tokens; token++, dt += h, log_decay += h)
     for (long head = 0; head < h; head++) {
-      const bool ignored = double(dt[head]) <= edit[LEAST_STEP * h + head];
+      const bool ignored = double(dt[head]) <= edit[LARGEST_IGNORED * h + head];
       const T step = ignored ? T(0) : dt[head] * T(edit[STEP * h + head]);
       log_decay[head] = step * A[head] + T(edit[LOG_KEEP * h + head]);
       dt[head] = step * T(edit[ADD * h + head]);

@@ -120,7 +120,7 @@ class Layer(NamedTuple):
         eps: of the norm.
         weights: of the cell.
         state: of one row without batch axis.
-        edit: see `Edit.numbers`; None for no edit.
+        edit: `(7, h)` float64, numbers per head in the order of `edited.h`; None for no edit.
         window: its tokens; None for no window.
         heads: the heads that have a window, int64.
     """
