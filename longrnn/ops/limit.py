@@ -5,7 +5,9 @@
 Given all scales s_t, this is the plain recurrence with decays s_t a_t and inputs s_t u_t. Computing
 the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at
 the chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩.
-Only a few operations on one number per head remain sequential.
+Only a few operations on one number per head remain sequential. With decays per key a state does not
+keep its direction when it decays, so that norms do not follow from products of inputs, and tokens
+are computed one after another wherever a limit may be reached.
 
 Notable choices:
 - Where the triangle inequality shows that no state of a segment can reach its limit, the plain
@@ -48,24 +50,67 @@ def limited(
     Returns:
         y `(b, t, h, p)` and the state after the last token.
     """
+    beyond = token_by_token if inputs.has_key_decays else _rescaled
+    return in_limited_segments(inputs, state, limit, plain, is_within, beyond)
+
+
+def in_limited_segments(
+    inputs: ScanInputs,
+    state: Tensor,
+    limit: Tensor,
+    plain: Scan,
+    within: Callable[[ScanInputs, Tensor, Tensor], bool],
+    beyond: Callable[[ScanInputs, Tensor, Tensor, Scan], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Computes a recurrence with a limit, as far as possible by `plain`.
+
+    Args:
+        inputs: t >= 1.
+        state: before the first token.
+        limit: see `limited`.
+        plain: computes the recurrence without a limit.
+        within: (inputs, state, limit `(t, h)`) → whether no state of a segment exceeds its limit.
+        beyond: computes at most a chunk in which one may, or its first tokens.
+    """
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     limit = limit.clamp(max=UNLIMITED).expand(time, -1)
     with own_precision(state):
         while start < time:
-            part = inputs.slice(start, start + size)
-            highest = limit[start : start + size]
-            within = is_within(part, state, highest)
-            if not within and size > CHUNK:
+            part, highest = inputs.slice(start, start + size), limit[start : start + size]
+            is_plain = within(part, state, highest)
+            if not is_plain and size > CHUNK:
                 size = CHUNK
                 continue
-            if not within:
-                scales = scales_of(part, state, highest)
-                part = _scaled(part.slice(0, scales.shape[1]), scales)
-            y, state = plain(part, state)
+            y, state = plain(part, state) if is_plain else beyond(part, state, highest, plain)
             outputs.append(y)
             start += y.shape[1]
-            size = min(2 * size, SEGMENT) if within else CHUNK
+            size = min(2 * size, SEGMENT) if is_plain else CHUNK
     return torch.cat(outputs, dim=1), state
+
+
+def token_by_token(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan
+) -> tuple[Tensor, Tensor]:
+    """The recurrence with a limit `(t, h)`, whose outputs are scaled with the state."""
+    outputs = []
+    for t, highest in enumerate(limit[:, :, None, None]):
+        y, state = plain(inputs.slice(t, t + 1), state)
+        norm = state.double().norm(dim=(2, 3), keepdim=True)
+        scale = (highest / norm.clamp(min=highest)).to(state)
+        state = state * scale
+        outputs.append(y * scale[:, None, :, :, 0])
+    return torch.cat(outputs, dim=1), state
+
+
+def _rescaled(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan
+) -> tuple[Tensor, Tensor]:
+    """The plain recurrence that equals the rescaled one, possibly for the first tokens only."""
+    scales = scales_of(inputs, state, limit)
+    inputs = inputs.slice(0, scales.shape[1])
+    gain = inputs.gain * scales.to(inputs.gain)
+    log_decay = inputs.log_decay + scales.log().to(inputs.log_decay)
+    return plain(inputs._replace(gain=gain, log_decay=log_decay), state)
 
 
 def rescale(memory: Tensor, limit: Tensor) -> Tensor:
@@ -85,38 +130,45 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
-    """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN."""
-    added = _norms_of_inputs(inputs)
-    one = added.new_ones(*added.shape[:2], 1, 1)
-    bounds = ScanInputs(one.expand(*added.shape, 1), added, inputs.log_decay.double(), one, one)
-    start = state.double().norm(dim=(2, 3))
-    bound, _ = scan(bounds, start[..., None, None])
-    return bool((bound[..., 0] * (1 + SLACK) <= limit).all())
+    """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN.
+
+    With decays per key, this holds for each column of a state.
+    """
+    heads = inputs.x.shape[2]
+    added, start = _norms_of_inputs(inputs), state.double().norm(dim=2)
+    if inputs.has_key_decays:
+        added = added[..., None] * inputs.per_head(inputs.B).double().abs()
+    else:
+        added, start = added * inputs.per_head(inputs.B).double().norm(dim=-1), start.norm(dim=2)
+    added, log_decay = added.flatten(2), inputs.log_decay.double().flatten(2)
+    ones = torch.ones_like(added[:, :, :1, None])
+    bounds = ScanInputs(ones.expand(*added.shape, 1), added, log_decay, ones, ones)
+    bound, _ = scan(bounds, start.flatten(1)[..., None, None])
+    bound = bound.unflatten(2, (heads, -1)).norm(dim=(3, 4))
+    return bool((bound * (1 + SLACK) <= limit).all())
 
 
 def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
-    """‖u_t‖ in float64, `(b, t, h)`."""
-    groups = inputs.x.shape[2] // inputs.B.shape[2]
-    B = inputs.B.double().norm(dim=-1).repeat_interleave(groups, dim=2)
-    return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs() * B
+    """‖gain_t x_t‖ in float64, `(b, t, h)`."""
+    return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs()
 
 
 def scales_of(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
     products = _decayed_products(inputs, state).unbind(2)
-    own = _norms_of_inputs(inputs).square().unbind(1)
+    added = _norms_of_inputs(inputs) * inputs.per_head(inputs.B).double().norm(dim=-1)
+    squares = added.square().unbind(1)
     decays = (2 * inputs.log_decay.double()).exp().unbind(1)
     square = state.double().square().sum((2, 3))  # b h, of the last state
     product = torch.ones_like(square)  # of all scales so far
     inverses = product[..., None]  # 1 / the product of the scales before each token
     scales = []
-    limits = limit.expand(len(own), -1)
-    for t, (row, itself, decay, limit) in enumerate(
-        zip(products, own, decays, limits, strict=True)
-    ):
+    highest = limit.expand(len(squares), -1)
+    for t, (row, added_square, decay) in enumerate(zip(products, squares, decays, strict=True)):
         cross = (row[..., : t + 1] * inverses).sum(-1) * product
-        square = itself + decay * square + 2 * cross
-        scale = limit / square.clamp(min=limit.square()).sqrt()  # exactly 1 within the limit
+        square = added_square + decay * square + 2 * cross
+        # Exactly 1 within the limit.
+        scale = highest[t] / square.clamp(min=highest[t].square()).sqrt()
         square = square * scale.square()
         scales.append(scale)
         inverses = torch.cat([inverses, product.reciprocal()[..., None]], dim=-1)
@@ -144,11 +196,3 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     read = torch.einsum("bgrpn,bgtn->bgrtp", rows, B).flatten(1, 2)
     start = (read * u).sum(-1) * total.exp()
     return torch.cat([start[..., None], among], dim=3)
-
-
-def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
-    """The inputs of the plain recurrence that equals the rescaled one."""
-    return inputs._replace(
-        gain=inputs.gain * scales.to(inputs.gain),
-        log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
-    )

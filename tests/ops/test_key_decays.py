@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.ops.delta import definition as deltas
 from longrnn.ops.delta.definition import delta
+from longrnn.ops.limit import limited
 from longrnn.ops.scan.definition import ScanInputs, scan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -75,8 +77,9 @@ def by_token(
             target = target - torch.einsum("bhpn,bhn->bhp", state, k)
         state = state + torch.einsum("bh,bhp,bhn->bhpn", gain[:, i], target, k)
         if limit is not None:
-            norm = state.flatten(2).norm(dim=-1).clamp(min=1e-300)
-            state = state * (limit / norm).clamp(max=1.0)[..., None, None]
+            norm = state.flatten(2).norm(dim=-1)[..., None, None]
+            highest = limit.clamp(max=1e30)[:, None, None]
+            state = torch.where(norm > highest, state * (highest / norm), state)
         outputs.append(torch.einsum("bhpn,bhn->bhp", state, q))
     return torch.stack(outputs, 1), state
 
@@ -114,3 +117,20 @@ def test_results_and_gradients_are_those_of_the_definition(
     inputs, state = inputs.to(dtype), state.to(dtype)
     exact = with_gradients(partial(by_token, operation), inputs, state)
     assert_near(with_gradients(OPERATIONS[operation], inputs, state), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("limit", [0.01, 3.0, 1e9])
+@pytest.mark.parametrize("sizes", SIZES[:5], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_limit_rescales_the_state_after_every_token(
+    operation: str, sizes: Sizes, limit: float, dtype: torch.dtype
+) -> None:
+    inputs, state = drawn(sizes, operation, per_key=True, starts=False)
+    inputs, state = inputs.to(dtype), state.to(dtype)
+    limits = limit * torch.arange(1, 1 + sizes.heads).double()
+    limits[-1] = torch.inf
+    exact = with_gradients(partial(by_token, operation, limit=limits), inputs, state)
+    run = limited if operation == "scan" else deltas.limited
+    ours = with_gradients(partial(run, limit=limits), inputs, state)
+    assert_near(ours, exact, 10 * TOLERANCE[dtype])

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import limit as limits
-from longrnn.ops.precision import own_precision
 from longrnn.ops.scan import definition as scans
 from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
 from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
@@ -33,30 +32,17 @@ NEVER = -800.0
 Delta = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
 
-def loop(
-    inputs: ScanInputs, state: Tensor | None = None, limit: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Computes one token after another; see `delta`.
-
-    Args:
-        inputs: t >= 1.
-        state: before the first token; None for zeros.
-        limit: the largest norm of each head's state, `(h,)` float64; None for no limit.
-    """
+def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes one token after another; see `delta`."""
     state = inputs.zero_state() if state is None else state
-    groups = inputs.x.shape[2] // inputs.B.shape[2]
     x, gain, log_decay, B, C = inputs.to(state.dtype)
-    B, C = (shared.repeat_interleave(groups, 2)[..., None] for shared in (B, C))
+    B, C = inputs.per_head(B)[..., None], inputs.per_head(C)[..., None]
     decay = (log_decay if inputs.has_key_decays else log_decay[..., None]).exp()[..., None]
     outputs = []
     per_token = (tensor.unbind(1) for tensor in (x, gain[..., None], log_decay, decay * B, B, C))
     for v, beta, log_t, decayed_k, k, q in zip(*per_token, strict=True):
         u = beta * (v - (state @ decayed_k)[..., 0])
         state = advance(state, log_t, u[..., None] * k.mT)
-        if limit is not None:
-            norm = state.double().norm(dim=(2, 3), keepdim=True)
-            highest = limit[:, None, None]
-            state = state * (highest / norm.clamp(min=highest)).to(state)
         outputs.append((state @ q)[..., 0])
     return torch.stack(outputs, dim=1), state
 
@@ -126,33 +112,29 @@ def limited(
     Chunks in which no norm exceeds its limit are computed by `plain`, the others token by token:
     what a token erases depends on the state, so that no scale is known in advance.
     """
-    limit, chunk = limit.clamp(max=limits.UNLIMITED), scans.CHUNK
-    outputs, start, time, size = [], 0, inputs.x.shape[1], scans.SEGMENT
-    with own_precision(state):
-        while start < time:
-            part = inputs.slice(start, start + size)
-            within = _is_within(part, state, limit, plain)
-            if not within and size > chunk:
-                size = chunk
-                continue
-            y, state = plain(part, state) if within else loop(part, state, limit)
-            outputs.append(y)
-            start += y.shape[1]
-            size = min(2 * size, scans.SEGMENT) if within else chunk
-    return torch.cat(outputs, dim=1), state
+    within = partial(_is_within, plain=plain)
+    return limits.in_limited_segments(inputs, state, limit, plain, within, limits.token_by_token)
 
 
 @torch.no_grad()
 def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta) -> bool:
     """Whether no state exceeds its limit; false for NaN."""
-    # Each token but the first reads the state before it: h_{t−1} k_t is the output for q = k_t.
-    following = torch.cat([inputs.B[:, 1:], inputs.B[:, :1]], dim=1)
-    groups = inputs.x.shape[2] // inputs.B.shape[2]
-    first = state @ inputs.B[:, 0].repeat_interleave(groups, 1)[..., None].to(state)
+    # Each token but the first reads the state before it: h_{t−1} k_t is the output for q = k_t, and
+    # h_{t−1} diag(a_t) k_t that for q = diag(a_t) k_t.
+    keys, decay = inputs.B.to(state), inputs.log_decay.exp().to(state)
+    if inputs.has_key_decays:
+        keys = inputs.per_head(keys) * decay
+        inputs, decay = inputs._replace(B=inputs.per_head(inputs.B)), 1.0
+    else:
+        decay = decay[..., None]
+    following = torch.cat([keys[:, 1:], keys[:, :1]], dim=1)
+    first = state @ inputs.per_head(keys[:, 0])[..., None]
     read, _ = plain(inputs._replace(C=following), state)
     read = torch.cat([first[..., 0][:, None], read[:, :-1]], dim=1)
-    x = inputs.x.to(state) - inputs.log_decay.exp()[..., None].to(state) * read
-    adding = inputs._replace(x=x)  # the plain recurrence with the same states
+    # The plain recurrence with the same states.
+    adding = inputs._replace(x=inputs.x.to(state) - decay * read)
     if limits.is_within(adding, state, limit):
         return True
-    return x.shape[1] <= scans.CHUNK and bool((limits.scales_of(adding, state, limit) == 1).all())
+    if inputs.has_key_decays or inputs.x.shape[1] > scans.CHUNK:
+        return False
+    return bool((limits.scales_of(adding, state, limit) == 1).all())

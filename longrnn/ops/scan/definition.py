@@ -84,6 +84,10 @@ class ScanInputs(NamedTuple):
             B, C = B.index_select(2, group), C.index_select(2, group)
         return ScanInputs(x, gain, log_decay, B, C)
 
+    def per_head(self, shared: Tensor) -> Tensor:
+        """B or C of every head, `(…, h, n)`, from those of the groups `(…, g, n)`."""
+        return shared.repeat_interleave(self.x.shape[2] // shared.shape[-2], -2)
+
     def to(self, dtype: torch.dtype) -> ScanInputs:
         """The inputs in one dtype."""
         return ScanInputs(*(tensor.to(dtype) for tensor in self))
@@ -100,11 +104,11 @@ Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes one token after another; see `scan`."""
     state = inputs.zero_state() if state is None else state
-    groups = inputs.x.shape[2] // inputs.B.shape[2]
     x, gain, log_decay, B, C = inputs.to(state.dtype)
-    u, B, C = x * gain[..., None], *(one.repeat_interleave(groups, 2) for one in (B, C))
+    u, B, C = x * gain[..., None], inputs.per_head(B), inputs.per_head(C)
     outputs = []
-    for u_t, log_t, B_t, C_t in zip(*(one.unbind(1) for one in (u, log_decay, B, C)), strict=True):
+    per_token = zip(*(tensor.unbind(1) for tensor in (u, log_decay, B, C)), strict=True)
+    for u_t, log_t, B_t, C_t in per_token:
         state = advance(state, log_t, u_t[..., :, None] * B_t[..., None, :])
         outputs.append((state @ C_t[..., None])[..., 0])
     return torch.stack(outputs, dim=1), state
@@ -159,17 +163,18 @@ def in_segments(
         segment: computes a segment.
         length: tokens of a segment.
     """
-    state = inputs.zero_state() if state is None else state
+    memory = inputs.zero_state() if state is None else state
+    compute: Any = segment
     if torch.is_grad_enabled() and not is_transformed():
-        segment = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
+        compute = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
     outputs, time = [], inputs.x.shape[1]
-    with own_precision(state):
+    with own_precision(memory):
         if time <= FEW:
-            return few(inputs, state)
+            return few(inputs, memory)
         for start in range(0, time, length):
-            y, state = segment(inputs.slice(start, start + length), state)
+            y, memory = compute(inputs.slice(start, start + length), memory)
             outputs.append(y)
-    return torch.cat(outputs, dim=1), state
+    return torch.cat(outputs, dim=1), memory
 
 
 def in_chunks(
@@ -227,14 +232,14 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 
 def _key_chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """`_chunks` with decays per key; tensors are `(b, m, h, i, …)` for tokens i of chunks m."""
-    dtype, heads = state.dtype, inputs.x.shape[2]
+    dtype = state.dtype
 
     def cut(tensor: Tensor) -> Tensor:
-        per_head = tensor.to(dtype).repeat_interleave(heads // tensor.shape[2], 2)
-        return per_head.unflatten(1, (-1, size)).transpose(2, 3)
+        return tensor.to(dtype).unflatten(1, (-1, size)).transpose(2, 3)
 
-    u = cut(inputs.x) * cut(inputs.gain)[..., None]
-    B, C, log_decay = cut(inputs.B), cut(inputs.C), cut(inputs.log_decay)
+    u = cut(inputs.x) * cut(inputs.gain[..., None])
+    B, C = cut(inputs.per_head(inputs.B)), cut(inputs.per_head(inputs.C))
+    log_decay = cut(inputs.log_decay)
     scores, since_start, to_end = key_decays(C[..., None, :], B, log_decay)
     added = u.mT @ (B * decay_exp(to_end, dtype))
     starts = []
