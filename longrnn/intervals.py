@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from scipy import stats
+from scipy import special  # scipy.stats takes seconds to import
 
 
 class Estimate(NamedTuple):
@@ -38,7 +38,7 @@ def proportion(right: float, n: int, independent: float | None = None) -> Estima
             that of as many questions with the same share.
     """
     size = n if independent is None else min(independent, n)
-    share, z = right / n, float(stats.norm.ppf(0.975))
+    share, z = right / n, float(special.ndtri(0.975))
     center = (share + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z / (1 + z**2 / size) * math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return Estimate(share, max(center - half, 0.0), min(center + half, 1.0), n)
@@ -51,7 +51,7 @@ def mean(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(center, -math.inf, math.inf, 1)
     deviation = math.sqrt(sum((value - center) ** 2 for value in values) / (n - 1))
-    half = float(stats.t.ppf(0.975, n - 1)) * deviation / math.sqrt(n)
+    half = float(special.stdtrit(n - 1, 0.975)) * deviation / math.sqrt(n)
     return Estimate(center, center - half, center + half, n)
 
 

@@ -60,10 +60,10 @@ def _model(checkpoint: str) -> dict[str, Any]:
         layers = f"{config.n_layers} {config.block} blocks, d_model {config.d_model}, {position=!s}"
     else:
         layers = f"{config.num_hidden_layers} of {model.kind}, d_model {config.hidden_size}"
-    one, two = (
-        state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
-    )
-    grows = f" after one token, and {two - one:,} more for each further token"
+    with torch.no_grad():
+        states = [model(torch.zeros(1, n, dtype=torch.long), keep=0).state for n in (1, 2)]
+    first, second = map(state.nbytes, states)
+    grows = f" after one token, and {second - first:,} more for each further token"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
     described = {
@@ -73,7 +73,7 @@ def _model(checkpoint: str) -> dict[str, Any]:
         "cells": cells and f"{len(cells)} × {cells[0].kind}, {cells[0].extra_repr()}",
         "length": limit and f"at most {limit:,} tokens{lifted}",
         "vocabulary": f"{model.vocab_size:,}",
-        "state": f"{one:,} bytes per sequence{grows if two > one else ', at any length'}",
+        "state": f"{first:,} bytes per sequence{grows if second > first else ', at any length'}",
         "mitigation": model.mitigation,
         "fingerprint": model.fingerprint(),
     }

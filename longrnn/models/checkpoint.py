@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
@@ -34,6 +36,9 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model-*-of-*.bin",
 )
+
+# Elementwise functions with which cells compute initial values.
+INITIAL_VALUES = {"add", "div", "exp", "expm1", "log", "mul", "neg", "sub", "uniform_"}
 
 
 def save_model(
@@ -146,7 +151,8 @@ def build_model(
     given = dict(tensors)
     if config.tie_embeddings and "embedding.weight" in given:
         given.setdefault("head.weight", given["embedding.weight"])
-    with torch.device("meta"):  # so that the sizes in a damaged file allocate no memory
+    # On the meta device, so that the sizes in a damaged file allocate no memory.
+    with torch.device("meta"), _ShapesAlone():
         model = RecurrentLM(config)
     model.load_state_dict(given, strict=True, assign=True)
     if config.tie_embeddings:
@@ -155,6 +161,25 @@ def build_model(
         # Copies, so that the weights do not change if the memory-mapped file does.
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)
     return model.eval()
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """Gives initial values their shapes alone, which is all that a model on `meta` needs.
+
+    torch computes these functions for `meta` in Python, and imports its compiler for this, which
+    takes longer than everything else in loading a small checkpoint.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        values = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return values["tensor"] if "tensor" in values else args[0]
+        if func.__name__ in INITIAL_VALUES:
+            shapes = [value.shape for value in args if isinstance(value, Tensor)]
+            return torch.empty(np.broadcast_shapes(*shapes))
+        return func(*args, **values)
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
