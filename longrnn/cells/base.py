@@ -41,7 +41,9 @@ class Cell(nn.Module, ABC):
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
             A cell with some reads its input by the first one alone.
-        scans: whether its state is computed by a scan, with a step dt and a rate A.
+        scans: whether its state is computed by a scan.
+        has_steps: whether a step dt and a rate A determine its decays.
+        constant_step: whether that step is the same for every token.
         gated: whether its new memory is linear in the old one, given the gates.
         diagonal: whether a token multiplies the memory by numbers, not by a matrix.
     """
@@ -51,6 +53,8 @@ class Cell(nn.Module, ABC):
     wide_weights: tuple[str, ...] = ()
     projections: tuple[str, ...] = ()
     scans = False
+    has_steps = False
+    constant_step = False
     gated = True
     diagonal = True
     recurrence: nn.Module
@@ -63,8 +67,9 @@ class Cell(nn.Module, ABC):
 
     @property
     def kind(self) -> str:
-        """Its name in `MIXERS`."""
-        return next(name for name, member in MIXERS.items() if isinstance(self, member))
+        """Its name in `MIXERS`; that of its class for a layer of Hugging Face models alone."""
+        names = (name for name, member in MIXERS.items() if isinstance(self, member))
+        return next(names, type(self).__name__)
 
     @property
     def is_observed(self) -> bool:

@@ -81,6 +81,7 @@ class ScanningCell(Cell):
     """
 
     scans = True
+    has_steps = True
     repeats = True
     backend: str
 

@@ -140,7 +140,7 @@ class Mitigation:
 
 def without_steps(cell: type[Cell]) -> str | None:
     """Why a change of step sizes is not defined for a kind of cell; None if it is."""
-    if cell.scans:
+    if cell.has_steps:
         return None
     if cell.gated:
         return "it has gates and no step size dt; use forget_more or state_norm"

@@ -42,6 +42,8 @@ class TokenFilter(Mitigation):
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
+        if cell.constant_step:
+            return "every token has the same step; use forget_more or scale_decay"
         return without_steps(cell)
 
     def bind(self, layer: int, heads: Tensor) -> Edit:

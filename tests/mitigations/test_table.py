@@ -9,23 +9,26 @@ import pytest
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.mitigations import MITIGATIONS, mitigation
 from tests.contracts.builders import UNDEFINED, Spec, build_model, spec_id
 
 DOCUMENT = Path(__file__).parents[2] / "docs/repair.md"
-NOTE = re.compile(r"no \((\d+)\)")
+ONLY_HYBRIDS = {
+    family.cell.__name__: family.cell
+    for _, family in sorted(FAMILIES.items())
+    if not issubclass(family.cell, tuple(MIXERS.values()))
+}
 
 
 def support_table() -> str:
     """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
-    lines = [
-        "| | " + " | ".join(MIXERS) + " |",
-        "| --- " * (len(MIXERS) + 1) + "|",
-    ]
+    cells = {**dict(MIXERS.items()), **ONLY_HYBRIDS}
+    lines = ["| | " + " | ".join(cells) + " |", "| --- " * (len(cells) + 1) + "|"]
     notes: list[str] = []
     for name, member in MITIGATIONS.items():
         found = []
-        for cell in MIXERS.values():
+        for cell in cells.values():
             reason = member.undefined(cell)
             if reason is not None and reason not in notes:
                 notes.append(reason)

@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import GatedDeltaNet, Mamba2, ScanningCell
+from longrnn.hf.hybrid.lightning import LightningAttention
+from longrnn.hf.hybrid.mlstm import MLSTM
+from longrnn.hf.hybrid.rg_lru import RGLRU
 from longrnn.ops.norm import gated_rms_norm
 
 # Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
@@ -58,7 +61,7 @@ class Family(NamedTuple):
     """
 
     layer: str
-    cell: type[SharedMamba2] | type[SharedGatedDeltaNet]
+    cell: type[Any]
     project: Callable[[Any, Tensor], Tensor] = own_projection
     gate: Callable[[Any], Gate] = gated_norm
     returns_state: bool = False
@@ -183,11 +186,14 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family("FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate),
     "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", SharedMamba2),
+    "minimax": Family("MiniMaxLightningAttention", LightningAttention, returns_state=True),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
     "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO),
     "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
     "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
     "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head),
+    "recurrent_gemma": Family("RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True),
+    "xlstm": Family("xLSTMLayer", MLSTM, returns_state=True),
     "zamba2": Family("Zamba2MambaMixer", SharedMamba2),
 }
 

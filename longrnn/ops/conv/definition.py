@@ -12,9 +12,17 @@ from longrnn.ops.rows import Rows
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """silu of each channel's filter over the current token and the k − 1 before it.
+    """silu of `causal_filter`, whose arguments it has."""
+    y, last = causal_filter(x, weight, bias, state, rows)
+    return F.silu(y).to(x.dtype), last
 
-    y_t = silu(Σ_j weight[:, j] · x_{t−k+1+j} + bias), summed in float32 or wider and rounded once.
+
+def causal_filter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Rows | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each channel's filter over the current token and the k − 1 before it.
+
+    y_t = Σ_j weight[:, j] · x_{t−k+1+j} + bias, summed in float32 or wider.
     The taps are added one by one, so that any split gives the same bits.
 
     Args:
@@ -26,7 +34,7 @@ def conv(
             tap reads another document.
 
     Returns:
-        `y` of shape `(b, t, c)` in the dtype of `x`, and the last k − 1 inputs in the dtype of
+        `y` of shape `(b, t, c)` in float32 or wider, and the last k − 1 inputs in the dtype of
         `state`.
     """
     reach, time = state.shape[1], x.shape[1]
@@ -42,4 +50,4 @@ def conv(
         y = torch.addcmul(y, inputs, tap)
     # A copy, because a slice would keep the whole input in memory.
     last = padded[:, time:].clone() if rows is None else rows.last(padded, reach)
-    return F.silu(y).to(x.dtype), last.to(state.dtype)
+    return y, last.to(state.dtype)

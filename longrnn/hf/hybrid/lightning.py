@@ -1,0 +1,89 @@
+"""Lightning attention: linear attention with one constant decay per head.
+
+For every head, with the memory h `(p, n)` and a slope s > 0 that no input changes:
+
+    h_t = exp(−s) h_{t−1} + v_t k_tᵀ,   y_t = h_t q_t
+    (q, k, v) = silu(W x),   output = W_o (σ(W_g x) · rms_norm(y))
+
+The norm is over all heads. In a mitigation the step dt is 1 for every token, and the rate A is −s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.cells.edit import Steps
+from longrnn.hf.hybrid.layer_cell import LayerCell
+from longrnn.ops.norm import rms_norm
+from longrnn.ops.scan.definition import ScanInputs
+
+
+class LightningState(NamedTuple):
+    """`ssm`: `(b, h, p, n)`, the memory of every head, float32 or wider."""
+
+    ssm: Tensor
+
+
+class LightningRest(NamedTuple):
+    """`q` and `k`: `(b, t, h, n)`; `gate`: `(b, t, h p)`, before its sigmoid."""
+
+    q: Tensor
+    k: Tensor
+    gate: Tensor
+
+
+class LightningAttention(LayerCell):
+    """The layer of MiniMax (arXiv 2501.08313, section 2.2; arXiv 2401.04658).
+
+    Args:
+        layer: a `MiniMaxLightningAttention`.
+    """
+
+    constant_step = True
+    recurrent_weights = ("layer.slope_rate",)
+    wide_weights = ("slope_rate",)
+
+    def __init__(self, layer: Any, _: Any = None) -> None:
+        super().__init__(layer, layer.qkv_proj.in_features)
+        self.n_heads, self.head_dim = layer.num_attention_heads, layer.head_dim
+
+    def before(self, x: Tensor, state: LightningState) -> tuple[Steps, LightningRest]:
+        """Computes queries, keys, values and gates."""
+        dtype, layer = state.ssm.dtype, self.layer
+        mixed = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (self.n_heads, -1)).to(dtype)
+        q, k, v = mixed.split(self.head_dim, dim=-1)
+        rate = -layer.slope_rate.to(dtype).flatten()
+        return Steps(v, torch.ones_like(v[..., 0]), rate), LightningRest(q, k, layer.output_gate(x))
+
+    def inputs(
+        self, steps: Steps, log_decay: Tensor, add: Tensor | None, rest: LightningRest
+    ) -> Any:
+        """Returns the inputs of the recurrence after the edits of the steps."""
+        gain = steps.dt if add is None else steps.dt * add
+        return ScanInputs(steps.x, gain, log_decay, rest.k, rest.q), None
+
+    def after(
+        self, y: Tensor, rest: LightningRest, _: None, memory: Tensor
+    ) -> tuple[Tensor, LightningState]:
+        """Computes the output of the layer."""
+        norm = self.layer.norm
+        normed = rms_norm(y.flatten(2), norm.weight, norm.variance_epsilon)
+        gated = normed * rest.gate.to(y.dtype).sigmoid()
+        return self.layer.out_proj(gated.to(rest.gate.dtype)), LightningState(memory)
+
+    def state_like(self) -> LightningState:
+        dtype = self.wide_dtype(self.layer.out_proj.weight)
+        sizes = self.n_heads, self.head_dim, self.head_dim
+        return LightningState(torch.empty(sizes, dtype=dtype, device="meta"))
+
+    def inputs_like(self) -> ScanInputs:
+        weight = self.layer.out_proj.weight
+        gain = torch.empty(1, 0, self.n_heads, dtype=self.wide_dtype(weight), device=weight.device)
+        vectors = gain.new_empty(1, 0, self.n_heads, self.head_dim)
+        return ScanInputs(vectors, gain, gain, vectors, vectors)
+
+    def extra_repr(self) -> str:
+        return f"n_heads={self.n_heads}, head_dim={self.head_dim}, backend={self.backend}"

@@ -1,0 +1,157 @@
+"""The cells that exist as layers of Hugging Face models only."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.cells import Cell
+from longrnn.errors import UserError
+from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.hybrid.mlstm import MLSTM
+from longrnn.hf.hybrid.model import open_hugging_face, recurrent_layers
+from longrnn.mitigations import MITIGATIONS, mitigation
+from longrnn.mitigations.base import Chain
+from longrnn.mitigations.bind import bind
+from longrnn.ops.rows import Rows
+from longrnn.state import take
+from tests.contracts.builders import (
+    assert_near,
+    differentiable,
+    generator,
+    mitigation_spec,
+    random_sizes,
+    real_leaves,
+)
+from tests.hf.architectures import architecture
+from tests.hf.hybrid.definitions import LAYERS, run_layer
+from tests.mitigations.definitions import Definition
+
+TIME = 40
+PAIRS = [
+    (kind, name)
+    for kind in LAYERS
+    for name, member in MITIGATIONS.items()
+    if member.undefined(FAMILIES[kind].cell) is None
+]
+
+
+def layer_and_cell(kind: str, **options: Any) -> tuple[Any, Cell]:
+    """A recurrent layer of transformers in float64, and our cell on its weights."""
+    model = architecture(kind, **options).double()
+    layer = next(iter(recurrent_layers(model).values()))
+    return layer, FAMILIES[kind].cell(layer, FAMILIES[kind])
+
+
+def inputs(cell: Cell, time: int = TIME, rows: int = 2) -> Tensor:
+    return torch.randn(rows, time, cell.d_input, generator=generator(5), dtype=torch.float64)
+
+
+def of_transformers(kind: str, layer: Any, x: Tensor) -> Tensor:
+    """What the layer itself computes without a cache."""
+    arguments: dict[str, dict[str, Any]] = {
+        "minimax": {"position_embeddings": None, "attention_mask": None},
+        "recurrent_gemma": {
+            "position_ids": torch.arange(x.shape[1])[None],
+            "attention_mask": None,
+            "use_cache": False,
+        },
+        "xlstm": {},
+    }
+    return layer(x, **arguments[kind])[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_definition_is_the_layer_of_transformers(kind: str) -> None:
+    layer, cell = layer_and_cell(kind)
+    x = inputs(cell)
+    y, _ = run_layer(kind, layer, Definition([], 0, cell.n_heads), x, cell.init_state(2))
+    assert_near(y, of_transformers(kind, layer, x).double(), 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_a_mitigated_cell_is_its_definition(kind: str, name: str) -> None:
+    """Outputs, states and gradients at random splits are those of one token after another."""
+    layer, cell = layer_and_cell(kind)
+    spec = mitigation_spec(name)
+    edit = bind(Chain([mitigation(spec)]), [cell], lambda: "").edits[0]
+    x = inputs(cell).requires_grad_()
+    start = differentiable(cell.init_state(2))
+    expected, last = run_layer(kind, layer, Definition([spec], 0, cell.n_heads), x, start)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    state, outputs = cell.init_state(2, edit), []
+    for piece in x.split(random_sizes(TIME, seed=3), dim=1):
+        y, state = cell(piece, state, edit)
+        outputs.append(y)
+    found = torch.cat(outputs, 1)
+    assert_near(found, expected, 1e-9)
+    assert_near(torch.autograd.grad(found.square().sum(), x)[0], wanted, 1e-8)
+    if "window" not in spec:
+        for leaf, value in real_leaves(last, "").items():
+            assert_near(real_leaves(state, "")[leaf], value, 1e-9, leaf)
+
+
+@pytest.mark.parametrize("bias", [-1e3, 1e3])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_both_limits_of_the_decay(kind: str, bias: float) -> None:
+    """A memory that never decays, or that keeps nothing, has finite outputs and gradients."""
+    layer, cell = layer_and_cell(kind, **({"gate_soft_cap": 1e6} if kind == "xlstm" else {}))
+    with torch.no_grad():
+        if kind == "minimax":
+            layer.slope_rate.fill_(max(0.0, bias))
+        elif kind == "recurrent_gemma":
+            layer.rg_lru.recurrent_param.fill_(bias)
+        else:
+            layer.fgate_preact.bias.fill_(bias)
+    x = inputs(cell).requires_grad_()
+    expected, _ = run_layer(kind, layer, Definition([], 0, cell.n_heads), x, cell.init_state(2))
+    y, _ = cell(x, cell.init_state(2))
+    assert_near(y, expected, 1e-9)
+    assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_documents_are_read_apart(kind: str) -> None:
+    """A document in a row has the outputs that it has alone; padding leaves the state."""
+    _, cell = layer_and_cell(kind)
+    x = inputs(cell, 12)
+    starts = torch.zeros(2, 12, dtype=torch.bool)
+    starts[0, 5] = starts[1, 7] = True
+    rows = Rows(torch.arange(12) < torch.tensor([[12], [9]]), starts)
+    y, state = cell(x, cell.init_state(2), None, rows)
+    alone, last = cell(x[:1, 5:], cell.init_state(1))
+    assert_near(y[:1, 5:], alone, 1e-9)
+    assert_near(cell.memory(take(state, [0])), cell.memory(last), 1e-9)
+    assert_near(y[1:, 7:9], cell(x[1:, 7:9], cell.init_state(1))[0], 1e-9)
+
+
+def test_a_filter_of_steps_that_do_not_vary_is_refused() -> None:
+    with pytest.raises(UserError, match="LightningAttention.*same step"):
+        open_hugging_face(architecture("minimax")).under("token_filter(threshold=0.1)")
+    with pytest.raises(UserError, match="MLSTM.*no step size"):
+        open_hugging_face(architecture("xlstm")).under("scale_delta(scale=0.5)")
+
+
+def test_an_xlstm_layer_with_fused_weights_is_computed() -> None:
+    """transformers cannot initialise one, but it loads them."""
+    layer, cell = layer_and_cell("xlstm", use_bias=True)
+    config = copy.copy(layer.config)
+    config.weight_mode = "fused"
+    fused = type(layer)(config).double()
+    weights = layer.state_dict()
+    for joined, names in (
+        ("qkv_opreact", ["q", "k", "v", "ogate_preact"]),
+        ("ifgate_preact", ["igate_preact", "fgate_preact"]),
+    ):
+        for part in ("weight", "bias"):
+            pieces = [weights.pop(f"{name}.{part}") for name in names]
+            weights[f"{joined}.{part}"] = torch.cat(pieces)
+    fused.load_state_dict(weights)
+    x = inputs(cell)
+    expected, _ = cell(x, cell.init_state(2))
+    assert_near(MLSTM(fused)(x, cell.init_state(2))[0], expected, 1e-9)
+    assert_near(of_transformers("xlstm", layer, x).double(), expected, 1e-5)
