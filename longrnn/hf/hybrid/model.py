@@ -180,11 +180,12 @@ class HybridLM(ForeignLM):
         """
         largest = getattr(self.config, "max_position_embeddings", None) or window
         takes_masks = self.model.config._attn_implementation in ("eager", "sdpa")
-        has_attention = histories(self.like)
+        attends = any(type(layer) in WINDOWED for layer in self.open_cache((), 0).layers)
+        has_attention = attends and histories(self.like)
         if not has_attention or not takes_masks or not 2 <= window <= largest:
             raise UserError(
                 f"attention_window={window} is not valid for this {self.kind}: it needs attention "
-                f"layers, the attention implementation eager or sdpa, and 2 to {largest:,} tokens"
+                f"layers without a window, the attention implementation eager or sdpa, and 2 to {largest:,} tokens"
             )
         other = copy.copy(self)
         other.attention_window, other.max_length = window, None

@@ -16,6 +16,8 @@ from tests.hf.architectures import architecture
 from tests.hf.foreign import assert_continues, causal, tokens, with_bytes
 
 WINDOW = 5
+# Architectures whose attention layers all have a window already, or that have none.
+WITHOUT = ["recurrent_gemma", "xlstm"]
 
 
 def banded(theirs: Any, text: torch.Tensor) -> torch.Tensor:
@@ -29,7 +31,7 @@ def banded(theirs: Any, text: torch.Tensor) -> torch.Tensor:
         return theirs(input_ids=text, attention_mask=masks, use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted({*FAMILIES} - {*WITHOUT}))
 def test_pieces_equal_one_call_with_a_mask(kind: str) -> None:
     """Calls of any length and rows of different lengths read the window exactly."""
     theirs, text = architecture(kind), tokens(2, 30, seed=3) % 60
@@ -66,3 +68,11 @@ def test_a_window_out_of_range_is_refused(window: int) -> None:
     assert isinstance(model, HybridLM)
     with pytest.raises(UserError, match="128"):
         model.with_attention_window(window)
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_a_model_without_full_attention_is_refused(kind: str) -> None:
+    model = open_hugging_face(architecture(kind))
+    assert isinstance(model, HybridLM)
+    with pytest.raises(UserError, match="without a window"):
+        model.with_attention_window(WINDOW)
