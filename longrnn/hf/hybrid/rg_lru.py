@@ -84,7 +84,7 @@ class RGLRU(LayerCell):
 
     def inputs(self, steps: Steps, log_decay: Tensor, add: Tensor | None, rest: RGLRURest) -> Any:
         """Returns the inputs of the recurrence after the edits of the steps."""
-        square = -torch.expm1(2 * steps.log_decay)
+        square = -torch.expm1(2 * steps._replace(keep=None).log_decay)
         gain = square * square.clamp(min=SMALLEST_SQUARE).rsqrt()
         gain = gain.masked_fill(rest.is_first, 1.0)
         ones = torch.ones_like(gain[..., :1, None])

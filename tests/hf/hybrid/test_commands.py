@@ -12,8 +12,6 @@ from longrnn.cli.app import app
 from tests.hf.architectures import architecture
 from tests.hf.foreign import with_bytes
 
-# A threshold small enough to change the states of random weights.
-
 
 def run(*arguments: Any) -> str:
     result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False, color=False)
@@ -21,15 +19,29 @@ def run(*arguments: Any) -> str:
     return result.output
 
 
-@pytest.mark.parametrize(
-    ("kind", "mixer"), [("falcon_h1", "mamba2"), ("qwen3_next", "gated_deltanet")]
-)
-def test_commands(kind: str, mixer: str, tmp_path: Path) -> None:
-    """Info, calibration, diagnosis, perplexity and passkey run on a hybrid."""
+KINDS = {
+    "falcon_h1": "mamba2",
+    "minimax": "LightningAttention",
+    "qwen3_next": "gated_deltanet",
+    "recurrent_gemma": "RGLRU",
+    "xlstm": "MLSTM",
+}
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "xlstm"]
+
+
+def hybrid(kind: str, folder: Path) -> tuple[Path, Path]:
+    """The folder of a tiny hybrid, and a text."""
     theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
-    folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
+    text = folder / "book.txt"
     text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
-    assert f" × {mixer}" in run("info", folder)
+    return with_bytes(theirs, folder / "hybrid"), text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands(kind: str, tmp_path: Path) -> None:
+    """Info, calibration, diagnosis, perplexity, passkey and generation run on a hybrid."""
+    folder, text = hybrid(kind, tmp_path)
+    assert f" × {KINDS[kind]}" in run("info", folder)
     calibrated, common = tmp_path / "norm.yaml", ["--text", text]
     run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
         "--output", calibrated)  # fmt: skip
@@ -41,3 +53,17 @@ def test_commands(kind: str, mixer: str, tmp_path: Path) -> None:
         "--output", tmp_path / "ppl")  # fmt: skip
     run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
         "--depths", 1, "--output", tmp_path / "passkey")  # fmt: skip
+    run("generate", f"{folder}+forget_more", "--prompt", "The grass", "--max-new-tokens", 3)
+
+
+@pytest.mark.parametrize("kind", ["xlstm", *SLOW])
+def test_comparison_and_harness(kind: str, tmp_path: Path) -> None:
+    """A hybrid is compared with itself under a mitigation, and evaluated by lm-eval."""
+    folder, text = hybrid(kind, tmp_path)
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"evaluations: [{{kind: perplexity, texts: [{text}], lengths: [128]}}]")
+    run("compare", folder, f"{folder}+forget_more", "--suite", suite,
+        "--output", tmp_path / "compare")  # fmt: skip
+    assert "longrnn_passkey" in run(
+        "eval", "harness", folder, "--tasks", "longrnn_passkey", "--limit", 1
+    )
