@@ -185,7 +185,8 @@ class HybridLM(ForeignLM):
         if not has_attention or not takes_masks or not 2 <= window <= largest:
             raise UserError(
                 f"attention_window={window} is not valid for this {self.kind}: it needs attention "
-                f"layers without a window, the attention implementation eager or sdpa, and 2 to {largest:,} tokens"
+                "layers without a window, the attention implementation eager or sdpa, and 2 to "
+                f"{largest:,} tokens"
             )
         other = copy.copy(self)
         other.attention_window, other.max_length = window, None
