@@ -48,15 +48,16 @@ def hooked_as_now(module: nn.Module) -> AbstractContextManager[None]:
 def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
     """A context in which the log decays of each cell are summed over all tokens.
 
-    The sums are by index of the cell; a cell without decays has none. They are `(b, h, 1)` by head
-    or `(b, 1, d)` by unit, and float64, because a float32 sum over a million tokens has lost its
-    digits.
+    The sums are by index of the cell; a cell without decays has none. They are `(b, h, 1)` by head,
+    `(b, h, n)` by key or `(b, 1, d)` by unit, and float64, because a float32 sum over a million
+    tokens has lost its digits.
     """
     sums: dict[int, Tensor] = {}
 
     def add(index: int, seen: Any, *_: Any) -> None:
         if not isinstance(seen, Update):
-            found = seen.log_decay.double().sum(1)[..., None]
+            total = seen.log_decay.double().sum(1)
+            found = total if total.ndim == 3 else total[..., None]
         elif seen.keep is not None:
             found = seen.keep.double().log()[:, None]
         else:

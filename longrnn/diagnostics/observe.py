@@ -41,9 +41,11 @@ class Observations(NamedTuple):
         mean: of the entries.
         deviation: standard deviation of the entries.
         norm: Frobenius.
-        retention: what is left of the state before the first token, exp(Σ log decay); in an LSTM
-            and a GRU the mean over units of the products of their gates.
-        gate: geometric mean of the decay per token since the last observation.
+        retention: what is left of the state before the first token, exp(Σ log decay): with decays
+            per key the mean over keys; in an LSTM and a GRU the mean over units of the products of
+            their gates.
+        gate: geometric mean of the decay per token since the last observation, and the mean of it
+            over keys or units.
         channels: `(n, layers, b, h, p)`, root mean square of the entries of each channel: a row of
             the p × n state of Mamba-2, a unit of RNN, GRU and LSTM.
     """
@@ -95,7 +97,7 @@ def observe(
     seen = []
     progress = Progress("states", tokens.numel(), unit="tokens", quiet=quiet)
     with decay_sums(model.cells if gated else []) as sums, progress:
-        before: Tensor | float = 0.0
+        before: dict[int, Tensor] = {}
         for stop in stops:
             piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
             losses, state = model.token_losses(piece, target, state)
@@ -108,11 +110,12 @@ def observe(
             norm = entries.norm(dim=-1)
             retention = gate = torch.full_like(norm, math.nan)
             if sums:
-                # Decays are `(b, h, 1)` by head or `(b, 1, d)` by unit.
-                total = torch.stack([*sums.values()])
-                retention = total.exp().mean(-1)
-                gate = ((total - before) / (stop - position)).exp().mean(-1)
-                before = total
+                # By key, unit or head; layers may differ in this.
+                totals = dict(sums)
+                since = [total - before.get(layer, 0) for layer, total in totals.items()]
+                retention = torch.stack([total.exp().mean(-1) for total in totals.values()])
+                gate = torch.stack([(gates / (stop - position)).exp().mean(-1) for gates in since])
+                before = totals
             loss = losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)
             deviation, channels = entries.std(-1, correction=0), wide.square().mean(-1).sqrt()
             mean, at = entries.mean(-1), torch.tensor(stop)

@@ -1,7 +1,8 @@
 """The state after the same inputs have been consumed several times, in closed form.
 
 One pass over the inputs maps a state h to a h + b, with a = exp(Σ log_decay), so k passes map it to
-a^k h + b (1 − a^k) / (1 − a): any number of passes costs as much as one.
+a^k h + b (1 − a^k) / (1 − a): any number of passes costs as much as one. With decays per key this
+holds for each column of h.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ def repeated(before: Tensor, after: Tensor, log_decay: Tensor, times: Tensor) ->
     Args:
         before: the state before the first pass, `(b, h, p, n)`.
         after: the state after the first pass, `(b, h, p, n)`.
-        log_decay: `(b, h)`, summed over the pass, at most 0.
+        log_decay: `(b, h, 1)`, or per key `(b, h, n)`, summed over the pass, at most 0.
         times: `(b,)`, at least 1; 1 gives `after` up to rounding.
 
     Returns:
         `(b, h, p, n)`, differentiable in all arguments except `times`.
     """
-    once = log_decay.clamp(max=LEAST)
-    all_times = times[:, None].to(once) * once
-    passes = torch.expm1(all_times) / torch.expm1(once)  # b h
-    added = after - once.exp()[..., None, None] * before
-    return all_times.exp()[..., None, None] * before + passes[..., None, None] * added
+    once = log_decay.clamp(max=LEAST)[:, :, None]  # b h 1 n
+    all_times = times[:, None, None, None].to(once) * once
+    passes = torch.expm1(all_times) / torch.expm1(once)
+    return all_times.exp() * before + passes * (after - once.exp() * before)

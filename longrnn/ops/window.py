@@ -7,6 +7,7 @@ A call is cut into blocks of w tokens from its own start. The window of row r of
 - the rows of its block up to r: a plain scan from the zero state, and
 - the rows after r of the w tokens before the block: a scan backward in time without decays, whose
   inputs are weighted by their decay to the block's start, and whose output by the decay to row r.
+  With decays per key, the first is a factor of B, and the second of C.
 
 So no state is subtracted, and gradients and devices are those of the scan. Calls of few tokens are
 computed as attention to their windows. What is remembered are the inputs of the last w tokens; the
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import key_decays
 from longrnn.ops.scan.definition import NEVER, ScanInputs
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import History
@@ -47,7 +49,7 @@ class Recent(NamedTuple):
     Attributes:
         x: `(b, l, h p)`.
         gain: `(b, l, h)`.
-        log_decay: `(b, l, h)`.
+        log_decay: `(b, l, h)`, or per key `(b, l, h n)`.
         B: `(b, l, g n)`.
     """
 
@@ -103,7 +105,8 @@ def _copied(one: Tensor, capacity: int) -> Tensor:
 
 
 class _Inputs(NamedTuple):
-    """`Recent` by head: x `(b, l, h, p)`, gain and log_decay `(b, l, h)`, B `(b, l, g, n)`."""
+    """`Recent` by head: x `(b, l, h, p)`, gain `(b, l, h)`, log_decay `(b, l, h)` or, per key,
+    `(b, l, h, n)`, B `(b, l, g, n)`."""
 
     x: Tensor
     gain: Tensor
@@ -168,7 +171,9 @@ def _windowed(
         one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given)
     )
     if known + time <= w:  # nothing leaves the window
-        return scan(ScanInputs(*given, inputs.C), _sum(before), final=False)[0], after
+        return scan(ScanInputs(*given, inputs.C), _sum(_decayed_to_end(before)), final=False)[
+            0
+        ], after
     if known < w:
         before = _Inputs(*(_front(one, w - known) for one in before))
     outputs, start = [], 0
@@ -206,7 +211,7 @@ def _cut(one: Tensor, count: int) -> Tensor:
 def state_of(recent: Recent, like: ScanInputs) -> Tensor:
     """The state after the last token of `recent`, `(b, h, p, n)`; `like` gives the sizes."""
     with own_precision(like.gain):
-        return _sum(_by_head(recent, _Inputs(*like[:4])))
+        return _sum(_decayed_to_end(_by_head(recent, _Inputs(*like[:4]))))
 
 
 def _by_head(recent: Recent, like: _Inputs) -> _Inputs:
@@ -219,49 +224,74 @@ def _front(one: Tensor, count: int) -> Tensor:
     return F.pad(one, (0, 0) * (one.ndim - 2) + (count, 0)) if count else one
 
 
-def _to_end(inputs: _Inputs) -> Tensor:
-    """The gain of each token times its decay to the last one, `(b, l, h)`."""
+def _decayed_to_end(inputs: _Inputs) -> _Inputs:
+    """The inputs, whose gain or, per key, B is multiplied by the decays to the last token."""
     total = inputs.log_decay.clamp(min=NEVER).double().flip(1).cumsum(1).flip(1)
-    decay = F.pad(total[:, 1:], (0, 0, 0, 1)).exp()
-    return (inputs.gain.double() * decay).to(inputs.gain.dtype)
+    decay = torch.cat([total[:, 1:], torch.zeros_like(total[:, :1])], dim=1).exp()
+    if inputs.log_decay.ndim == 4:
+        return inputs._replace(B=_per_head(inputs.B, inputs.gain) * decay.to(inputs.B))
+    return inputs._replace(gain=(inputs.gain.double() * decay).to(inputs.gain))
 
 
-def _sum(inputs: _Inputs, weight: Tensor | None = None) -> Tensor:
-    """The state after the last token, `(b, h, p, n)`; `weight` `(b, l, h)` is `_to_end`."""
-    weight = _to_end(inputs) if weight is None else weight
-    groups = inputs.B.shape[2]
-    u = (inputs.x.to(weight.dtype) * weight[..., None]).unflatten(2, (groups, -1))
-    return torch.einsum("blgrp,blgn->bgrpn", u, inputs.B.to(weight.dtype)).flatten(1, 2)
+def _per_head(shared: Tensor, gain: Tensor) -> Tensor:
+    """B or C of every head, `(b, l, h, n)`."""
+    return shared.repeat_interleave(gain.shape[2] // shared.shape[2], 2)
+
+
+def _sum(decayed: _Inputs) -> Tensor:
+    """The state after the last token, `(b, h, p, n)`, from `_decayed_to_end`."""
+    weight, groups = decayed.gain, decayed.B.shape[2]
+    u = (decayed.x.to(weight.dtype) * weight[..., None]).unflatten(2, (groups, -1))
+    return torch.einsum("blgrp,blgn->bgrpn", u, decayed.B.to(weight.dtype)).flatten(1, 2)
 
 
 def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
     """y of the last tokens of `both`, each of which attends to the w tokens up to itself."""
     dtype, time, groups = both.gain.dtype, C.shape[1], C.shape[2]
-    total = both.log_decay.clamp(min=NEVER).double().cumsum(1).transpose(1, 2)  # b h j
-    between = total[:, :, -time:, None] - total[:, :, None]  # b h i j
     place = torch.arange(both.x.shape[1], device=C.device)
     distance = place[-time:, None] - place
-    between = between.masked_fill((distance < 0) | (distance >= w), -torch.inf)
-    weights = (between.exp() * both.gain.transpose(1, 2)[:, :, None]).to(dtype)
-    scores = C.to(dtype).transpose(1, 2) @ both.B.to(dtype).permute(0, 2, 3, 1)  # b g i j
-    weights = (weights.unflatten(1, (groups, -1)) * scores[:, :, None]).flatten(1, 2)
+    is_outside = (distance < 0) | (distance >= w)
+    gain = both.gain.transpose(1, 2)[:, :, None]
+    if both.log_decay.ndim == 4:
+        weights = _key_scores(both, C).masked_fill(is_outside, 0) * gain
+    else:
+        total = both.log_decay.clamp(min=NEVER).double().cumsum(1).transpose(1, 2)  # b h j
+        between = total[:, :, -time:, None] - total[:, :, None]  # b h i j
+        weights = (between.masked_fill(is_outside, -torch.inf).exp() * gain).to(dtype)
+        scores = C.to(dtype).transpose(1, 2) @ both.B.to(dtype).permute(0, 2, 3, 1)  # b g i j
+        weights = (weights.unflatten(1, (groups, -1)) * scores[:, :, None]).flatten(1, 2)
     # Only contiguous weights are multiplied by all heads at once.
     return (weights.contiguous() @ both.x.to(dtype).transpose(1, 2)).transpose(1, 2)
+
+
+def _key_scores(both: _Inputs, C: Tensor) -> Tensor:
+    """What the last tokens i read of all tokens j with decays per key, `(b, h, i, j)`."""
+    time, dtype = both.x.shape[1] - C.shape[1], both.gain.dtype
+    old, new = both.slice(0, time), both.slice(time, both.x.shape[1])
+    queries, keys, log_decay = (
+        per_key.to(dtype).transpose(1, 2)
+        for per_key in (_per_head(C, new.gain), _per_head(new.B, new.gain), new.log_decay)
+    )
+    among_new = key_decays(queries[..., None, :], keys, log_decay)
+    written = _decayed_to_end(old).B.to(dtype).transpose(1, 2)
+    read = (queries * among_new.since_start.exp()) @ written.mT
+    return torch.cat([read, among_new.scores[..., 0, :]], dim=-1)
 
 
 def _block(old: _Inputs, new: ScanInputs, scan: Scan) -> Tensor:
     """y of the m <= w tokens `new`, `(b, m, h, p)`, given the w tokens before them."""
     m, w, C = new.x.shape[1], old.x.shape[1], new.C
     y, _ = scan(new, final=False)
-    weight = _to_end(old)
-    since = new.log_decay.double().cumsum(1).exp().to(weight.dtype)[..., None]
+    old = _decayed_to_end(old)
+    since = new.log_decay.double().cumsum(1).exp().to(old.gain)
+    if new.has_key_decays:
+        C, since = _per_head(C, new.gain) * since, torch.ones_like(new.gain)
+    since = since[..., None]
     # The last row, m − 1, reads the old rows from m on. Going backward, row r adds old row r + 1.
-    last = _sum(old.slice(m, w), weight[:, m:]) if m < w else None
+    last = _sum(old.slice(m, w)) if m < w else None
     if m > 1:
-        weight = weight[:, 1:m]
-        inputs = ScanInputs(
-            *(old.x[:, 1:m], weight, torch.zeros_like(weight), old.B[:, 1:m], C[:, : m - 1])
-        )
+        x, gain, log_decay, B = old.slice(1, m)
+        inputs = ScanInputs(x, gain, torch.zeros_like(log_decay), B, C[:, : m - 1])
         read, _ = scan(inputs, last, final=False, backward=True)
         y[:, : m - 1].addcmul_(since[:, : m - 1], read)
     if last is not None:

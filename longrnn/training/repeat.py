@@ -60,7 +60,7 @@ def read_repeatedly(
     for layer, (cell, before, end) in enumerate(ends):
         assert isinstance(cell, ScanningCell)
         memory = cell.own_memory(end)
-        total = sums[layer][..., 0].to(memory.dtype)
+        total = sums[layer].to(memory.dtype)
         memory = repeated(cell.own_memory(before), memory, total, times)
         layers.append(cell.with_memory(end, memory))
     return hidden, after._replace(layers=tuple(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from longrnn.ops.delta import definition as deltas
 from longrnn.ops.delta.definition import delta
 from longrnn.ops.limit import limited
+from longrnn.ops.repeat import repeated
 from longrnn.ops.scan.definition import ScanInputs, scan
+from longrnn.ops.window import no_tokens, state_of, windowed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 OPERATIONS = {"scan": scan, "delta": delta}
@@ -84,7 +87,9 @@ def by_token(
     return torch.stack(outputs, 1), state
 
 
-def with_gradients(run, inputs: ScanInputs, state: Tensor) -> list[Tensor]:
+def with_gradients(
+    run: Callable[..., tuple[Tensor, Tensor]], inputs: ScanInputs, state: Tensor
+) -> list[Tensor]:
     """Outputs, final state, and the gradients of a random functional of both."""
     tensors = [given.clone().requires_grad_() for given in (*inputs, state)]
     y, after = run(ScanInputs(*tensors[:5]), tensors[5])
@@ -93,8 +98,7 @@ def with_gradients(run, inputs: ScanInputs, state: Tensor) -> list[Tensor]:
     for result in (y, after):
         weight = torch.randn(result.shape, generator=generator, dtype=torch.float64)
         loss = loss + (result.double() * weight).sum()
-    gradients = torch.autograd.grad(loss, tensors)
-    # The gradient by a log decay of −∞ is 0.
+    gradients = torch.autograd.grad(loss, tensors, materialize_grads=True)
     return [y.detach(), after.detach(), *gradients]
 
 
@@ -134,3 +138,48 @@ def test_a_limit_rescales_the_state_after_every_token(
     run = limited if operation == "scan" else deltas.limited
     ours = with_gradients(partial(run, limit=limits), inputs, state)
     assert_near(ours, exact, 10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
+@pytest.mark.parametrize("window", [1, 7, 40, 64, 1000])
+@pytest.mark.parametrize("sizes", SIZES[2:5], ids=str)
+def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
+    sizes: Sizes, window: int, starts: bool, dtype: torch.dtype
+) -> None:
+    inputs, state = drawn(sizes, "scan", per_key=True, starts=starts)
+    inputs, state, time = inputs.to(dtype), state.to(dtype), sizes.tokens
+
+    def exact(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [inputs.slice(max(0, t + 1 - window), t + 1) for t in range(time)]
+        results = [by_token("scan", part, torch.zeros_like(state)) for part in parts]
+        return torch.cat([y[:, -1:] for y, _ in results], 1), results[-1][1]
+
+    def ours(
+        inputs: ScanInputs, state: Tensor, lengths: Sequence[int] = (time,)
+    ) -> tuple[Tensor, Tensor]:
+        recent, outputs, start = no_tokens(inputs, sizes.rows), [], 0
+        for length in lengths:
+            part = inputs.slice(start, start + length)
+            y, recent = windowed(part, recent, window, scan)
+            outputs.append(y)
+            start += length
+        return torch.cat(outputs, 1), state_of(recent, inputs)
+
+    wanted = with_gradients(exact, inputs, state)
+    assert_near(with_gradients(ours, inputs, state), wanted, TOLERANCE[dtype])
+    for lengths in ([1] * time, [20, 1, 1, 30, time - 52]):
+        assert_near([*ours(inputs, state, lengths)], wanted[:2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
+    inputs, before = drawn(SIZES[2], "scan", per_key=per_key, starts=False)
+    _, after = by_token("scan", inputs, before)
+    total = inputs.log_decay.sum(1)
+    total = total if per_key else total[..., None]
+    exact = before
+    for _ in range(5):
+        _, exact = by_token("scan", inputs, exact)
+    found = repeated(before, after, total, torch.tensor([5, 1]))
+    assert_near([found[0], found[1]], [exact[0], after[1]], 1e-10)

@@ -94,6 +94,6 @@ def test_autocast_does_not_round_a_recurrence(
 
 def test_a_million_passes_in_float32() -> None:
     """Of inputs that add 1e-3, with a decay below the rounding of 1 − a."""
-    before, decay = torch.ones(1, 1, 1, 1), torch.full((1, 1), -1e-9)
+    before, decay = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), -1e-9)
     found = repeated(before, before + 1e-3, decay, torch.tensor([10**6]))
     assert float(found) == pytest.approx(1 + 1e3, rel=1e-3)
