@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.edit import Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import ScanningCell, check_sizes, divided
-from longrnn.ops.backend import check_name, choose
+from longrnn.ops.conv import CONV
+from longrnn.ops.delta import DELTA
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.state import PyTree
 
 # Added to the square of the length of q and k.
 EPS = 1e-6
@@ -42,6 +42,16 @@ class GatedDeltaNetState(NamedTuple):
 
     conv: Tensor
     ssm: Tensor
+
+
+class GatedDeltaNetRest(NamedTuple):
+    """`z`: `(b, t, h p)`, the gate; `q` and `k`: `(b, t, g, n)`, of length 1 / √n and 1; `conv`:
+    the last inputs of the convolution."""
+
+    z: Tensor
+    q: Tensor
+    k: Tensor
+    conv: Tensor
 
 
 @MIXERS.register("gated_deltanet")
@@ -60,13 +70,14 @@ class GatedDeltaNet(ScanningCell):
         negative_eigenvalues: whether β is up to 2 and not 1, so that a token can negate what the
             memory holds for its key (arXiv 2411.12537).
         norm_eps: added to the mean square in the norm of the output.
-        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.backend`.
+        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.operation`.
         init: see `longrnn.cells.init`: `default` or `long_memory`.
     """
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias")
     projections = ("in_proj", "out_proj")
+    operation = DELTA
     diagonal = False
     repeats = False
 
@@ -85,7 +96,7 @@ class GatedDeltaNet(ScanningCell):
         backend: str = "auto",
         init: str = "default",
     ) -> None:
-        super().__init__(d_input, d_model)
+        super().__init__(d_input, d_model, backend)
         if n_heads is None:
             n_heads = divided(2 * d_model, "2 · d_model =", value_dim=max(1, value_dim))
         n_key_heads = n_heads if n_key_heads is None else n_key_heads
@@ -98,11 +109,10 @@ class GatedDeltaNet(ScanningCell):
             d_conv=d_conv,
         )
         divided(n_heads, "n_heads =", n_key_heads=n_key_heads)
-        check_name(backend, lacking=["mamba_ssm"])
         self.n_heads, self.n_key_heads = n_heads, n_key_heads
         self.key_dim, self.value_dim, self.d_conv = key_dim, value_dim, d_conv
         self.largest_beta = 2.0 if negative_eigenvalues else 1.0
-        self.norm_eps, self.backend = norm_eps, backend
+        self.norm_eps = norm_eps
 
         keys, values = n_key_heads * key_dim, n_heads * value_dim
         self.in_sizes = [2 * keys + values, values, n_heads, n_heads]  # q k v, z, b, a
@@ -117,34 +127,36 @@ class GatedDeltaNet(ScanningCell):
         self.out_proj = Linear(values, d_model, bias=False)
         initialise(self, init)
 
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        projected, conv_weight = self.in_proj(x), own_weight(self.conv1d)[:, 0]
-        ops = choose(self.backend, (projected, conv_weight, self.A_log, self.dt_bias, *state))
+    def before(
+        self, x: Tensor, state: GatedDeltaNetState, rows: Rows | None
+    ) -> tuple[Steps, GatedDeltaNetRest]:
+        projected, dtype, groups = self.in_proj(x), state.ssm.dtype, self.n_key_heads
         mixed, z, b, a = projected.split(self.in_sizes, dim=-1)
-        dtype, groups = state.ssm.dtype, self.n_key_heads
         # Wide from here on: the norms of q and k magnify what is rounded before them.
-        mixed, conv = ops.conv(mixed.to(dtype), conv_weight, None, state.conv, rows)
-        beta = b.to(dtype).sigmoid() * self.largest_beta
+        weight = own_weight(self.conv1d)[:, 0]
+        mixed, conv = CONV(self.backend, mixed.to(dtype), weight, None, state.conv, rows)
         if rows is not None:
-            mixed, beta = rows.without_padding(mixed), rows.without_padding(beta)
+            mixed = rows.without_padding(mixed)
         keys = groups * self.key_dim
         q, k, v = mixed.split([keys, keys, self.n_heads * self.value_dim], dim=-1)
-        q, k = (_unit(one.unflatten(-1, (groups, -1))) for one in (q, k))
-        q = q * self.key_dim**-0.5
-
-        def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> ScanInputs:
-            values = steps.x if add is None else steps.x * add[:, None]
-            return ScanInputs(values, steps.dt.clamp(max=MAX_BETA), log_decay, k, q)
-
+        q = _unit(q.unflatten(-1, (groups, -1))) * self.key_dim**-0.5
+        k = _unit(k.unflatten(-1, (groups, -1)))
+        beta = b.to(dtype).sigmoid() * self.largest_beta
         decay_dt = F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
         v, A = v.unflatten(-1, (self.n_heads, -1)), -self.A_log.to(dtype).exp()
-        steps, before = Steps(v, beta, A, decay_dt), (state.ssm, None)
-        y, after, _ = self.scan(steps, inputs, before, edit, ops.with_delta(), rows)
+        return Steps(v, beta, A, decay_dt), GatedDeltaNetRest(z, q, k, conv)
+
+    def inputs(self, steps: Steps, rest: GatedDeltaNetRest) -> tuple[ScanInputs, GatedDeltaNetRest]:
+        v = steps.x if steps.add is None else steps.x * steps.add[:, None]
+        beta = steps.dt.clamp(max=MAX_BETA)
+        return ScanInputs(v, beta, steps.log_decay, rest.k, rest.q), rest
+
+    def after(
+        self, y: Tensor, rest: GatedDeltaNetRest, memory: Tensor
+    ) -> tuple[Tensor, GatedDeltaNetState]:
         y = rms_norm(y, own_weight(self.norm), self.norm_eps).flatten(2)
-        y = (y * F.silu(z.to(y.dtype))).to(z.dtype)
-        return self.out_proj(y), GatedDeltaNetState(conv, after)
+        y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
+        return self.out_proj(y), GatedDeltaNetState(rest.conv, memory)
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:

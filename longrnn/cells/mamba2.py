@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.cells.base import MIXERS, EditedState
+from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
-from longrnn.ops.backend import check_name, choose
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.mamba2_layer import definition as mamba2
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
+from longrnn.ops.mamba2_layer import MAMBA2_LAYER, OTHER_GATE
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Parts, Weights, after, before
+from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.state import PyTree
 
 UNLIMITED = (0.0, math.inf)
 
@@ -75,14 +75,16 @@ class Mamba2(ScanningCell):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: `auto`, or a name in `longrnn.ops.backend.BACKENDS`.
+        backend: `auto`, `torch`, `cpu`, `fla` or `mamba_ssm`; see `longrnn.ops.operation`.
         init: see `longrnn.cells.init`: `default` or `long_memory`.
     """
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
     projections = ("in_proj", "out_proj")
-    # What takes the place of the gated norm in layers of another architecture; see `Backend.gate`.
+    layer_operation: ClassVar[Operation] = MAMBA2_LAYER
+    # Of layers of another architecture; see `Weights`.
+    norm_groups: int | None = None
     gate: Callable[..., Tensor] | None = None
 
     def __init__(
@@ -105,7 +107,7 @@ class Mamba2(ScanningCell):
         backend: str = "auto",
         init: str = "default",
     ) -> None:
-        super().__init__(d_input, d_model)
+        super().__init__(d_input, d_model, backend)
         check_sizes(
             norm_eps,
             d_state=d_state,
@@ -124,8 +126,6 @@ class Mamba2(ScanningCell):
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = UNLIMITED if dt_limit is None else (dt_limit[0], dt_limit[1])
-        check_name(backend)
-        self.backend = backend
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
@@ -139,34 +139,34 @@ class Mamba2(ScanningCell):
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        own, recent = state if isinstance(state, EditedState) else (state, None)
-        projected, weights = self.in_proj(x), self.weights()
-        remembered = [] if recent is None else [one.entries for one in recent]
-        ops = choose(self.backend, (projected, *weights[:6], *own, *remembered))
-        if self.gate is not None:
-            ops = ops._replace(gate=self.gate).composed()
-        if edit is None and rows is None and not self.is_observed:
-            y, own = ops.cell(projected, weights, own)
-            return self.out_proj(y), own
+    def whole_layer(
+        self, x: Tensor, state: Mamba2State, edit: Edit, rows: Rows | None
+    ) -> tuple[Tensor, Mamba2State] | None:
+        weights, demands = self.weights(), set(edit.stages)
+        if rows is not None:
+            demands.add("documents")
+        if self.is_observed:
+            demands.add("observation")
+        if self.gate is not None or self.norm_groups not in (None, self.n_groups):
+            demands.add(OTHER_GATE)
+        implementation = self.layer_operation.choose(
+            self.backend, x, weights, state, demands=demands
+        )
+        if implementation is None:
+            return None
+        y, state = implementation.run(self.in_proj(x), weights, state)
+        return self.out_proj(y), state
 
-        def recurrence(
-            x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, memory: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            nonlocal recent
+    def before(self, x: Tensor, state: Mamba2State, rows: Rows | None) -> tuple[Steps, Parts]:
+        parts = before(self.in_proj(x), self.weights(), state, self.backend, rows)
+        return Steps(parts.x, parts.dt, parts.A), parts
 
-            def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> ScanInputs:
-                gain = steps.dt if add is None else steps.dt * add
-                return ScanInputs(steps.x, gain, log_decay, B, C)
+    def inputs(self, steps: Steps, rest: Parts) -> tuple[ScanInputs, Parts]:
+        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
 
-            given = Steps(x, dt, A), inputs, (memory, recent)
-            y, memory, recent = self.scan(*given, edit, ops, rows)
-            return y, memory
-
-        y, own = mamba2.cell(ops, projected, weights, own, recurrence, rows)
-        return self.out_proj(y), own if recent is None else EditedState(own, recent)
+    def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, Mamba2State]:
+        y = after(y, rest, self.weights(), self.backend)
+        return self.out_proj(y), Mamba2State(rest.conv, memory)
 
     def weights(self) -> Weights:
         """The parameters between the projections."""
@@ -180,6 +180,8 @@ class Mamba2(ScanningCell):
             self.n_groups,
             self.norm_eps,
             self.dt_limit,
+            self.norm_groups,
+            self.gate,
         )
 
     @torch.no_grad()
@@ -196,11 +198,8 @@ class Mamba2(ScanningCell):
     def inputs_like(self) -> ScanInputs:
         narrow = self.conv1d.weight.new_zeros(1, 0, 1)
         wide = narrow.to(self.state_like().ssm.dtype)
-        by_head, by_group = (
-            (self.n_heads, self.head_dim),
-            (self.n_groups, self.d_state),
-        )
-        x, B = (narrow[..., None].expand(1, 0, *sizes) for sizes in (by_head, by_group))
+        x = narrow[..., None].expand(1, 0, self.n_heads, self.head_dim)
+        B = narrow[..., None].expand(1, 0, self.n_groups, self.d_state)
         gain = wide.expand(1, 0, self.n_heads)
         return ScanInputs(x, gain, gain, B, B)
 

@@ -23,19 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.cells.base import MIXERS, EditedState
+from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import Scan, ScanningCell, check_sizes, divided
+from longrnn.cells.scanning import Memory, Recurrence, ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
-from longrnn.ops.backend import Backend, check_name, choose
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
+from longrnn.ops.operation import Operation
 from longrnn.ops.rows import BEFORE, Rows
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import Recent
-from longrnn.state import PyTree
 
 # The slowest rate, as published.
 A_FLOOR = 1e-4
@@ -65,42 +63,65 @@ class TrapezoidInputs(NamedTuple):
     mix: Tensor
 
 
-class Trapezoid(Scan):
+class Mamba3Rest(NamedTuple):
+    """`x`: `(b, t, h, p)`; `z`: `(b, t, h p)`; `B` and `C`: `(b, t, h, n)`, not rotated; `mix`:
+    `(b, t, h)`; `theta`: `(b, t, 1, a)`, the angle per step; `state`: before the first token, and
+    after the last one but for `ssm`."""
+
+    x: Tensor
+    z: Tensor
+    B: Tensor
+    C: Tensor
+    mix: Tensor
+    theta: Tensor
+    state: Mamba3State
+    rows: Rows | None
+
+
+class Trapezoid(Recurrence):
     """The recurrence of the module's docstring."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         inputs: TrapezoidInputs,
-        state: Tensor,
-        recent: Recent | None,
+        memory: Memory,
         edit: Edit,
-        ops: Backend,
+        operation: Operation,
+        backend: str,
         rows: Rows | None = None,
-    ) -> tuple[Tensor, Tensor, Recent | None]:
-        """See `Scan.forward`. A limit or a window needs h itself: then each token is two inputs."""
-        x, gain, log_decay, B, C, mix = inputs
-        right, left = mix * gain, (1 - mix) * gain * log_decay.exp()
+    ) -> tuple[Tensor, Memory]:
+        """See `Recurrence`. A limit or a window needs h itself: then each token is two inputs."""
+        x, B, C, log_decay = inputs.x, inputs.B, inputs.C, inputs.log_decay
+        right = inputs.mix * inputs.gain
+        left = (1 - inputs.mix) * inputs.gain * log_decay.exp()
         if edit.limit is None and edit.window is None:
             left = left + log_decay.exp() * F.pad(right[:, :-1], (0, 0, 1, 0))
-            y, state = ops.scan(ScanInputs(x[:, :-1], left, log_decay, B[:, :-1], C), state)
+            given = ScanInputs(x[:, :-1], left, log_decay, B[:, :-1], C)
+            y, state = operation(backend, given, memory.state)
             u = x[:, 1:] * right[..., None]
             y = y + u * (B[:, 1:] * C).sum(-1, keepdim=True)
-            return y, state + u[:, -1, :, :, None] * B[:, -1, :, None], recent
-
-        def pairs(one: Tensor, other: Tensor) -> Tensor:
-            return torch.stack([one, other], 2).flatten(1, 2)
-
-        x, B = (pairs(one[:, :-1], one[:, 1:]) for one in (x, B))
-        log_decay = pairs(log_decay, torch.zeros_like(log_decay))
-        given = ScanInputs(x, pairs(left, right), log_decay, B, pairs(C, C))
+            state = state + u[:, -1, :, :, None] * B[:, -1, :, None]
+            return y, memory._replace(state=state)
+        given = ScanInputs(
+            _pairs(x[:, :-1], x[:, 1:]),
+            _pairs(left, right),
+            _pairs(log_decay, torch.zeros_like(log_decay)),
+            _pairs(B[:, :-1], B[:, 1:]),
+            _pairs(C, C),
+        )
         if edit.limit is not None:
             limit = torch.stack([torch.full_like(edit.limit, torch.inf), edit.limit])
             edit = edit._replace(limit=limit.repeat(C.shape[1], 1))
         if edit.window is not None:
             edit = edit._replace(window=2 * edit.window)
         rows = None if rows is None else rows.doubled()
-        y, state, recent = super().forward(given, state, recent, edit, ops, rows)
-        return y[:, 1::2], state, recent
+        y, memory = super().forward(given, memory, edit, operation, backend, rows)
+        return y[:, 1::2], memory
+
+
+def _pairs(first: Tensor, second: Tensor) -> Tensor:
+    """`(b, 2 t, …)` from two tensors `(b, t, …)`, whose tokens take turns."""
+    return torch.stack([first, second], 2).flatten(1, 2)
 
 
 @MIXERS.register("mamba3")
@@ -117,7 +138,7 @@ class Mamba3(ScanningCell):
             and rotation.
         rope_fraction: share of the entries of B and C that are rotated, in (0, 1].
         norm_eps: added to the mean square in the norms of B and C.
-        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.backend`.
+        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.operation`.
         init: see `longrnn.cells.init`: `default` or `long_memory`.
     """
 
@@ -140,7 +161,7 @@ class Mamba3(ScanningCell):
         backend: str = "auto",
         init: str = "default",
     ) -> None:
-        super().__init__(d_input, d_model)
+        super().__init__(d_input, d_model, backend)
         check_sizes(norm_eps, d_state=d_state, head_dim=head_dim, expand=expand, n_groups=n_groups)
         inner = expand * d_model
         self.n_heads = divided(inner, "expand · d_model =", head_dim=head_dim)
@@ -152,8 +173,7 @@ class Mamba3(ScanningCell):
                 f"rope_fraction {rope_fraction} of d_state {d_state} is not a pair of entries or "
                 "more: set a fraction up to 1, and a larger d_state"
             )
-        check_name(backend, lacking=["mamba_ssm"])
-        self.n_groups, self.norm_eps, self.backend = n_groups, norm_eps, backend
+        self.n_groups, self.norm_eps = n_groups, norm_eps
 
         h, gn = self.n_heads, n_groups * d_state
         self.in_sizes = [inner, inner, gn, gn, h, h, h, self.n_angles]  # z, x, B, C, Δ, A, λ, θ
@@ -167,13 +187,8 @@ class Mamba3(ScanningCell):
         self.recurrence = Trapezoid()
         initialise(self, init)
 
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        own, recent = state if isinstance(state, EditedState) else (state, None)
-        projected, dtype = self.in_proj(x), own.ssm.dtype
-        remembered = [] if recent is None else [one.entries for one in recent]
-        ops = choose(self.backend, (projected, self.dt_bias, *own, *remembered))
+    def before(self, x: Tensor, state: Mamba3State, rows: Rows | None) -> tuple[Steps, Mamba3Rest]:
+        projected, dtype = self.in_proj(x), state.ssm.dtype
         z, x, B, C, dt, A, mix, theta = projected.split(self.in_sizes, dim=-1)
         if rows is not None:
             x, theta = rows.without_padding(x), rows.without_padding(theta)
@@ -183,25 +198,28 @@ class Mamba3(ScanningCell):
         B = self._by_head(B.to(dtype), self.B_norm, self.B_bias)
         C = self._by_head(C.to(dtype), self.C_norm, self.C_bias)
         theta, mix = math.pi * theta.to(dtype).tanh()[:, :, None], mix.to(dtype).sigmoid()
-        last: list[Tensor] = []
+        return Steps(x, dt, A), Mamba3Rest(x, z, B, C, mix, theta, state, rows)
 
-        def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> TrapezoidInputs:
-            angle = _total(steps.dt[..., None] * theta, own.angle, rows)
-            xs = torch.cat([own.x[:, None], steps.x], 1)
-            Bs = torch.cat([own.B[:, None], _rotated(B, angle)], 1)
-            ends = (one[:, -1:] if rows is None else rows.last(one, 1) for one in (xs, Bs))
-            # Copies, because slices would keep all tokens in memory.
-            last.extend([*(end[:, 0].clone() for end in ends), angle[:, -1].clone()])
-            gain = steps.dt if add is None else steps.dt * add
-            gain = gain if rows is None else rows.without_padding(gain)
-            return TrapezoidInputs(xs, gain, log_decay, Bs, _rotated(C, angle), mix)
+    def inputs(self, steps: Steps, rest: Mamba3Rest) -> tuple[TrapezoidInputs, Mamba3Rest]:
+        state, rows = rest.state, rest.rows
+        angle = _total(steps.dt[..., None] * rest.theta, state.angle, rows)
+        x = torch.cat([state.x[:, None], steps.x], 1)
+        B = torch.cat([state.B[:, None], _rotated(rest.B, angle)], 1)
+        inputs = TrapezoidInputs(
+            x, steps.gain, steps.log_decay, B, _rotated(rest.C, angle), rest.mix
+        )
+        last_x = x[:, -1:] if rows is None else rows.last(x, 1)
+        last_B = B[:, -1:] if rows is None else rows.last(B, 1)
+        # Copies, because slices would keep all tokens in memory.
+        last = state._replace(
+            x=last_x[:, 0].clone(), B=last_B[:, 0].clone(), angle=angle[:, -1].clone()
+        )
+        return inputs, rest._replace(state=last)
 
-        before = own.ssm, recent
-        y, ssm, recent = self.scan(Steps(x, dt, A), inputs, before, edit, ops, rows)
-        y = torch.addcmul(y, x, self.D.to(dtype)[:, None]).flatten(2)
-        y = (y * F.silu(z.to(dtype))).to(z.dtype)
-        own = Mamba3State(ssm, *last)
-        return self.out_proj(y), own if recent is None else EditedState(own, recent)
+    def after(self, y: Tensor, rest: Mamba3Rest, memory: Tensor) -> tuple[Tensor, Mamba3State]:
+        y = torch.addcmul(y, rest.x, self.D.to(y.dtype)[:, None]).flatten(2)
+        y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
+        return self.out_proj(y), rest.state._replace(ssm=memory)
 
     def _by_head(self, one: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
         """Norm and bias of B or C, `(b, t, h, n)`."""

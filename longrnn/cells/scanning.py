@@ -3,59 +3,81 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells.base import Cell
+from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Steps
-from longrnn.errors import UserError
-from longrnn.ops.backend import Backend
+from longrnn.errors import UserError, nearest
+from longrnn.ops.operation import Implementation, Operation
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import Recent, no_tokens, state_of, windowed
 from longrnn.state import PyTree, reset
 
+# The stages of an edit that `ScanningCell.run` computes.
+STAGES = frozenset({"steps", "keep", "add", "limit", "window", "heads"})
+NO_EDIT = Edit()
 
-class Scan(nn.Module):
+
+class Memory(NamedTuple):
+    """What recurs.
+
+    Attributes:
+        state: `(b, h, p, n)`. The entries of windowed heads are neither read nor changed.
+        recent: the last inputs of the windowed heads; None without a window.
+    """
+
+    state: Tensor
+    recent: Recent | None
+
+
+class Recurrence(nn.Module):
     """Stage 3: the recurrence, with a limit of norms or a window. It has no weights."""
 
     def forward(
         self,
-        inputs: ScanInputs,
-        state: Tensor,
-        recent: Recent | None,
+        inputs: Any,
+        memory: Memory,
         edit: Edit,
-        ops: Backend,
+        operation: Operation,
+        backend: str,
         rows: Rows | None = None,
-    ) -> tuple[Tensor, Tensor, Recent | None]:
+    ) -> tuple[Tensor, Memory]:
         """Runs the recurrence.
 
         Args:
-            inputs: after stage 2.
-            state: `(b, h, p, n)`. The entries of windowed heads are neither read nor changed.
-            recent: the last inputs of the windowed heads; None without a window.
+            inputs: `ScanInputs` after stage 2.
+            memory: before the first token.
             edit: `limit`, `window` and `heads` are read.
-            ops: computes the plain recurrence and that with limits.
+            operation: the plain recurrence.
+            backend: see `Operation.choose`.
             rows: where documents and padding begin.
 
         Returns:
-            y `(b, t, h, p)`, and state and last inputs after the last token.
+            y `(b, t, h, p)`, and the memory after the last token.
         """
+        state, recent = memory
         if edit.window is None or recent is None:
-            return *_plain(inputs, state, edit.limit, ops), recent
+            y, state = _plain(inputs, state, edit.limit, operation, backend)
+            return y, Memory(state, recent)
         if edit.heads is None:
-            y, recent = windowed(inputs, recent, edit.window, ops.scan, rows)
-            return y, state, recent
+            y, recent = windowed(inputs, recent, edit.window, operation.bound(backend), rows)
+            return y, Memory(state, recent)
         inside, outside = _index(edit.heads, state), _index(~edit.heads, state)
-        y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
+        y_inside, recent = windowed(
+            inputs.heads(inside), recent, edit.window, operation.bound(backend), rows
+        )
         limit = None if edit.limit is None else edit.limit[..., outside]
-        y_out, after = _plain(inputs.heads(outside), state.index_select(1, outside), limit, ops)
-        y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
-        return y, state.index_copy(1, outside, after), recent
+        others = state.index_select(1, outside)
+        y_outside, others = _plain(inputs.heads(outside), others, limit, operation, backend)
+        order = torch.cat([inside, outside]).argsort()
+        y = torch.cat([y_inside, y_outside], 2).index_select(2, order)
+        return y, Memory(state.index_copy(1, outside, others), recent)
 
 
 def _index(heads: Tensor, like: Tensor) -> Tensor:
@@ -64,30 +86,156 @@ def _index(heads: Tensor, like: Tensor) -> Tensor:
 
 
 def _plain(
-    inputs: ScanInputs, state: Tensor, limit: Tensor | None, ops: Backend
+    inputs: ScanInputs, state: Tensor, limit: Tensor | None, operation: Operation, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return ops.scan(inputs, state) if limit is None else ops.limit(inputs, state, limit)
+    if limit is None:
+        return operation(backend, inputs, state)
+    assert operation.limited is not None
+    return operation.limited(backend, inputs, state, limit)
 
 
 class ScanningCell(Cell):
     """A cell whose memory is a matrix by head, to which each token adds x_t B_tᵀ, read by C_t.
 
-    Its output is the last of its `projections`, and the memory is the field `ssm` of its state.
+    A subclass gives `before`, `inputs` and `after`. Its output is the last of its `projections`,
+    and the memory is the field `ssm` of its state.
+
+    Args:
+        d_input: width of x.
+        d_model: width of y.
+        backend: `auto`, or the name of implementations of its operations.
 
     Attributes:
-        backend: `auto`, or a name in `longrnn.ops.backend.BACKENDS`.
+        operation: the recurrence, `SCAN` or `DELTA`.
+        layer_operation: computes the whole layer where nothing is edited, packed or observed; None
+            where there is no such operation.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
+        tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of
+            all keys of a long call never exist at once; None to compute a call as a whole.
     """
 
     scans = True
     has_steps = True
     repeats = True
+    operation: ClassVar[Operation] = SCAN
+    layer_operation: ClassVar[Operation | None] = None
+    tokens_at_once: ClassVar[int | None] = None
     backend: str
 
-    def __init__(self, d_input: int, d_model: int) -> None:
+    def __init__(self, d_input: int, d_model: int, backend: str = "auto") -> None:
         super().__init__(d_input, d_model)
-        self.recurrence = Scan()
+        names = self.backends()
+        if backend not in ("auto", *names):
+            raise UserError(f"this cell has no backend {backend!r}: {nearest(backend, names)}")
+        self.backend = backend
+        self.recurrence = Recurrence()
+
+    @classmethod
+    def implementations(cls) -> list[Implementation]:
+        """Those of the recurrence, and of the whole layer."""
+        whole = cls.layer_operation
+        return cls.operation.implementations + ([] if whole is None else whole.implementations)
+
+    @classmethod
+    def backends(cls) -> list[str]:
+        """The names of `implementations`."""
+        return list(dict.fromkeys(each.name for each in cls.implementations()))
+
+    @abstractmethod
+    def before(self, x: Tensor, state: PyTree, rows: Rows | None) -> tuple[Steps, Any]:
+        """Computes everything before the recurrence: projections, convolution, gates.
+
+        Args:
+            x: `(b, t, d_input)`.
+            state: of the cell, before the first token.
+            rows: where documents and padding begin; None for rows of one document.
+
+        Returns:
+            The steps, and what `inputs` and `after` need, a NamedTuple of the cell's own.
+        """
+
+    @abstractmethod
+    def inputs(self, steps: Steps, rest: Any) -> tuple[Any, Any]:
+        """Computes the inputs of the recurrence from the steps after stages 1 and 2.
+
+        Args:
+            steps: dt and the step of the decay are 0 at padding.
+            rest: of `before`.
+
+        Returns:
+            `ScanInputs`, or what the cell's own `recurrence` takes, with a field `log_decay`; and
+            `rest`, with what `after` needs of the edited steps. `steps.log_decay` has the factor
+            `keep` of an edit and `steps.gain` the factor `add`. Documents are separated later.
+        """
+
+    @abstractmethod
+    def after(self, y: Tensor, rest: Any, memory: Tensor) -> tuple[Tensor, PyTree]:
+        """Computes everything after the recurrence.
+
+        Args:
+            y: `(b, t, h, p)`, its output.
+            rest: of `inputs`.
+            memory: `(b, h, p, n)`, its state after the last token.
+
+        Returns:
+            The output `(b, t, d_model)` and the state of the cell.
+        """
+
+    def whole_layer(
+        self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None
+    ) -> tuple[Tensor, PyTree] | None:
+        """Computes the call by the `layer_operation`; None where none of it can."""
+        return None
+
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        """`forward`, except for a state before a document that is not finite."""
+        size, time = self.tokens_at_once, x.shape[1]
+        if size is None or time <= size:
+            return self._run(x, state, edit, rows)
+        outputs = []
+        for start in range(0, time, size):
+            part = None if rows is None else rows.slice(start, start + size)
+            y, state = self._run(x[:, start : start + size], state, edit, part)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1), state
+
+    def _run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
+    ) -> tuple[Tensor, PyTree]:
+        edit = NO_EDIT if edit is None else edit
+        state, recent = state if isinstance(state, EditedState) else (state, None)
+        whole = self.whole_layer(x, state, edit, rows)
+        if whole is not None:
+            return whole
+        if edit is not NO_EDIT:
+            edit.refuse_unknown(STAGES, type(self).__name__)
+        steps, rest = self.before(x, state, rows)
+        if rows is not None:
+            steps = _without_padding(steps, rows)
+        inputs, rest = self.inputs(edit.apply(steps), rest)
+        if rows is not None:
+            inputs = inputs._replace(log_decay=_separated(inputs.log_decay, rows))
+        before = Memory(self.own_memory(state), recent)
+        y, memory = self.recurrence(inputs, before, edit, self.operation, self.backend, rows)
+        if rows is not None and edit.limit is not None:
+            # A limit may change a state where nothing is added to it.
+            memory = memory._replace(state=reset(memory.state, before.state, rows.count == 0))
+        y, state = self.after(y, rest, memory.state)
+        return y, state if memory.recent is None else EditedState(state, memory.recent)
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
+    ) -> tuple[Tensor, PyTree]:
+        # A log decay of −∞ restarts the recurrence, where nothing before it is NaN or infinite.
+        initial = self.init_state(len(x), edit)
+        before = reset(state, initial, rows.is_start[:, 0])
+        y, after = self.run(x, before, edit, rows)
+        if rows.has_starts and not bool(y.detach().sum().isfinite()):
+            return super().run_packed(x, state, edit, rows)
+        return rows.without_padding(y), after
 
     def inputs_like(self) -> ScanInputs:
         """The inputs of the scan for one row without tokens, on the device of the weights.
@@ -104,73 +252,38 @@ class ScanningCell(Cell):
         """A state without a window, with another `memory`."""
         return state._replace(ssm=memory)
 
-    @abstractmethod
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        """`forward`, except for a state before a document that is not finite."""
-
-    def run_packed(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
-    ) -> tuple[Tensor, PyTree]:
-        # A log decay of −∞ restarts the recurrence, where nothing before it is NaN or infinite.
-        initial = self.init_state(len(x), edit)
-        before = reset(state, initial, rows.is_start[:, 0])
-        y, after = self.run(x, before, edit, rows)
-        if rows.has_starts and not bool(y.detach().sum().isfinite()):
-            return super().run_packed(x, state, edit, rows)
-        return rows.without_padding(y), after
-
-    def scan(
-        self,
-        steps: Steps,
-        inputs: Callable[[Steps, Tensor, Tensor | None], Any],
-        state: PyTree,
-        edit: Edit | None,
-        ops: Backend,
-        rows: Rows | None,
-    ) -> tuple[Tensor, Tensor, Recent | None]:
-        """Applies the stages of an edit.
-
-        Args:
-            steps: x must be 0 at padding.
-            inputs: makes the inputs of `recurrence` from the edited steps, the log decays
-                `(b, t, h)`, and the factors `(h,)` of what a token adds, or None.
-            state: the memory `(b, h, p, n)`, and the last inputs if the edit has a window.
-            edit: None for none.
-            ops: of the call.
-            rows: where documents and padding begin.
-        """
-        memory, recent = state
-        edit = Edit() if edit is None else edit
-        steps = edit.apply(steps)
-        log_decay = steps.log_decay
-        if rows is not None:
-            log_decay = rows.without_padding(log_decay)
-            log_decay = log_decay.masked_fill(rows.is_start[..., None], -torch.inf)
-        given = inputs(steps, log_decay, steps.add)
-        y, after, recent = self.recurrence(given, memory, recent, edit, ops, rows)
-        if rows is not None and edit.limit is not None:
-            # A limit may change a state where nothing is added to it.
-            after = reset(after, memory, rows.count == 0)
-        return y, after, recent
-
     def no_tokens(self, batch_size: int, edit: Edit) -> Recent:
         return no_tokens(self._windowed(edit), batch_size)
 
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
         if edit is None or edit.window is None:
             return self.own_memory(state)
-        windowed = state_of(state.recent, self._windowed(edit))
+        of_windows = state_of(state.recent, self._windowed(edit))
         if edit.heads is None:
-            return windowed
-        inside = _index(edit.heads, windowed)
-        return self.own_memory(state.state).index_copy(1, inside, windowed)
+            return of_windows
+        inside = _index(edit.heads, of_windows)
+        return self.own_memory(state.state).index_copy(1, inside, of_windows)
 
     def _windowed(self, edit: Edit) -> ScanInputs:
         """`inputs_like` of the windowed heads."""
         like = self.inputs_like()
         return like if edit.heads is None else like.heads(_index(edit.heads, like.x))
+
+    def extra_repr(self) -> str:
+        return f"n_heads={self.n_heads}, backend={self.backend}"
+
+
+def _without_padding(steps: Steps, rows: Rows) -> Steps:
+    """Steps that are 0 at padding, which then neither adds nor forgets."""
+    decay_dt = None if steps.decay_dt is None else rows.without_padding(steps.decay_dt)
+    return steps._replace(dt=rows.without_padding(steps.dt), decay_dt=decay_dt)
+
+
+def _separated(log_decay: Tensor, rows: Rows) -> Tensor:
+    """Log decays that are 0 at padding and −∞ where a document begins."""
+    log_decay = rows.without_padding(log_decay)
+    starts = rows.is_start.view(*rows.is_start.shape, *[1] * (log_decay.ndim - 2))
+    return log_decay.masked_fill(starts, -torch.inf)
 
 
 def check_sizes(norm_eps: float, **sizes: int) -> None:

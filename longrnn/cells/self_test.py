@@ -1,19 +1,21 @@
-"""A short test of a Mamba-2 layer on this machine, with each backend."""
+"""A short test of layers on this machine, with every implementation of their operations."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells.scanning import ScanningCell
 from longrnn.state import leaves
 
 WIDTH, TOKENS, TIMED = 64, 150, 2048
-# Of float32 relative to float64; the kernels of GPU libraries add up in another order.
-TOLERANCE = {"torch": 1e-4, "cpu": 1e-4, "fla": 1e-3, "mamba_ssm": 1e-2}
 
 
 class Finding(NamedTuple):
@@ -31,15 +33,38 @@ class Finding(NamedTuple):
     seconds: float
 
 
-def self_test(backend: str, device: str | torch.device = "cpu") -> Finding:
+def _cell(kind: type[ScanningCell], backend: str, **sizes: int) -> ScanningCell:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(WIDTH, WIDTH, backend=backend, **sizes)
+
+
+# Small cells by name; each is tested with every implementation of its recurrence or layer.
+CELLS: dict[str, Callable[[str], ScanningCell]] = {
+    "Mamba-2": partial(_cell, Mamba2, d_state=16, head_dim=16),
+    "Gated DeltaNet": partial(_cell, GatedDeltaNet, key_dim=16, value_dim=16),
+}
+
+
+def backends(name: str) -> list[str]:
+    """The backends of a cell of `CELLS`."""
+    return CELLS[name]("auto").backends()
+
+
+def self_test(name: str, backend: str, device: str | torch.device = "cpu") -> Finding:
     """Compares a layer in float32 with the same layer in float64: many tokens, then a single one.
+
+    Args:
+        name: of a cell in `CELLS`.
+        backend: one of `backends(name)`.
+        device: that of the layer in float32.
 
     Raises:
         UserError: the backend does not run here.
     """
-    wanted = _results(_layer("torch").double())
-    layer = _layer(backend).to(device)
-    pairs = zip(_results(layer), wanted, strict=True)
+    expected = _results(CELLS[name]("torch").double())
+    layer = CELLS[name](backend).to(device)
+    pairs = zip(_results(layer), expected, strict=True)
     error = max(_relative(ours.cpu().double(), exact) for ours, exact in pairs)
     with torch.no_grad():
         x, state = torch.randn(1, TIMED, WIDTH, device=device), layer.init_state(1)
@@ -48,18 +73,13 @@ def self_test(backend: str, device: str | torch.device = "cpu") -> Finding:
             start = time.perf_counter()
             layer(x, state)[0].sum().item()
             seconds.append(time.perf_counter() - start)
-    return Finding(error, error <= TOLERANCE[backend], min(seconds))
+    tolerance = max(each.tolerance for each in layer.implementations() if each.name == backend)
+    return Finding(error, error <= tolerance, min(seconds))
 
 
-def _layer(backend: str) -> Mamba2:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Mamba2(WIDTH, WIDTH, d_state=16, head_dim=16, backend=backend)
-
-
-def _results(layer: Mamba2) -> list[Tensor]:
+def _results(layer: ScanningCell) -> list[Tensor]:
     """Outputs and states without gradients, and the gradients of all weights and of the input."""
-    weight = layer.D
+    weight = layer.get_parameter(layer.wide_weights[0])
     randomness = torch.Generator().manual_seed(1)
     x = torch.randn(2, TOKENS + 1, WIDTH, generator=randomness, dtype=torch.float64).to(weight)
     with torch.no_grad():
@@ -67,7 +87,7 @@ def _results(layer: Mamba2) -> list[Tensor]:
         last, state = layer(x[:, TOKENS:], state)
     x.requires_grad_()
     out, after = layer(x, layer.init_state(2))
-    loss = out.square().mean() + after.ssm.square().mean()
+    loss = out.square().mean() + layer.own_memory(after).square().mean()
     inputs = [x, *layer.parameters()]
     return [y, last, *(leaf for _, leaf in leaves(state)), *torch.autograd.grad(loss, inputs)]
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Update
-from longrnn.ops.limit import rescale
 from longrnn.ops.precision import own_precision, refuse_tf32
+from longrnn.ops.scan.limit import rescale
 from longrnn.state import History, PyTree
 
 # Of an edit; a cell without heads needs no mask of them.

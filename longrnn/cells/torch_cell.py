@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.stepwise import StepwiseCell
-from longrnn.ops import cpu
+from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.linear import linear
 from longrnn.ops.precision import own_precision, refuse_tf32
 from longrnn.ops.transforms import in_forward_mode

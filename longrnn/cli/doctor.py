@@ -20,24 +20,29 @@ PACKAGES = (
 def doctor() -> None:
     """Check this installation: versions, devices, and a short test of every backend.
 
-    Each backend computes a Mamba-2 layer, forward and backward. Exits with 1 if one fails or does
-    not give the results of float64.
+    Each backend computes layers, forward and backward. Exits with 1 if one fails or does not give
+    the results of float64.
 
     Example: longrnn doctor
     """
     import torch
 
-    from longrnn.ops.backend import BACKENDS
+    from longrnn.cells.self_test import CELLS, backends
 
     for name, value in {**{one: _version(one) for one in PACKAGES}, **_machine()}.items():
         typer.echo(f"{name:<14}{value}")
     typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
     failed = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        rows = [_tested(backend, device) for backend in BACKENDS]
-        columns = ("backend", "error", "ms without gradients")
-        print_rows(f"A Mamba-2 layer on {device}", columns, rows)
-        failed += [f"{name} on {device}: {found}" for name, found, _ in rows if "FAILED" in found]
+        for cell in CELLS:
+            rows = [_tested(cell, backend, device) for backend in backends(cell)]
+            columns = ("backend", "error", "ms without gradients")
+            print_rows(f"A {cell} layer on {device}", columns, rows)
+            failed += [
+                f"{backend} of {cell} on {device}: {result}"
+                for backend, result, _ in rows
+                if "FAILED" in result
+            ]
     if failed:
         typer.echo(f"please report what failed on this machine: {'; '.join(failed)}", err=True)
         raise typer.Exit(1)
@@ -64,17 +69,17 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _tested(backend: str, device: str) -> tuple[str, str, str]:
-    """Return the row of a backend on a type of device."""
+def _tested(cell: str, backend: str, device: str) -> tuple[str, str, str]:
+    """Return the row of a backend of a cell on a type of device."""
     from longrnn.cells.self_test import self_test
     from longrnn.errors import UserError
     from longrnn.files import one_line
 
     try:
-        found = self_test(backend, device)
+        result = self_test(cell, backend, device)
     except UserError as error:
         return backend, f"not available: {error}", "–"
     except Exception as error:  # kernels that do not compile or start raise many types
         return backend, f"FAILED: {type(error).__name__}, {one_line(error)}", "–"
-    verdict = "passed" if found.passed else "FAILED: wrong results"
-    return backend, f"{found.error:.1e} {verdict}", f"{found.seconds * 1e3:.1f}"
+    verdict = "passed" if result.passed else "FAILED: wrong results"
+    return backend, f"{result.error:.1e} {verdict}", f"{result.seconds * 1e3:.1f}"

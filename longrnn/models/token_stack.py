@@ -19,13 +19,14 @@ from torch.nn.modules import module as torch_module
 
 from longrnn.cells import Edit, EditedState, Mamba2, StepChange
 from longrnn.models.blocks import Block
-from longrnn.ops import cpu
+from longrnn.ops.cpu import tokens as cpu
+from longrnn.ops.cpu.checks import taps_refusal
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2_layer.definition import Mamba2State
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
-OPTIONS = ("backend", "gate", "n_groups", "norm_eps", "dt_limit")
+OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
 # Of an edit, those that the kernel computes.
 STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -158,12 +159,13 @@ def _suits(block: nn.Module) -> bool:
     return (
         cell.backend in ("auto", "cpu")
         and cell.gate is None
+        and cell.norm_groups in (None, cell.n_groups)
         and all(one is None or one.dtype in cpu.MIXED for one in weights)
         and cell.state_like().ssm.dtype == torch.float32
         and all("forward" not in vars(one) for one in block.modules())
         and cpu.refusal(list(block.parameters())) is None
         and all(one.is_contiguous() for one in block.parameters())
-        and cell.d_conv <= cpu.MOST_TAPS
+        and taps_refusal(cell.d_conv) is None
     )
 
 

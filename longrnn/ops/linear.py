@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.ops import cpu
+from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.transforms import in_forward_mode, is_transformed
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
@@ -76,7 +76,6 @@ def _suits(a: Tensor, b: Tensor) -> bool:
         and a.numel() * len(b) >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
         and not in_forward_mode()
-        and not torch.compiler.is_compiling()  # Inductor chooses a product itself
     )
 
 

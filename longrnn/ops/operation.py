@@ -7,10 +7,11 @@ dtypes, the sizes that its kernel is limited to, gradients, a library that is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
+from functools import partial
 from typing import Any, NamedTuple
 
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 
 
 class Implementation(NamedTuple):
@@ -20,13 +21,20 @@ class Implementation(NamedTuple):
         name: the backend that a model names: `torch`, `cpu`, `fla` or `mamba_ssm`.
         refusal: (inputs) → why it cannot compute this call, or None if it can.
         run: (inputs) → the results of the operation.
-        stages: the stages of an `Edit` that it computes; it is not given calls with others.
+        serves: the demands that it meets beside the plain operation: stages of an `Edit`, and what
+            else the caller names. It is not given calls with others.
+        tolerance: largest error of a result in float32, relative to its largest entry.
     """
 
     name: str
     refusal: Callable[..., str | None]
     run: Callable[..., Any]
-    stages: frozenset[str] = frozenset()
+    serves: frozenset[str] = frozenset()
+    tolerance: float = 1e-4
+
+
+def accepts(*inputs: Any) -> None:
+    """The refusal of an implementation that computes every call."""
 
 
 class Operation(NamedTuple):
@@ -35,15 +43,15 @@ class Operation(NamedTuple):
     Attributes:
         name: as an error says it.
         implementations: in the order in which `auto` tries them.
-        limited: the same recurrence with a limit of each head's norm.
+        limited: of a recurrence: the same with a limit of each head's norm, as one more input.
     """
 
     name: str
-    implementations: tuple[Implementation, ...]
+    implementations: list[Implementation]
     limited: Operation | None = None
 
     def choose(
-        self, backend: str, *inputs: Any, stages: frozenset[str] = frozenset()
+        self, backend: str, *inputs: Any, demands: Set[str] = frozenset()
     ) -> Implementation | None:
         """The implementation of one call.
 
@@ -51,7 +59,7 @@ class Operation(NamedTuple):
             backend: `auto`, or the name of implementations. `torch` computes an operation that has
                 none of this name.
             inputs: of the call.
-            stages: the stages of an `Edit` that the call needs.
+            demands: what the call needs beside the plain operation; see `Implementation.serves`.
 
         Returns:
             The first that accepts the call. None only where the operation has no implementation in
@@ -62,8 +70,8 @@ class Operation(NamedTuple):
         """
         for implementation in self.implementations:
             if backend == "auto":
-                knows = stages <= implementation.stages
-                if knows and implementation.refusal(*inputs) is None:
+                serves = demands <= implementation.serves
+                if serves and implementation.refusal(*inputs) is None:
                     return implementation
             elif backend == implementation.name:
                 reason = implementation.refusal(*inputs)
@@ -72,20 +80,17 @@ class Operation(NamedTuple):
                         f"the backend {backend} cannot compute {self.name} here: {reason}; use "
                         "backend='auto' for another one"
                     )
-                if stages <= implementation.stages:
+                if demands <= implementation.serves:
                     return implementation
         last = self.implementations[-1]
-        return last if last.name == "torch" else None
+        return last if last.name == "torch" and demands <= last.serves else None
+
+    def bound(self, backend: str) -> Callable[..., Any]:
+        """The operation with a backend, as a function of inputs and options."""
+        return partial(self, backend)
 
     def __call__(self, backend: str, *inputs: Any, **options: Any) -> Any:
         """The results of the implementation that `choose` returns; `options` are not limited."""
         implementation = self.choose(backend, *inputs)
         assert implementation is not None, f"{self.name} has no implementation in torch"
         return implementation.run(*inputs, **options)
-
-
-def check_backend(backend: str, operations: Sequence[Operation]) -> None:
-    """Raises a `UserError` for a backend that implements none of a cell's operations."""
-    names = ["auto", *dict.fromkeys(one.name for op in operations for one in op.implementations)]
-    if backend not in names:
-        raise UserError(f"this cell has no backend {backend!r}: {nearest(backend, names)}")

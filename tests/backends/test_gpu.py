@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,8 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
 from longrnn.ops import gpu
-from longrnn.ops.backend import BACKENDS, FLA, MAMBA_SSM, TORCH, choose
 from longrnn.ops.delta import definition as delta
+from longrnn.ops.delta import fla as fla_delta
+from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
+from longrnn.ops.mamba2_layer import mamba_ssm as mamba_ssm_layer
+from longrnn.ops.mamba2_layer.definition import Mamba2State, Parts, Weights
+from longrnn.ops.operation import accepts
+from longrnn.ops.scan import SCAN
+from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import assert_near, cell_arguments, layer, results
@@ -61,25 +68,63 @@ def wide(given: Sequence[Tensor]) -> list[Tensor]:
     return [one.double() for one in given]
 
 
+# Functions in plain torch of flash-linear-attention by the names of kernels. That of `gla` computes
+# one token after another, and divides by √n itself.
+NAIVE = {
+    "simple_gla": {"chunk": "naive_chunk", "fused_recurrent": "naive_recurrent"},
+    "gla": {"chunk": "naive_recurrent", "fused_recurrent": "naive_recurrent"},
+    "gated_delta_rule": {"chunk": "naive_chunk", "fused_recurrent": "naive_recurrent"},
+    "kda": {"chunk": "naive_recurrent", "fused_recurrent": "naive_recurrent"},
+}
+# Kernels without gradients.
+WITHOUT_GRADIENTS = ("fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+
+
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The plain torch of flash-linear-attention in place of its kernels, and which were called."""
     if find_spec("fla") is None:
         pytest.skip("fla-core is not installed")
-    module, naive = import_module("fla.ops.simple_gla"), import_module("fla.ops.simple_gla.naive")
-    called = []
-
-    def put(name: str) -> None:
-        def call(**given: Any) -> Any:
-            called.append(name)
-            return getattr(naive, f"naive_{name}_simple_gla")(**given)
-
-        kernel = f"{'fused_' if name == 'recurrent' else ''}{name}_simple_gla"
-        monkeypatch.setattr(module, kernel, call)
-
-    put("chunk")
-    put("recurrent")
+    called: list[str] = []
+    for rule, kinds in NAIVE.items():
+        module, naive = (import_module(f"fla.ops.{rule}{part}") for part in ("", ".naive"))
+        for kind, plain in kinds.items():
+            name = f"{kind}_{rule}"
+            stand_in = partial(
+                call_naive, called, name, getattr(module, name), getattr(naive, f"{plain}_{rule}")
+            )
+            monkeypatch.setattr(module, name, stand_in)
     return called
+
+
+def call_naive(
+    called: list[str],
+    name: str,
+    kernel: Callable[..., Any],
+    naive: Callable[..., Any],
+    *,
+    q: Tensor,
+    k: Tensor,
+    **given: Any,
+) -> Any:
+    """Calls a function in plain torch in place of a kernel, whose arguments are checked."""
+    inspect.signature(kernel).bind(q=q, k=k, **given)
+    called.append(name)
+    share = given["v"].shape[2] // q.shape[2]
+    q, k = (one.repeat_interleave(share, 2) for one in (q, k))
+    if name.endswith("_gla") and "simple" not in name:
+        q = q * (given.pop("scale") * q.shape[-1] ** 0.5)
+        given["gk"] = given.pop("g", given.get("gk"))
+    with torch.set_grad_enabled(name not in WITHOUT_GRADIENTS and torch.is_grad_enabled()):
+        return naive(q=q, k=k, **given)
+
+
+def by_key(inputs: ScanInputs) -> ScanInputs:
+    """Inputs whose keys have different decays, one of which never forgets."""
+    rates = torch.linspace(0, 2, inputs.B.shape[3])
+    return inputs._replace(
+        log_decay=(inputs.log_decay[..., None] * rates).nan_to_num(nan=-torch.inf)
+    )
 
 
 @pytest.fixture
@@ -102,24 +147,27 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         called.append(x.shape[1])
         return loop(ScanInputs(x, dt, dt * A, B, C), initial_states)
 
-    module = ModuleType(gpu.MAMBA_SSM[0])
+    module = ModuleType(mamba_ssm_layer.MODULE)
     module.mamba_chunk_scan_combined = mamba_chunk_scan_combined  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return called
 
 
+@pytest.mark.parametrize("keys", [False, True], ids=["decays per head", "decays per key"])
 @pytest.mark.parametrize(
     ("time", "groups", "starts"),
     [(1, 4, ()), (7, 2, (0, 3)), (64, 1, (5,)), (65, 2, ()), (150, 1, (70, 71, 100, 149))],
 )
 def test_fla_computes_the_recurrence(
-    fla: list[str], time: int, groups: int, starts: Sequence[int]
+    fla: list[str], time: int, groups: int, starts: Sequence[int], keys: bool
 ) -> None:
     """Outputs, final state and the gradients of all inputs."""
     inputs, state = random_inputs(time, groups=groups, starts=starts)
+    inputs = by_key(inputs) if keys else inputs
     exact = outcome(of_scan(loop), wide([*inputs, state]))
-    assert_near(outcome(of_scan(FLA.scan), [*inputs, state]), exact, 1e-5)
-    assert set(fla) == {"recurrent" if time <= 64 else "chunk"}
+    assert_near(outcome(of_scan(fla_scan.scan), [*inputs, state]), exact, 1e-5)
+    kind = "fused_recurrent" if time <= 64 else "chunk"
+    assert set(fla) == {f"{kind}_{'gla' if keys else 'simple_gla'}"}
 
 
 def test_fla_takes_more_rows_than_a_grid_of_blocks(
@@ -127,73 +175,52 @@ def test_fla_takes_more_rows_than_a_grid_of_blocks(
 ) -> None:
     monkeypatch.setattr(gpu, "FLA_MOST", 7)
     inputs, state = random_inputs(65)
-    assert_near(FLA.scan(inputs, state), loop(inputs, state), 1e-5)
-    assert fla == ["recurrent"]
+    assert_near(fla_scan.scan(inputs, state), loop(inputs, state), 1e-5)
+    assert fla == ["fused_recurrent_simple_gla"]
 
 
-@pytest.fixture
-def fla_delta(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Plain torch in place of the gated delta rules of flash-linear-attention."""
-    if find_spec("fla") is None:
-        pytest.skip("fla-core is not installed")
-    module, called = import_module(gpu.FLA_DELTA), []
-    naive = import_module(f"{gpu.FLA_DELTA}.naive")
-
-    def put(name: str, differentiable: bool) -> None:
-        rule = getattr(module, f"{name}_gated_delta_rule")
-        plain = getattr(naive, f"naive_{name.removeprefix('fused_')}_gated_delta_rule")
-
-        def call(*, q: Tensor, k: Tensor, **given: Any) -> Any:
-            inspect.signature(rule).bind(q=q, k=k, **given)
-            called.append(name)
-            share = given["v"].shape[2] // q.shape[2]
-            q, k = (one.repeat_interleave(share, 2) for one in (q, k))
-            with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-                return plain(q=q, k=k, **given)
-
-        monkeypatch.setattr(module, f"{name}_gated_delta_rule", call)
-
-    put("chunk", True)
-    put("fused_recurrent", False)
-    return called
-
-
+@pytest.mark.parametrize("keys", [False, True], ids=["decays per head", "decays per key"])
 @pytest.mark.parametrize(
     ("time", "groups", "starts"), [(7, 2, (0, 3)), (65, 1, (5,)), (130, 4, ())]
 )
 def test_fla_computes_the_gated_delta_rule(
-    fla_delta: list[str], time: int, groups: int, starts: Sequence[int]
+    fla: list[str], time: int, groups: int, starts: Sequence[int], keys: bool
 ) -> None:
     """Outputs, final state and all gradients; few tokens without gradients by another kernel."""
     inputs, state = random_inputs(time, groups=groups, starts=starts)
     unit = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=unit, gain=inputs.gain * 15)
+    inputs = by_key(inputs) if keys else inputs
     exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
-    assert_near(outcome(of_scan(FLA.delta), [*inputs, state]), exact, 1e-5)
+    assert_near(outcome(of_scan(fla_delta.delta), [*inputs, state]), exact, 1e-5)
     with torch.no_grad():
-        y, after = FLA.delta(inputs, state)
+        y, after = fla_delta.delta(inputs, state)
         assert_near([y, after], exact[:2], 1e-5)
-        assert torch.equal(FLA.delta(inputs, state, final=False)[0], y)
-    assert fla_delta == ["chunk"] + 2 * ["fused_recurrent" if time <= 64 else "chunk"]
+        assert torch.equal(fla_delta.delta(inputs, state, final=False)[0], y)
+    rule, few = "kda" if keys else "gated_delta_rule", time <= 64
+    assert fla == [f"chunk_{rule}"] + 2 * [f"{'fused_recurrent' if few else 'chunk'}_{rule}"]
 
 
-def window_of_20(ops: Any) -> Callable[..., Any]:
+def window_of_20(scan: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*given: Tensor) -> list[Tensor]:
         inputs = ScanInputs(*given[:5])
-        return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, ops.scan)[0]]
+        return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, scan)[0]]
 
     return compute
 
 
+def plain_gate(y: Tensor, *others: Any) -> Tensor:
+    return y.flatten(2)
+
+
 def test_mamba_ssm_computes_layers_without_edits(mamba_ssm: list[int]) -> None:
-    """Outputs, states and the gradients of all weights; edited layers have the scan of torch."""
-    given, cell = layer(*cell_arguments(torch.float32, tokens=20))
-    assert_near(outcome(cell(MAMBA_SSM), given), outcome(cell(TORCH), wide(given)), 1e-5)
-    assert mamba_ssm == [20]
-    gated = MAMBA_SSM._replace(gate=lambda y, *others: y.flatten(2)).composed()
-    cell(gated)(*given)
-    assert mamba_ssm == [20, 20], "a layer with another gate does not use the kernels"
-    assert MAMBA_SSM.scan is TORCH.scan
+    """Outputs, states and the gradients of all weights, also of a layer with another gate."""
+    projected, weights, state = cell_arguments(torch.float32, tokens=20)
+    for changed in (weights, weights._replace(gate=plain_gate)):
+        given, of = layer(projected, changed, state)
+        exact = outcome(of(definition.layer), wide(given))
+        assert_near(outcome(of(mamba_ssm_layer.layer), given), exact, 1e-5)
+    assert mamba_ssm == [20, 20]
 
 
 def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> None:
@@ -202,7 +229,7 @@ def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> No
             torch.empty(rows, *shape, device="meta")
             for shape in ((3, 80, 64), (3, 80), (3, 1, 128), (80, 64, 128))
         )
-        y, _ = gpu.mamba_ssm_recurrence(x, dt, dt[0, 0], B, B, state)
+        y, _ = mamba_ssm_layer.recurrence(Parts(x, x, dt, dt[0, 0], B, B, x), state)
         assert y.shape == x.shape
 
     call(2**31 // (259 * 80 * 128))
@@ -212,11 +239,16 @@ def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> No
 
 
 @pytest.mark.usefixtures("fla", "mamba_ssm")
-@pytest.mark.parametrize("ops", [FLA, MAMBA_SSM], ids=["fla", "mamba_ssm"])
-def test_second_derivatives_are_refused(ops: Any) -> None:
-    given, cell = layer(*cell_arguments(torch.float32, tokens=20))
+@pytest.mark.parametrize(
+    "run", [partial(definition.layer, backend="fla"), mamba_ssm_layer.layer], ids=["fla", "ssm"]
+)
+def test_second_derivatives_are_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "refusal", accepts)
+    accepting = [one._replace(refusal=accepts) for one in SCAN.implementations]
+    monkeypatch.setattr(definition, "SCAN", SCAN._replace(implementations=accepting))
+    given, of = layer(*cell_arguments(torch.float32, tokens=20))
     given = [one.requires_grad_() for one in given]
-    y, *_ = cell(ops)(*given)
+    y, *_ = of(run)(*given)
     with pytest.raises(UserError, match="torch"):
         torch.autograd.grad(y.sum(), given, create_graph=True)
 
@@ -228,7 +260,10 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def install(**versions: str) -> None:
         gpu.missing.cache_clear()
-        for name, package in (("fla_core", gpu.FLA[0]), ("mamba_ssm", gpu.MAMBA_SSM[0])):
+        for name, package in (
+            ("fla_core", fla_scan.BY_HEAD),
+            ("mamba_ssm", mamba_ssm_layer.MODULE),
+        ):
             module = ModuleType(package) if name in versions else None
             monkeypatch.setitem(sys.modules, package, module)
         found = {name.replace("_", "-"): version for name, version in versions.items()}
@@ -247,36 +282,45 @@ def test_products_have_the_digits_of_float32_by_default(
         if not chosen:
             monkeypatch.delenv("TRITON_F32_DEFAULT")
         packages(fla_core="0.6.0", triton="3.7.1")
-        choose("fla", on_gpu())
+        MAMBA2_LAYER.choose("fla", *on_gpu())
         assert os.environ["TRITON_F32_DEFAULT"] == expected
 
 
-def on_gpu(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def on_gpu(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Weights, Mamba2State]:
+    """The arguments of a layer, without memory."""
     with FakeTensorMode():
-        return [torch.empty(2, device="cuda", dtype=dtype)]
+        one = torch.empty(2, 2, 2, 2, device="cuda", dtype=dtype)
+        weights = Weights(one, one, one, one, one, one, groups=1, norm_eps=0, dt_limit=(0, 1))
+        return one, weights, Mamba2State(one, one)
+
+
+def chosen_for(backend: str, given: tuple[Tensor, Weights, Mamba2State]) -> str | None:
+    chosen = MAMBA2_LAYER.choose(backend, *given)
+    return None if chosen is None else chosen.name
 
 
 def test_auto_takes_the_first_library_that_is_installed(packages: Callable[..., None]) -> None:
     fla, mamba = {"fla_core": "0.6.0", "triton": "3.7.1"}, {"mamba_ssm": "2.3.2.post1"}
     for installed, expected in (
-        ({**fla, **mamba}, FLA),
-        (mamba, MAMBA_SSM),
-        ({**fla, "fla_core": "0.5.2"}, TORCH),
-        ({**fla, "triton": "3.6.0"}, TORCH),
-        ({}, TORCH),
+        ({**fla, **mamba}, "fla"),
+        (mamba, "mamba_ssm"),
+        ({**fla, "fla_core": "0.5.2"}, None),
+        ({**fla, "triton": "3.6.0"}, None),
+        ({}, None),
     ):
         packages(**installed)
-        assert choose("auto", on_gpu()) is expected, installed
+        assert chosen_for("auto", on_gpu()) == expected, installed
 
 
 @pytest.mark.parametrize("name", ["fla", "mamba_ssm"])
 def test_a_named_backend_is_used_or_refused(name: str, packages: Callable[..., None]) -> None:
     packages(fla_core="0.6.0", triton="3.9.0", mamba_ssm="2.3.2.post1")
-    assert choose(name, on_gpu(torch.bfloat16)) is BACKENDS[name]
-    for tensors, reason in (([torch.ones(2)], "NVIDIA"), (on_gpu(torch.float64), "float64")):
-        assert choose("auto", tensors).scan is not FLA.scan
+    assert chosen_for(name, on_gpu(torch.bfloat16)) == name
+    on_cpu = cell_arguments(torch.float32, tokens=3)
+    for given, reason in ((on_cpu, "NVIDIA"), (on_gpu(torch.float64), "float64")):
+        assert chosen_for("auto", given) not in ("fla", "mamba_ssm")
         with pytest.raises(UserError, match=reason):
-            choose(name, tensors)
+            MAMBA2_LAYER.choose(name, *given)
     packages()
     with pytest.raises(UserError, match="pip install '(fla-core|mamba-ssm)>="):
-        choose(name, on_gpu())
+        MAMBA2_LAYER.choose(name, *on_gpu())

@@ -33,10 +33,14 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
     self, fn, names, configs[:1], *args, **named
 )
 {shim}
-from tests.backends.test_gpu import error, of_scan, outcome, random_inputs, wide, window_of_20
-from longrnn.ops import gpu
+from tests.backends.test_gpu import by_key, error, of_scan, outcome, random_inputs, wide
+from tests.backends.test_gpu import window_of_20
 from longrnn.ops.delta import definition as delta
-from longrnn.ops.backend import FLA, TORCH
+from longrnn.ops.delta import fla as fla_delta
+from longrnn.ops.mamba2_layer import mamba_ssm
+from longrnn.ops.mamba2_layer.definition import Parts
+from longrnn.ops.scan import definition as scan
+from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan.definition import ScanInputs, loop
 
 found = []
@@ -56,17 +60,23 @@ FLA_CALLS = """
 for time, starts in ((5, (2,)), (70, (20, 66))):
     inputs, state = random_inputs(time, groups=1, starts=starts, rows=1, size=16)
     exact = outcome(of_scan(loop), wide([*inputs, state]))
-    ours = outcome(of_scan(gpu.fla_scan), [*inputs, state])
+    ours = outcome(of_scan(fla_scan.scan), [*inputs, state])
     found.append([error(*pair) for pair in zip(ours, exact)])
     keys = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=keys, gain=inputs.gain * 15)
     exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
-    ours = outcome(of_scan(gpu.fla_delta), [*inputs, state])
+    ours = outcome(of_scan(fla_delta.delta), [*inputs, state])
     found.append([error(*pair) for pair in zip(ours, exact)])
     with torch.no_grad():
-        found.append([error(*pair) for pair in zip(gpu.fla_delta(inputs, state), exact)])
+        found.append([error(*pair) for pair in zip(fla_delta.delta(inputs, state), exact)])
+    inputs = by_key(inputs)
+    for loop_of, fast in ((loop, fla_scan.scan), (delta.loop, fla_delta.delta)):
+        exact = outcome(of_scan(loop_of), wide([*inputs, state]))
+        ours = outcome(of_scan(fast), [*inputs, state])
+        found.append([error(*pair) for pair in zip(ours, exact)])
 inputs, _ = random_inputs(27, groups=1, rows=1, size=16)
-exact, ours = outcome(window_of_20(TORCH), wide(inputs)), outcome(window_of_20(FLA), inputs)
+exact = outcome(window_of_20(scan.scan), wide(inputs))
+ours = outcome(window_of_20(fla_scan.scan), inputs)
 found.append([error(*pair) for pair in zip(ours, exact)])
 """
 MAMBA_SSM_SHIM = """
@@ -81,14 +91,17 @@ torch.cuda.device = lambda index: contextlib.nullcontext()
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=4)
 """
 MAMBA_SSM_CALLS = """
-gpu.CHUNK = 16
+mamba_ssm.CHUNK = 16
 inputs, state = random_inputs(40, groups=1, rows=1, size=16)
 given = [inputs.x, inputs.gain, inputs.log_decay[0, 0] / inputs.gain[0, 0], *inputs[3:], state]
 
 def exactly(x, dt, A, B, C, state):
     return loop(ScanInputs(x, dt, dt * A, B, C), state)
 
-exact, ours = outcome(exactly, wide(given)), outcome(gpu.mamba_ssm_recurrence, given)
+def ours_is(x, dt, A, B, C, state):
+    return mamba_ssm.recurrence(Parts(x, x, dt, A, B, C, x), state)
+
+exact, ours = outcome(exactly, wide(given)), outcome(ours_is, given)
 found.append([error(*pair) for pair in zip(ours, exact)])
 """
 

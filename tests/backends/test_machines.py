@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.ops.backend import CPU, TORCH, choose
 from longrnn.ops.cpu import library, signatures
+from longrnn.ops.scan import SCAN
+from tests.backends.test_operations import inputs_of
 from tests.contracts.builders import Spec, build_mitigated, random_tokens
 from tests.contracts.subjects import assert_same, every_dtype, needs_kernels, outcome, read
 
@@ -92,11 +93,13 @@ def test_libraries_of_other_sources_are_not_used(
     load: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an update of a checkout: they would read arguments of another layout."""
-    given = [torch.ones(1)]
-    for digest, expected in (("0" * 16, TORCH), (None, CPU)):  # None: installed without sources
+    inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
+    for digest, expected in (("0" * 16, "torch"), (None, "cpu")):  # None: installed without sources
         monkeypatch.setattr(signatures, "digest", lambda digest=digest: digest)
         load("DEFAULT")
-        assert choose("auto", given) is expected
+        chosen = SCAN.choose("auto", inputs, state)
+        assert chosen is not None
+        assert chosen.name == expected
 
 
 CHECKED = """

@@ -1,4 +1,4 @@
-"""Every backend computes what `TORCH` computes, and `TORCH` what the loop over tokens does."""
+"""Every implementation computes what the loop over tokens does, and says what it refuses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import Mamba2
 from longrnn.errors import UserError
 from longrnn.ops import cpu
-from longrnn.ops.backend import BACKENDS, CPU, CPU_GRADIENTS, TORCH, Backend, choose
-from longrnn.ops.limit import limited
+from longrnn.ops.conv import CONV
+from longrnn.ops.cpu import checks
+from longrnn.ops.delta import DELTA
+from longrnn.ops.gated_norm import GATED_NORM
+from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
 from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
+from longrnn.ops.operation import Implementation, Operation
+from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs, loop
+from longrnn.ops.scan.limit import limited
 from longrnn.ops.window import no_tokens, state_of, windowed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -24,11 +31,29 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 SIZES = [(1, 1, 2, 3, 1, 5), (2, 2, 2, 4, 2, 3), (2, 65, 4, 3, 2, 7), (1, 150, 6, 16, 1, 8)]
 SIZES += [(3, 600, 2, 5, 1, 4)]
 needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-LOCAL = [
-    pytest.param(TORCH, id="torch"),
-    pytest.param(CPU, id="cpu", marks=needs_kernels),
-    pytest.param(CPU_GRADIENTS, id="cpu with gradients", marks=needs_kernels),
-]
+assert SCAN.limited is not None
+assert DELTA.limited is not None
+LIMITED: Operation = SCAN.limited
+OPERATIONS = (SCAN, LIMITED, DELTA, DELTA.limited, CONV, GATED_NORM, MAMBA2_LAYER)
+
+
+def local(operation: Operation) -> list[Any]:
+    """Parameters of a test: the implementations of an operation that run on a CPU."""
+    return [
+        pytest.param(one, id=one.name, marks=[needs_kernels] if one.name == "cpu" else [])
+        for one in operation.implementations
+        if one.name in ("torch", "cpu")
+    ]
+
+
+every_scan = pytest.mark.parametrize("implementation", local(SCAN))
+every_limit = pytest.mark.parametrize("implementation", local(LIMITED))
+every_backend = pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("cpu", marks=needs_kernels)]
+)
+with_and_without_gradients = pytest.mark.parametrize(
+    "gradients", [False, True], ids=["values", "gradients"]
+)
 
 
 def inputs_of(
@@ -72,32 +97,44 @@ def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: fl
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("ops", LOCAL)
-def test_scan(ops: Backend, sizes: Sequence[int], starts: bool, dtype: torch.dtype) -> None:
+@with_and_without_gradients
+@every_scan
+def test_scan(
+    implementation: Implementation,
+    gradients: bool,
+    sizes: Sequence[int],
+    starts: bool,
+    dtype: torch.dtype,
+) -> None:
     """Outputs, final state and gradients are those of the loop in float64."""
     inputs, state = inputs_of(sizes, dtype, starts=starts)
-    gradients = ops is not CPU
 
     def run(scan: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *tensors: scan(ScanInputs(*tensors[:5]), tensors[5])
 
-    found = results(run(ops.scan), *inputs, state, gradients=gradients)
+    found = results(run(implementation.run), *inputs, state, gradients=gradients)
     wide = (*inputs.to(torch.float64), state.double())
     assert_near(found, results(run(loop), *wide, gradients=gradients), TOLERANCE[dtype])
-    from_zero, _ = ops.scan(inputs, final=False)
+    from_zero, _ = implementation.run(inputs, final=False)
     assert_near([from_zero], [loop(inputs.to(torch.float64))[0]], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e9])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("ops", LOCAL)
-def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dtype) -> None:
+@with_and_without_gradients
+@every_limit
+def test_limit(
+    implementation: Implementation,
+    gradients: bool,
+    sizes: Sequence[int],
+    limit: float,
+    dtype: torch.dtype,
+) -> None:
     """Norms are limited as one token after another would be, with gradients."""
     inputs, state = inputs_of(sizes, dtype)
     limits = limit * torch.arange(1, 1 + inputs.x.shape[2]).double()
     limits[-1] = math.inf
-    gradients = ops is not CPU
 
     def by_token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -113,7 +150,7 @@ def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dt
     def run(limit: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *tensors: limit(ScanInputs(*tensors[:5]), tensors[5])
 
-    ours = partial(ops.limit, limit=limits)
+    ours = partial(implementation.run, limit=limits)
     found = results(run(ours), *inputs, state, gradients=gradients)
     wide = (*inputs.to(torch.float64), state.double())
     wanted = results(run(by_token), *wide, gradients=gradients)
@@ -124,17 +161,19 @@ STEADY = [0.0, -1e-7, -1e-5, -1e-3, -0.1, -0.69, -0.7, -3.0, -79.0, -200.0]
 
 
 @pytest.mark.parametrize(("time", "size"), [(20_000, 20_000), (20_000, 64), (3_000, 1)])
-@pytest.mark.parametrize("ops", LOCAL)
-def test_a_decay_that_never_changes_does_not_drift(ops: Backend, time: int, size: int) -> None:
+@every_scan
+def test_a_decay_that_never_changes_does_not_drift(
+    implementation: Implementation, time: int, size: int
+) -> None:
     """In one call, in pieces and token by token, float32 has its digits in every head."""
     inputs, state = inputs_of((1, time, len(STEADY), 2, 1, 3), torch.float32)
     decays = torch.tensor(STEADY, dtype=torch.float32).expand(1, time, -1)
-    gradients = size == time and ops is not CPU
+    gradients = size == time
 
     def run(x: Tensor, decays: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         given, outputs = inputs._replace(x=x, log_decay=decays).to(state.dtype), []
         for start in range(0, time, size):
-            y, state = ops.scan(given.slice(start, start + size), state)
+            y, state = implementation.run(given.slice(start, start + size), state)
             outputs.append(y)
         return torch.cat(outputs, 1), state
 
@@ -146,19 +185,21 @@ def test_a_decay_that_never_changes_does_not_drift(ops: Backend, time: int, size
             assert_near([pair[0]], [pair[1]], 1e-5)
 
 
-@pytest.mark.parametrize("ops", LOCAL)
+@every_limit
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_limit_of_values_whose_squares_leave_the_range(size: float, ops: Backend) -> None:
+def test_limit_of_values_whose_squares_leave_the_range(
+    size: float, implementation: Implementation
+) -> None:
     """States and inputs of any float32 are limited like any others: squares are 0 or infinite."""
     inputs, state = inputs_of((1, 70, 2, 3, 1, 5), torch.float32)
     inputs, state = inputs._replace(x=inputs.x * size), state * 1e5 * size
     limits = torch.tensor([1e-3, 1e3], dtype=torch.float64) * size
     wanted = limited(inputs.to(torch.float64), state.double(), limits)
-    assert_near(ops.limit(inputs, state, limits), wanted, 1e-5)
+    assert_near(implementation.run(inputs, state, limits), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("ops", LOCAL)
-def test_strided_inputs_of_several_dtypes(ops: Backend) -> None:
+@every_backend
+def test_strided_inputs_of_several_dtypes(backend: str) -> None:
     """x, B and C are slices of one tensor of 16 bits, and gain and decay of another in float32."""
     (x, gain, log_decay, B, C), state = inputs_of((2, 90, 4, 5, 2, 3), torch.float32)
     joined = torch.cat([one.flatten(2) for one in (x, B, C)], -1).bfloat16()
@@ -169,46 +210,47 @@ def test_strided_inputs_of_several_dtypes(ops: Backend) -> None:
     inputs = ScanInputs(x, pair[:, 1:, :, 0], pair[:, 1:, :, 1], B, C)
     limits = torch.tensor([1.0, 5.0, math.inf, 0.1], dtype=torch.float64)
     wide = (inputs.to(torch.float64), state.double())
-    assert_near(ops.scan(inputs, state.mT.contiguous().mT), loop(*wide), 1e-5)
-    assert_near(ops.limit(inputs, state, limits), limited(*wide, limits), 1e-5)
+    assert_near(SCAN(backend, inputs, state.mT.contiguous().mT), loop(*wide), 1e-5)
+    assert_near(LIMITED(backend, inputs, state, limits), limited(*wide, limits), 1e-5)
 
 
-def within(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
-    y, recent = windowed(inputs, no_tokens(inputs, len(state)), 13, ops.scan)
+def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    y, recent = windowed(inputs, no_tokens(inputs, len(state)), 13, SCAN.bound(backend))
     return y, state_of(recent, inputs)
 
 
 @pytest.mark.parametrize("name", ["x", "gain", "log_decay", "B", "C"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("ops", LOCAL)
-def test_a_token_that_is_not_finite(ops: Backend, value: float, name: str) -> None:
+@every_backend
+def test_a_token_that_is_not_finite(backend: str, value: float, name: str) -> None:
     """It changes no other row and, w tokens later, nothing under a window."""
     inputs, state = inputs_of((3, 150, 4, 3, 2, 5), torch.float64)
     bad = inputs._replace(**{name: getattr(inputs, name).clone()})
     getattr(bad, name)[1, 100] = value if name != "log_decay" else math.nan
     limits = torch.tensor([0.5, 2.0, 1e3, math.inf], dtype=torch.float64)
-    runs: list[Callable[..., Any]] = [ops.scan, partial(ops.limit, limit=limits)]
-    for run in (*runs, partial(within, ops=ops)):
+    runs: list[Callable[..., Any]] = [SCAN.bound(backend), partial(within, backend=backend)]
+    runs.append(lambda given, state: LIMITED(backend, given, state, limits))
+    for run in runs:
         found, clean = run(bad, state), run(inputs, state)
         others = [0, 2]
         assert_near([one[others] for one in found], [one[others] for one in clean], 1e-12)
         assert not found[0][1, 100].isfinite().all()
-    y, clean = (within(one, state, ops)[0] for one in (bad, inputs))
+    y, clean = (within(one, state, backend)[0] for one in (bad, inputs))
     assert_near([y[1, 139:]], [clean[1, 139:]], 1e-10)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("log_decay", [-math.inf, -200.0])
-@pytest.mark.parametrize("ops", LOCAL)
+@every_scan
 def test_a_decay_to_zero_removes_what_was_before(
-    ops: Backend, log_decay: float, dtype: torch.dtype
+    implementation: Implementation, log_decay: float, dtype: torch.dtype
 ) -> None:
     """Inputs and a state of 1e30 have no effect after it."""
     inputs, state = inputs_of((2, 150, 4, 3, 2, 5), dtype)
     inputs.log_decay[:, 30] = log_decay
     inputs.x[:, :30] *= 1e30
     late = inputs.slice(30, 150).to(torch.float64)
-    y, final = ops.scan(inputs, 1e30 * state)
+    y, final = implementation.run(inputs, 1e30 * state)
     assert_near([y[:, 30:], final], loop(late), TOLERANCE[dtype])
 
 
@@ -239,56 +281,86 @@ def cell_arguments(
     return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
 
 
+LayerRun = Callable[[Tensor, Weights, Mamba2State], tuple[Tensor, Mamba2State]]
+
+
 def layer(
     projected: Tensor, weights: Weights, state: Mamba2State
-) -> tuple[list[Tensor], Callable[[Backend], Callable[..., list[Tensor]]]]:
-    """Tensors of a Mamba-2 layer, and its cell as a function of them, given a backend."""
+) -> tuple[list[Tensor], Callable[[LayerRun], Callable[..., list[Tensor]]]]:
+    """Tensors of a Mamba-2 layer, and an implementation of it as a function of them."""
     named = {name: one for name, one in weights._asdict().items() if isinstance(one, Tensor)}
 
-    def run(ops: Backend) -> Callable[..., list[Tensor]]:
+    def of(run: LayerRun) -> Callable[..., list[Tensor]]:
         def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
             changed = weights._replace(**dict(zip(named, tensors, strict=True)))
-            y, after = ops.cell(projected, changed, Mamba2State(conv, ssm))
+            y, after = run(projected, changed, Mamba2State(conv, ssm))
             return [y, *after]
 
         return call
 
-    return [projected, *state, *named.values()], run
+    return [projected, *state, *named.values()], of
 
 
-@needs_kernels
+# In one kernel, and composed of its parts.
+LAYERS: list[Any] = [
+    *local(MAMBA2_LAYER),
+    pytest.param(
+        Implementation("cpu", definition.fla_refusal, partial(definition.layer, backend="cpu")),
+        id="parts",
+        marks=needs_kernels,
+    ),
+]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 131])
 @pytest.mark.parametrize("sizes", CELLS, ids=str)
-@pytest.mark.parametrize("ops", [CPU, CPU_GRADIENTS, CPU.composed()], ids=["cpu", "grad", "parts"])
-def test_cell(ops: Backend, sizes: Any, tokens: int, dtype: torch.dtype) -> None:
-    """The layer between its projections, fused and composed of its parts."""
-    given, cell = layer(*cell_arguments(dtype, tokens=tokens, sizes=sizes))
-    gradients = ops is CPU_GRADIENTS
-    found = results(cell(ops), *given, gradients=gradients)
-    wanted = results(cell(TORCH), *(one.double() for one in given), gradients=gradients)
+@with_and_without_gradients
+@pytest.mark.parametrize("implementation", LAYERS)
+def test_a_layer(
+    implementation: Implementation, gradients: bool, sizes: Any, tokens: int, dtype: torch.dtype
+) -> None:
+    """The layer between its projections."""
+    given, of = layer(*cell_arguments(dtype, tokens=tokens, sizes=sizes))
+    found = results(of(implementation.run), *given, gradients=gradients)
+    wide = [one.double() for one in given]
+    wanted = results(of(definition.layer), *wide, gradients=gradients)
     assert_near(found, wanted, TOLERANCE[dtype] * (20 if gradients else 1))
 
 
 @needs_kernels
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_cell_of_narrow_weights(tokens: int, narrow: torch.dtype) -> None:
+@pytest.mark.parametrize("implementation", LAYERS)
+def test_a_layer_of_narrow_weights(
+    implementation: Implementation, tokens: int, narrow: torch.dtype
+) -> None:
     """Inputs and weights of 16 bits are computed in float32 and rounded once."""
     given = cell_arguments(torch.float32, tokens=tokens, narrow=narrow)
     projected, weights, state = given
     values: list[Any] = [one.double() if isinstance(one, Tensor) else one for one in weights]
-    wide = Weights(*values)
-    exact, after = TORCH.cell(
-        projected.double(), wide, Mamba2State(*(one.double() for one in state))
+    exact, after = definition.layer(
+        projected.double(), Weights(*values), Mamba2State(*(one.double() for one in state))
     )
-    for ops in (CPU, CPU.composed()):
-        y, end = ops.cell(*given)
-        assert y.dtype == end.conv.dtype == narrow
-        assert end.ssm.dtype == torch.float32
-        eps = torch.finfo(narrow).eps
-        # Parts round the convolution's output to the dtype of the weights.
-        assert_near([y, end.ssm], [exact, after.ssm], eps if ops is CPU else 8 * eps)
+    y, end = implementation.run(*given)
+    assert y.dtype == end.conv.dtype == narrow
+    assert end.ssm.dtype == torch.float32
+    eps = torch.finfo(narrow).eps
+    # Parts round the convolution's output to the dtype of the weights.
+    is_one_kernel = implementation in MAMBA2_LAYER.implementations
+    assert_near([y, end.ssm], [exact, after.ssm], eps if is_one_kernel else 8 * eps)
+
+
+@needs_kernels
+def test_gradients_in_float16_are_finite_where_the_loss_is() -> None:
+    """Before the norm, the output of the recurrence is above the largest float16."""
+    projected, weights, state = cell_arguments(torch.float32, tokens=20, narrow=torch.float16)
+    given, of = layer(30 * projected, weights, state._replace(ssm=1e4 * state.ssm))
+    wide = [one.double() for one in given]
+    for implementation in MAMBA2_LAYER.implementations[:1]:
+        found = results(of(implementation.run), *given, gradients=True)
+        wanted = results(of(definition.layer), *wide, gradients=True)
+        assert_near(found, wanted, 1e-2)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -310,36 +382,86 @@ def test_window(w: int, starts: bool, dtype: torch.dtype) -> None:
         recent, outputs, start = no_tokens(inputs, 2), [], 0
         for size in sizes:
             part = inputs.slice(start, start + size)
-            y, recent = windowed(part, recent, w, choose("auto", inputs).scan)
+            y, recent = windowed(part, recent, w, SCAN.bound("auto"))
             outputs.append(y)
             start += size
         found = [torch.cat(outputs, 1), state_of(recent, inputs)]
         assert_near(found, [torch.stack(wanted, 1), state], TOLERANCE[dtype])
 
 
-def test_choice_of_a_backend() -> None:
-    """`auto` takes what covers the call; a named backend is used or refused with the reason."""
+def test_a_named_backend_is_used_or_refused() -> None:
+    """`auto` takes what accepts the call; what is not on this device is refused by name."""
     inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
-    given = (*inputs, state)
-    assert choose("torch", given) is TORCH
-    if cpu.missing() is None:
-        assert choose("auto", given) is CPU
-        tracked = (*inputs, state.clone().requires_grad_())
-        assert choose("cpu", tracked) is CPU_GRADIENTS
-    elsewhere = [one.to("meta") for one in given]
-    assert choose("auto", elsewhere) is TORCH
-    for name in set(BACKENDS) - {"torch"}:
-        with pytest.raises(UserError, match=name):
-            choose(name, elsewhere)
+    kernels = "torch" if cpu.missing() else "cpu"
+    elsewhere = ScanInputs(*(one.to("meta") for one in inputs)), state.to("meta")
+    for operation in (SCAN, DELTA):
+        for backend, expected in (("torch", "torch"), ("auto", kernels), ("mamba_ssm", "torch")):
+            chosen = operation.choose(backend, inputs, state)
+            assert chosen is not None
+            assert chosen.name == expected
+        chosen = operation.choose("auto", *elsewhere)
+        assert chosen is not None
+        assert chosen.name == "torch"
+        for backend in ("cpu", "fla"):
+            with pytest.raises(UserError, match=backend):
+                operation(backend, *elsewhere)
+    projected, weights, state_there = cell_arguments(torch.float32, tokens=3)
+    for backend in ("cpu", "fla", "mamba_ssm"):
+        with pytest.raises(UserError, match=backend):
+            MAMBA2_LAYER.choose(backend, projected.to("meta"), weights, state_there)
+
+
+def beyond_limits() -> dict[str, tuple[Operation, tuple[Any, ...]]]:
+    """For every limit of a C++ kernel, a call beyond it."""
+    wide_filter = (4, 6, 2, 5, checks.MAX_TAPS + 1, True)
+    projected, weights, state = cell_arguments(torch.float32, tokens=3, sizes=wide_filter)
+    by_key, memory = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
+    by_key = by_key._replace(log_decay=by_key.log_decay[..., None].expand(-1, -1, -1, 5))
+    x = projected[..., 24:-4]
+    return {
+        "taps of a layer": (MAMBA2_LAYER, (projected, weights, state)),
+        "taps": (CONV, (x, weights.conv_weight, weights.conv_bias, state.conv)),
+        "decays per key": (SCAN, (by_key, memory)),
+        "decays per key of the delta rule": (DELTA, (by_key, memory)),
+    }
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", beyond_limits())
+def test_no_kernel_computes_beyond_its_limits(case: str) -> None:
+    """`auto` takes another implementation, and a named one is refused with the reason."""
+    operation, inputs = beyond_limits()[case]
+    chosen = operation.choose("auto", *inputs)
+    assert chosen is None or chosen.name == "torch"
+    with pytest.raises(UserError, match="taps|keys"):
+        operation.choose("cpu", *inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("taps", [checks.MAX_TAPS, checks.MAX_TAPS + 1])
+def test_the_widest_filters_are_computed(taps: int) -> None:
+    """Outputs, states and gradients of a model; with one tap more, other code than the kernels."""
+    options = {"d_state": 5, "head_dim": 4, "d_conv": taps}
+    torch.manual_seed(0)
+    exact = Mamba2(8, 8, backend="torch", **options).double()
+    cell = Mamba2(8, 8, **options)
+    cell.load_state_dict(exact.state_dict())
+    x = torch.randn(2, 40, 8, dtype=torch.float64)
+
+    def run(cell: Mamba2) -> Callable[..., Any]:
+        return lambda x: cell(x, cell.init_state(2))[0][None]
+
+    expected = results(run(exact), x, gradients=True)
+    assert_near(results(run(cell), x.float(), gradients=True), expected, 1e-4)
 
 
 @needs_kernels
 def test_second_derivatives_name_the_backend_that_has_them() -> None:
     inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float64)
     state.requires_grad_()
-    y, _ = CPU_GRADIENTS.scan(inputs, state)
+    y, _ = SCAN("cpu", inputs, state)
     with pytest.raises(UserError, match="torch"):
         torch.autograd.grad(y.sum(), state, create_graph=True)
-    y, _ = TORCH.scan(inputs, state)
+    y, _ = SCAN("torch", inputs, state)
     (grad,) = torch.autograd.grad(y.square().sum(), state, create_graph=True)
     assert torch.autograd.grad(grad.sum(), state)[0].abs().max() > 0

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops import cpu
+from longrnn.ops.delta import DELTA
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.scan.definition import ScanInputs
-from tests.backends.test_operations import assert_near, inputs_of, results
+from tests.backends.test_operations import assert_near, inputs_of, local, results
 
 pytestmark = pytest.mark.core
 
@@ -60,8 +60,10 @@ def test_chunks_equal_the_loop(time: int, starts: Sequence[int]) -> None:
     expected = outcome(definition, inputs, state)
     for rule in (delta.delta, delta.loop):
         assert_near(outcome(rule, inputs, state), expected, 1e-10)
-    if cpu.missing() is None:
-        assert_near(cpu.delta(inputs, state), expected[:2], 1e-10)
+    for implementation in local(DELTA):
+        run = implementation.values[0].run
+        assert_near(outcome(run, inputs, state), expected, 1e-10)
+        assert_near(run(inputs, state), expected[:2], 1e-10)
 
 
 @pytest.mark.parametrize("limit", [1e-3, 6.0, 1e6])

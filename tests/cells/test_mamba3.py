@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.mamba3 import Mamba3, Trapezoid, TrapezoidInputs
-from longrnn.ops.backend import TORCH
+from longrnn.cells.scanning import Memory
+from longrnn.ops.scan import SCAN
 from tests.contracts.builders import assert_near, generator, random_tree
 
 pytestmark = pytest.mark.core
@@ -35,9 +36,9 @@ def test_the_recurrence_is_that_of_the_paper(limit: Tensor | None) -> None:
             h = h * (limit[:, None, None] / h.norm(dim=(2, 3), keepdim=True)).clamp(max=1)
         outputs.append((h @ C[:, t, ..., None])[..., 0])
     inputs = TrapezoidInputs(x, dt, log_decay, B, C, mix)
-    y, after, _ = Trapezoid()(inputs, state, None, Edit(limit=limit), TORCH)
+    y, after = Trapezoid()(inputs, Memory(state, None), Edit(limit=limit), SCAN, "torch")
     assert_near(y, torch.stack(outputs, 1), 1e-11)
-    assert_near(after, h, 1e-11)
+    assert_near(after.state, h, 1e-11)
 
 
 @torch.no_grad()

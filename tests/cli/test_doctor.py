@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.ops.backend import BACKENDS, REFUSALS, TORCH
+from longrnn.cells import Mamba2
+from longrnn.cells.self_test import CELLS, backends
+from longrnn.ops.mamba2_layer import MAMBA2_LAYER
+from longrnn.ops.mamba2_layer.definition import layer
+from longrnn.ops.operation import accepts
 from tests.cli.conftest import CLI
 
 
@@ -16,19 +20,21 @@ def test_every_backend_of_this_machine_passes(cli: CLI) -> None:
     """Each has a line; one that is not available has its reason there."""
     result = cli("doctor")
     assert result.code == 0, result.err
-    assert all(f"│ {backend}" in result.out for backend in BACKENDS)
+    for cell in CELLS:
+        assert f"{cell} layer on cpu" in result.out
+        assert all(f"│ {backend}" in result.out for backend in backends(cell))
     assert "passed" in result.out
     assert "FAILED" not in result.out
     assert torch.__version__.split("+")[0] in result.out
 
 
 def off(*arguments: Any, **named: Any) -> Any:
-    y, state = TORCH.cell(*arguments, **named)
+    y, state = layer(*arguments, **named)
     return y, state._replace(ssm=state.ssm * (1 + 2e-3))
 
 
 def nan(*arguments: Any, **named: Any) -> Any:
-    y, state = TORCH.cell(*arguments, **named)
+    y, state = layer(*arguments, **named)
     return y * float("nan"), state
 
 
@@ -41,11 +47,15 @@ def test_a_backend_that_fails_is_named(
     cell: Callable[..., Any], cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong states, NaN, or kernels that cannot be compiled; the others are tested as before."""
-    monkeypatch.setitem(BACKENDS, "fla", TORCH._replace(cell=cell))
-    monkeypatch.setitem(REFUSALS, "fla", lambda tensors: None)
+    implementations = [
+        one._replace(refusal=accepts, run=cell) if one.name == "fla" else one
+        for one in MAMBA2_LAYER.implementations
+    ]
+    monkeypatch.setattr(
+        Mamba2, "layer_operation", MAMBA2_LAYER._replace(implementations=implementations)
+    )
     result = cli("doctor")
     assert result.code == 1
     assert "FAILED" in result.out
-    assert "fla on cpu" in result.err
-    assert all(f"│ {name}" in result.out for name in BACKENDS)
-    assert "Traceback" not in result.err
+    assert "fla of Mamba-2 on cpu" in result.err
+    assert all(f"│ {name}" in result.out for name in backends("Mamba-2"))

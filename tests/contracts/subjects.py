@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell, Edit, EditedState
 from longrnn.models import LanguageModel, RecurrentLM, Rows, recurrent
-from longrnn.ops import cpu, limit, window
+from longrnn.ops import cpu, window
 from longrnn.ops.scan import definition as scan
+from longrnn.ops.scan import limit
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves
 from tests.contracts.builders import (

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.cells import MIXERS
-from longrnn.cells.self_test import self_test
+from longrnn.cells.self_test import CELLS, backends, self_test
+from longrnn.errors import UserError
 from longrnn.inference.engine import token_losses
 from longrnn.models import Rows, generate
-from longrnn.ops.backend import REFUSALS
 from longrnn.state import clone, leaves, tree_map
 from longrnn.training.batches import segments
 from longrnn.training.config import TrainConfig
@@ -83,13 +83,16 @@ def test_cells(spec: Spec, dtype: torch.dtype) -> None:
     assert_agrees(build_model(spec), build_model(spec).to(dtype).to(GPU).eval(), dtype)
 
 
-@pytest.mark.parametrize("backend", ["torch", *REFUSALS])
-def test_backends(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("cell", "backend"), [(cell, backend) for cell in CELLS for backend in backends(cell)]
+)
+def test_backends(cell: str, backend: str) -> None:
     """The check of `longrnn doctor`: many tokens, a single one, and all gradients."""
-    if backend in REFUSALS and (why := REFUSALS[backend]([torch.ones(1, device=GPU)])):
-        pytest.skip(why)
-    found = self_test(backend, GPU)
-    assert found.passed, f"{found.error:.1e}"
+    try:
+        result = self_test(cell, backend, GPU)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert result.passed, f"{result.error:.1e}"
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))

@@ -11,7 +11,6 @@ import torch
 from longrnn.config import build_config
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, run
-from longrnn.hf.names import CheckpointName
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -75,5 +74,4 @@ def small_model(
     model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
     if folder is not None:
         save_model(model, folder)
-    source = None if folder is None else CheckpointName(str(folder))
-    return OpenCheckpoint(name, model, tokenizer, source)
+    return OpenCheckpoint(name, model, tokenizer, str(folder or ""))

@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops.backend import CPU, TORCH, Backend
+from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import conv
+from longrnn.ops.operation import Implementation
 from longrnn.ops.rows import Rows
+from tests.backends.test_operations import local
 from tests.contracts.builders import assert_near, generator
-from tests.contracts.subjects import needs_kernels
 
 CHANNELS = 5
-every_backend = pytest.mark.parametrize(
-    "ops",
-    [pytest.param(TORCH, id="torch"), pytest.param(CPU, id="cpu", marks=needs_kernels)],
-)
+every_implementation = pytest.mark.parametrize("implementation", local(CONV))
 
 
 def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -28,15 +26,17 @@ def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tens
 
 
 @torch.no_grad()
-@every_backend
+@every_implementation
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("time", [1, 2, 3, 4, 50])
-def test_it_equals_conv1d(ops: Backend, time: int, width: int, with_bias: bool) -> None:
+def test_it_equals_conv1d(
+    implementation: Implementation, time: int, width: int, with_bias: bool
+) -> None:
     """Also for inputs shorter than the filter; the state holds the tokens before the first."""
     x, weight, bias, state = draw(time, width)
     given = bias if with_bias else None
-    y, after = ops.conv(x, weight, given, state)
+    y, after = implementation.run(x, weight, given, state)
     padded = torch.cat([state, x], 1)
     expected = F.silu(F.conv1d(padded.mT, weight[:, None], given, groups=CHANNELS).mT)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -44,7 +44,7 @@ def test_it_equals_conv1d(ops: Backend, time: int, width: int, with_bias: bool) 
     assert after.untyped_storage().nbytes() == after.numel() * after.itemsize  # not the input's
     whole = x.split([1] * time, dim=1)
     for number, piece in enumerate(whole):
-        found, state = ops.conv(piece, weight, given, state)
+        found, state = implementation.run(piece, weight, given, state)
         assert_near(found, y[:, number : number + 1], 1e-12)
     assert torch.equal(state, after)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from longrnn.ops.delta import definition as deltas
 from longrnn.ops.delta.definition import delta
-from longrnn.ops.limit import limited
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan.definition import ScanInputs, scan
+from longrnn.ops.scan.limit import limited
 from longrnn.ops.window import no_tokens, state_of, windowed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

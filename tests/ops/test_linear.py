@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.ops import cpu
+from longrnn.ops.cpu import missing
+from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.linear import Linear, linear, matmul_nt
 from tests.contracts.builders import assert_near, generator
 
@@ -33,7 +34,7 @@ def test_few_rows_are_summed_in_float32(rows: int, m: int, k: int, dtype: torch.
         linear(x[:, :-1], weight, bias)
 
 
-@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_every_number_of_bfloat16_is_read_exactly() -> None:
     """Denormal numbers, zeros, infinities and NaN included, in both halves of a word."""
     dtype = torch.bfloat16

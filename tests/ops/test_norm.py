@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.ops.backend import CPU, TORCH, Backend
-from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.gated_norm import GATED_NORM
+from longrnn.ops.gated_norm.definition import gated_rms_norm
+from longrnn.ops.norm import rms_norm
+from longrnn.ops.operation import Implementation
+from tests.backends.test_operations import local
 from tests.contracts.builders import generator
-from tests.contracts.subjects import needs_kernels
 
 EPS = 1e-3
 
@@ -37,17 +39,15 @@ def test_rms_norm() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("groups", [1, 2, 3, 12])
-@pytest.mark.parametrize(
-    "ops", [pytest.param(TORCH, id="torch"), pytest.param(CPU, id="cpu", marks=needs_kernels)]
-)
-def test_the_gate(ops: Backend, groups: int) -> None:
+@pytest.mark.parametrize("implementation", local(GATED_NORM))
+def test_the_gate(implementation: Implementation, groups: int) -> None:
     """(y + D x) · silu(z), then the norm of each group separately, then the weight; 0 for 0."""
     y, z, x, D, weight = draw()
     gated = (y + D[:, None] * x).flatten(2) * z * torch.sigmoid(z)
     parts = [by_formula(part, torch.ones(1)) for part in gated.split(12 // groups, dim=-1)]
-    actual = ops.gate(y, z, x, D, weight, EPS, groups)
+    actual = implementation.run(y, z, x, D, weight, EPS, groups)
     torch.testing.assert_close(actual, torch.cat(parts, -1) * weight, rtol=1e-12, atol=1e-12)
-    assert not ops.gate(y, 0 * z, x, D, weight, EPS, groups).any()
+    assert not implementation.run(y, 0 * z, x, D, weight, EPS, groups).any()
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import precision
-from longrnn.ops.backend import Backend, choose
 from longrnn.ops.precision import autocasts, own_precision
 from longrnn.ops.repeat import repeated
+from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import inputs_of, results
@@ -55,16 +55,18 @@ def test_a_device_without_autocast_has_none() -> None:
         pass
 
 
-def plain(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
-    return ops.scan(inputs, state)
+def plain(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
+    return SCAN(backend, inputs, state)
 
 
-def limited(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
-    return ops.limit(inputs, state, torch.full((4,), 3.0, dtype=torch.float64, device=state.device))
+def limited(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
+    assert SCAN.limited is not None
+    limit = torch.full((4,), 3.0, dtype=torch.float64, device=state.device)
+    return SCAN.limited(backend, inputs, state, limit)
 
 
-def within(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
-    return windowed(inputs, no_tokens(inputs, len(state)), 9, ops.scan)
+def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
+    return windowed(inputs, no_tokens(inputs, len(state)), 9, SCAN.bound(backend))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -82,7 +84,7 @@ def test_autocast_does_not_round_a_recurrence(
 
         def call(*tensors: Tensor) -> list[Tensor]:
             with torch.autocast(where, torch.bfloat16, enabled=dtype == torch.float32):
-                return [run(ScanInputs(*tensors[:5]), tensors[5], choose(name, tensors))[0]]
+                return [run(ScanInputs(*tensors[:5]), tensors[5], name)[0]]
 
         return results(call, *given, gradients=gradients)
 

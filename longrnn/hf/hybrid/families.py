@@ -7,8 +7,9 @@ projections, and how a Mamba-2 layer gates its output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -21,35 +22,14 @@ from longrnn.cells import GatedDeltaNet, Mamba2, ScanningCell
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
-from longrnn.ops.norm import gated_rms_norm
 
-# Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
+# Takes the place of `gated_rms_norm`, with its arguments; None for that function.
 Gate = Callable[..., Tensor] | None
-
-
-def with_groups(gate: Callable[..., Tensor], groups: int) -> Gate:
-    """A gate whose norm has other groups than B and C."""
-
-    def regrouped(*arguments: Any) -> Tensor:
-        return gate(*arguments[:6], groups)
-
-    return regrouped
-
-
-def gated_norm(theirs: Any) -> Gate:
-    """The gate of a layer whose norm follows it."""
-    norm = theirs.norm
-    groups = getattr(norm, "n_groups", None) or theirs.intermediate_size // norm.group_size
-    return None if groups == theirs.n_groups else with_groups(gated_rms_norm, groups)
 
 
 def own_projection(theirs: Any, x: Tensor) -> Tensor:
     """The input projection of a layer that has a single one."""
     return theirs.in_proj(x)
-
-
-class UnsupportedLayerError(ValueError):
-    """A layer that the cell of its family does not compute; the message names the option."""
 
 
 class Family(NamedTuple):
@@ -59,14 +39,14 @@ class Family(NamedTuple):
         layer: name of their class.
         cell: the class of our cells on their weights.
         project: computes what the cell's own `in_proj` would, from a layer and its input.
-        gate: returns how a Mamba-2 layer gates its output.
+        gate: returns how a Mamba-2 layer gates its output; None for a norm in all of them.
         returns_state: whether a layer returns its output and a state.
     """
 
     layer: str
     cell: type[Any]
     project: Callable[[Any, Tensor], Tensor] = own_projection
-    gate: Callable[[Any], Gate] = gated_norm
+    gate: Callable[[Any], Gate] | None = None
     returns_state: bool = False
 
 
@@ -91,10 +71,7 @@ class SharedCell(ScanningCell):
     def __init__(self, theirs: Any, family: Family) -> None:
         # Not the constructor of the cell, which would create weights.
         ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
-        activation = getattr(theirs, "activation", "silu")
-        if activation not in ("silu", "swish"):
-            raise UnsupportedLayerError(f"its activation is {activation}")
-        self.layer, self._family, self.backend = theirs, family, "auto"
+        self.layer, self._family = theirs, family
 
     def __getattr__(self, name: str) -> Any:
         if name in self.shared:
@@ -120,7 +97,10 @@ class SharedMamba2(SharedCell, Mamba2):
         least, largest = theirs.time_step_limit
         self.dt_limit = float(least), float(largest)
         self.norm_eps = getattr(self.norm, "variance_epsilon", 0.0)
-        self.gate = family.gate(theirs)
+        self.gate = None if family.gate is None else family.gate(theirs)
+        if self.gate is None:
+            groups = getattr(theirs.norm, "n_groups", None)
+            self.norm_groups = groups or theirs.intermediate_size // theirs.norm.group_size
 
     def __getattr__(self, name: str) -> Any:
         if name == "norm" and not hasattr(getattr(self.layer, "norm", None), "weight"):
@@ -160,9 +140,7 @@ def plain_gate(
 
 
 def _falcon_gate(theirs: Any) -> Gate:
-    if theirs.mamba_rms_norm and theirs.norm.norm_before_gate:
-        raise UnsupportedLayerError("mamba_norm_before_gate = True")
-    return gated_norm(theirs) if theirs.mamba_rms_norm else plain_gate
+    return None if theirs.mamba_rms_norm else plain_gate
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
@@ -225,3 +203,30 @@ def wide_weights(kind: str) -> AbstractContextManager[Any]:
     name = "_keep_in_fp32_modules_strict"
     kept = [*(getattr(cls, name) or ()), *family.cell.wide_weights]
     return patch.object(cls, name, kept)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context for calls of transformers whose reports the caller checks: without its messages.
+
+    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
+    cannot run: the package is hidden while transformers imports a model's code.
+    """
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
+    if hidden:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        if hidden:
+            del sys.modules["fla"]
+            if before is not None:
+                sys.modules["fla"] = before

@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.cells.base import Cell, EditedState
-from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.base import Cell
 from longrnn.cells.scanning import ScanningCell
-from longrnn.ops.backend import choose
-from longrnn.ops.rows import Rows
-from longrnn.ops.scan.definition import ScanInputs
-from longrnn.state import PyTree
 
 
 class LayerCell(ScanningCell):
@@ -31,26 +26,8 @@ class LayerCell(ScanningCell):
 
     def __init__(self, layer: Any, width: int) -> None:
         super().__init__(width, width)
-        self.layer, self.backend = layer, "auto"
+        self.layer = layer
 
     def wide_dtype(self, weight: Tensor) -> torch.dtype:
         """The dtype of states, for weights like the given one."""
         return torch.promote_types(weight.dtype, torch.float32)
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        own, recent = state if isinstance(state, EditedState) else (state, None)
-        remembered = [] if recent is None else [one.entries for one in recent]
-        steps, rest = self.before(x, own)
-        ops = choose(self.backend, (x, steps.x, *remembered))
-        extra = []
-
-        def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> ScanInputs:
-            given, more = self.inputs(steps, log_decay, add, rest)
-            extra.append(more)
-            return given
-
-        y, memory, recent = self.scan(steps, inputs, (own.ssm, recent), edit, ops, rows)
-        y, after = self.after(y, rest, extra[0], memory)
-        return y, after if recent is None else EditedState(after, recent)

@@ -18,6 +18,7 @@ from torch import Tensor
 from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.layer_cell import LayerCell
 from longrnn.ops.norm import rms_norm
+from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
 
@@ -50,7 +51,9 @@ class LightningAttention(LayerCell):
         super().__init__(layer, layer.qkv_proj.in_features)
         self.n_heads, self.head_dim = layer.num_attention_heads, layer.head_dim
 
-    def before(self, x: Tensor, state: LightningState) -> tuple[Steps, LightningRest]:
+    def before(
+        self, x: Tensor, state: LightningState, rows: Rows | None
+    ) -> tuple[Steps, LightningRest]:
         """Computes queries, keys, values and gates."""
         dtype, layer = state.ssm.dtype, self.layer
         mixed = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (self.n_heads, -1)).to(dtype)
@@ -58,15 +61,12 @@ class LightningAttention(LayerCell):
         rate = -layer.slope_rate.to(dtype).flatten()
         return Steps(v, torch.ones_like(v[..., 0]), rate), LightningRest(q, k, layer.output_gate(x))
 
-    def inputs(
-        self, steps: Steps, log_decay: Tensor, add: Tensor | None, rest: LightningRest
-    ) -> Any:
+    def inputs(self, steps: Steps, rest: LightningRest) -> tuple[ScanInputs, LightningRest]:
         """Returns the inputs of the recurrence after the edits of the steps."""
-        gain = steps.dt if add is None else steps.dt * add
-        return ScanInputs(steps.x, gain, log_decay, rest.k, rest.q), None
+        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.k, rest.q), rest
 
     def after(
-        self, y: Tensor, rest: LightningRest, _: None, memory: Tensor
+        self, y: Tensor, rest: LightningRest, memory: Tensor
     ) -> tuple[Tensor, LightningState]:
         """Computes the output of the layer."""
         norm = self.layer.norm

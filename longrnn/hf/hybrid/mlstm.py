@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.layer_cell import LayerCell
+from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
 
@@ -42,7 +43,7 @@ class MLSTMState(NamedTuple):
 
 class MLSTMRest(NamedTuple):
     """`q` and `k`: `(b, t, h, n)`; `log_input`: `(b, t, h)`, ĩ; `gate`: `(b, t, h p)`, before its
-    sigmoid; `stabiliser`: `(b, h)`, m before the first token."""
+    sigmoid; `stabiliser`: `(b, h)`, m before the first token, then `(b, t, h)` of every token."""
 
     q: Tensor
     k: Tensor
@@ -65,7 +66,7 @@ class MLSTM(LayerCell):
         self.n_heads = layer.config.num_heads
         self.key_dim, self.value_dim = layer.qk_dim // self.n_heads, layer.v_dim // self.n_heads
 
-    def before(self, x: Tensor, state: MLSTMState) -> tuple[Steps, MLSTMRest]:
+    def before(self, x: Tensor, state: MLSTMState, rows: Rows | None) -> tuple[Steps, MLSTMRest]:
         """Computes queries, keys, values and gates."""
         layer, dtype, cap = self.layer, state.ssm.dtype, self.layer.config.gate_soft_cap
         sizes = [layer.qk_dim, layer.qk_dim, layer.v_dim, layer.v_dim]
@@ -83,8 +84,9 @@ class MLSTM(LayerCell):
         steps = Steps(x, torch.ones_like(forget), rate, F.softplus(-forget))
         return steps, MLSTMRest(q * self.key_dim**-0.5, k, log_input, gate, state.stabiliser)
 
-    def inputs(self, steps: Steps, log_decay: Tensor, add: Tensor | None, rest: MLSTMRest) -> Any:
+    def inputs(self, steps: Steps, rest: MLSTMRest) -> tuple[ScanInputs, MLSTMRest]:
         """Returns the inputs of the recurrence after the edits, and m of every token."""
+        add, log_decay = steps.add, steps.log_decay
         log_input = rest.log_input if add is None else rest.log_input + add.log()
         log_input, log_forget = log_input.double(), log_decay.double()
         total = log_forget.cumsum(1)
@@ -93,14 +95,14 @@ class MLSTM(LayerCell):
         before = torch.cat([rest.stabiliser[:, None], m[:, :-1]], dim=1)
         gain = (log_input - m).exp().to(log_decay)
         log_decay = (log_forget + before - m).clamp(max=0).to(log_decay)
-        return ScanInputs(steps.x, gain, log_decay, rest.k, rest.q), m
+        inputs = ScanInputs(steps.x, gain, log_decay, rest.k, rest.q)
+        return inputs, rest._replace(stabiliser=m)
 
-    def after(
-        self, y: Tensor, rest: MLSTMRest, m: Tensor, memory: Tensor
-    ) -> tuple[Tensor, MLSTMState]:
+    def after(self, y: Tensor, rest: MLSTMRest, memory: Tensor) -> tuple[Tensor, MLSTMState]:
         """Computes the output of the layer."""
         layer, norm = self.layer, self.layer.multihead_norm
         values, normaliser = y.split([self.value_dim, 1], dim=-1)
+        m = rest.stabiliser
         least = (-m[..., None]).exp().to(y)
         values = values / (normaliser.abs().maximum(least) + layer.config.eps)
         normed = F.layer_norm(values, values.shape[-1:], eps=norm.eps).flatten(2) * norm.weight

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.layer_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
+from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
 # The factor of the rate, c in the paper.
@@ -61,7 +62,7 @@ class RGLRU(LayerCell):
         super().__init__(layer, layer.hidden_size)
         self.n_heads = layer.lru_width
 
-    def before(self, x: Tensor, state: RGLRUState) -> tuple[Steps, RGLRURest]:
+    def before(self, x: Tensor, state: RGLRUState, rows: Rows | None) -> tuple[Steps, RGLRURest]:
         """Computes the convolution and the gates."""
         layer, unit, dtype = self.layer, self.layer.rg_lru, state.ssm.dtype
         conv = layer.conv_1d
@@ -82,18 +83,16 @@ class RGLRU(LayerCell):
         products = torch.einsum("btgi,gij->btgj", blocks, weight.to(x.dtype))
         return (products + bias.to(x.dtype)).sigmoid().flatten(2)
 
-    def inputs(self, steps: Steps, log_decay: Tensor, add: Tensor | None, rest: RGLRURest) -> Any:
+    def inputs(self, steps: Steps, rest: RGLRURest) -> tuple[ScanInputs, RGLRURest]:
         """Returns the inputs of the recurrence after the edits of the steps."""
         square = -torch.expm1(2 * steps._replace(keep=None).log_decay)
         gain = square * square.clamp(min=SMALLEST_SQUARE).rsqrt()
         gain = gain.masked_fill(rest.is_first, 1.0)
         ones = torch.ones_like(gain[..., :1, None])
-        gain = gain if add is None else gain * add
-        return ScanInputs(steps.x, gain, log_decay, ones, ones), None
+        gain = gain if steps.add is None else gain * steps.add
+        return ScanInputs(steps.x, gain, steps.log_decay, ones, ones), rest
 
-    def after(
-        self, y: Tensor, rest: RGLRURest, _: None, memory: Tensor
-    ) -> tuple[Tensor, RGLRUState]:
+    def after(self, y: Tensor, rest: RGLRURest, memory: Tensor) -> tuple[Tensor, RGLRUState]:
         """Computes the output of the layer."""
         gated = (y[..., 0] * rest.gate.to(y.dtype)).to(rest.gate.dtype)
         has_read = torch.ones(len(y), dtype=torch.bool, device=y.device)

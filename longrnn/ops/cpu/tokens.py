@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.ops.cpu.layer import MIXED
+from longrnn.ops.cpu.checks import MIXED, SEGMENT, refusal, tracked
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
-from longrnn.ops.cpu.recurrence import SEGMENT, refusal, tracked
 from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
 from longrnn.ops.window import Recent, extended
 

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longrnn.ops import limit as limits
 from longrnn.ops.scan import definition as scans
+from longrnn.ops.scan import limit as limits
 from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
 from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
 
@@ -107,7 +107,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 def limited(
     inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta = delta
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule with a limit on the norm of each head's state; see `ops.limit.limited`.
+    """The gated delta rule with a limit on the norm of each head's state; see `scan.limit.limited`.
 
     Chunks in which no norm exceeds its limit are computed by `plain`, the others token by token:
     what a token erases depends on the state, so that no scale is known in advance.

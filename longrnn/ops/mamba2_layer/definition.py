@@ -1,18 +1,26 @@
-"""What a Mamba-2 layer computes between its two projections (arXiv 2405.21060, section 7)."""
+"""What a Mamba-2 layer computes between its two projections (arXiv 2405.21060, section 7).
+
+`before` and `after` are what comes before and after the recurrence. The cell calls them around a
+recurrence that is edited or packed; `layer` around the plain one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.ops import gpu
+from longrnn.ops.conv import CONV
+from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan import SCAN, fla
 from longrnn.ops.scan.definition import ScanInputs
 
-if TYPE_CHECKING:
-    from longrnn.ops.backend import Backend
+# The fields of `Weights` that are tensors.
+TENSORS = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight")
 
 
 class Mamba2State(NamedTuple):
@@ -33,9 +41,11 @@ class Weights(NamedTuple):
         A_log: `(h,)`, A = −exp(A_log).
         D: `(h,)`.
         norm_weight: `(h p,)`.
-        groups: g, of B, C and the norm.
+        groups: g, of B and C.
         norm_eps: added to the mean square.
         dt_limit: the least and the largest dt.
+        norm_groups: of the norm; None for `groups`.
+        gate: takes the place of `gated_rms_norm`, with its arguments; None for that function.
     """
 
     conv_weight: Tensor
@@ -47,46 +57,91 @@ class Weights(NamedTuple):
     groups: int
     norm_eps: float
     dt_limit: tuple[float, float]
+    norm_groups: int | None = None
+    gate: Callable[..., Tensor] | None = None
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Those of `TENSORS` by name."""
+        return {name: getattr(self, name) for name in TENSORS}
 
 
-# (x, dt, A, B, C, state before) -> (y, state after), in the shapes of `ScanInputs`; A is `(h,)`.
-Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+class Parts(NamedTuple):
+    """What `after` needs of `before`, and the inputs of the recurrence.
+
+    Attributes:
+        z: `(b, t, h p)`, the gate.
+        x: `(b, t, h, p)`.
+        dt: `(b, t, h)`, the step, in the dtype of the state.
+        A: `(h,)`, the rate, below 0, in the dtype of the state.
+        B: `(b, t, g, n)`.
+        C: `(b, t, g, n)`.
+        conv: the last inputs of the convolution.
+    """
+
+    z: Tensor
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    conv: Tensor
 
 
-def cell(
-    ops: Backend,
-    projected: Tensor,
-    weights: Weights,
-    state: Mamba2State,
-    recurrence: Recurrence | None = None,
-    rows: Rows | None = None,
-) -> tuple[Tensor, Mamba2State]:
-    """Computes the layer between its projections from the operations of a backend.
+def before(
+    projected: Tensor, weights: Weights, state: Mamba2State, backend: str, rows: Rows | None = None
+) -> Parts:
+    """The convolution, and the step and the rate.
 
     Args:
-        ops: its `conv`, `scan` and `gate` are used.
         projected: `(b, t, h p + c + h)`: z, x B C and dt.
         weights: see `Weights`.
         state: before the first token.
-        recurrence: takes the place of the plain one.
+        backend: see `Operation.choose`.
         rows: where documents and padding begin.
-
-    Returns:
-        The input of the output projection, `(b, t, h p)`, and the state after the last token.
     """
     h, p, n = state.ssm.shape[1:]
     g, dtype = weights.groups, state.ssm.dtype
     z, xBC, dt = projected.split([h * p, state.conv.shape[2], h], dim=-1)
-    xBC, conv = ops.conv(xBC, weights.conv_weight, weights.conv_bias, state.conv, rows)
+    xBC, conv = CONV(backend, xBC, weights.conv_weight, weights.conv_bias, state.conv, rows)
     if rows is not None:
         xBC = rows.without_padding(xBC)
     x, B, C = xBC.split([h * p, g * n, g * n], dim=-1)
-    x, B, C = x.unflatten(-1, (h, p)), B.unflatten(-1, (g, n)), C.unflatten(-1, (g, n))
     dt = F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype)).clamp(*weights.dt_limit)
     A = -weights.A_log.to(dtype).exp()
-    if recurrence is None:
-        y, ssm = ops.scan(ScanInputs(x, dt, dt * A, B, C), state.ssm)
-    else:
-        y, ssm = recurrence(x, dt, A, B, C, state.ssm)
-    y = ops.gate(y, z, x, weights.D, weights.norm_weight, weights.norm_eps, g)
-    return y, Mamba2State(conv, ssm)
+    x, B, C = x.unflatten(-1, (h, p)), B.unflatten(-1, (g, n)), C.unflatten(-1, (g, n))
+    return Parts(z, x, dt, A, B, C, conv)
+
+
+def after(y: Tensor, parts: Parts, weights: Weights, backend: str) -> Tensor:
+    """The input of the output projection `(b, t, h p)`, from the output of the recurrence."""
+    D, weight, eps = weights.D, weights.norm_weight, weights.norm_eps
+    groups = weights.groups if weights.norm_groups is None else weights.norm_groups
+    if weights.gate is not None:
+        return weights.gate(y, parts.z, parts.x, D, weight, eps, groups)
+    return GATED_NORM(backend, y, parts.z, parts.x, D, weight, eps, groups)
+
+
+def layer(
+    projected: Tensor, weights: Weights, state: Mamba2State, backend: str = "torch"
+) -> tuple[Tensor, Mamba2State]:
+    """Computes the layer between its projections.
+
+    Args:
+        projected: `(b, t, h p + c + h)`.
+        weights: see `Weights`.
+        state: before the first token.
+        backend: of the operations that it consists of.
+
+    Returns:
+        The input of the output projection, `(b, t, h p)`, and the state after the last token.
+    """
+    parts = before(projected, weights, state, backend)
+    inputs = ScanInputs(parts.x, parts.dt, parts.dt * parts.A, parts.B, parts.C)
+    y, ssm = SCAN(backend, inputs, state.ssm)
+    return after(y, parts, weights, backend), Mamba2State(parts.conv, ssm)
+
+
+def fla_refusal(projected: Tensor, weights: Weights, state: Mamba2State) -> str | None:
+    """Why flash-linear-attention cannot compute the recurrence of this call; None if it can."""
+    tensors = (projected, *weights.tensors().values(), *state)
+    return gpu.refusal(tensors, fla.BY_HEAD, *gpu.FLA_PACKAGES)

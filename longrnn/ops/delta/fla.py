@@ -1,0 +1,49 @@
+"""The gated delta rule by kernels of flash-linear-attention, in float32; see `longrnn.ops.gpu`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrnn.ops import gpu
+from longrnn.ops.cpu.checks import tracked
+from longrnn.ops.scan.definition import ScanInputs
+
+# Modules, and the last words of their kernels' names; decays per head, and per key.
+BY_HEAD = ("fla.ops.gated_delta_rule", "gated_delta_rule")
+BY_KEY = ("fla.ops.kda", "kda")
+# The most keys of `chunk_kda`.
+MAX_KEYS = 256
+
+
+def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
+    """Why the kernels cannot compute this call; None if they can."""
+    module, _ = BY_HEAD if inputs.log_decay.ndim == 3 else BY_KEY
+    if inputs.B.shape[3] > MAX_KEYS:
+        return f"it has at most {MAX_KEYS} keys per head, and this layer has {inputs.B.shape[3]}"
+    return gpu.refusal((*inputs, state), module, *gpu.FLA_PACKAGES)
+
+
+def delta(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See `longrnn.ops.delta.definition.delta`; in float32."""
+    x, beta, log_decay, B, C = inputs.to(torch.float32)
+    module, name = BY_HEAD if log_decay.ndim == 3 else BY_KEY
+    # The kernel for few tokens has no gradients.
+    few = gpu.fla_takes_few(x) and not tracked((*inputs, state))
+    kernel = getattr(import_module(module), f"{'fused_recurrent' if few else 'chunk'}_{name}")
+    y, after = kernel(
+        q=C,
+        k=B,
+        v=x,
+        g=log_decay.clamp(min=gpu.LEAST_LOG_DECAY),
+        beta=beta,
+        scale=1.0,
+        initial_state=None if state is None else state.mT.contiguous(),
+        output_final_state=final,
+    )
+    return gpu.once_differentiable(y, y if after is None else after.mT)
