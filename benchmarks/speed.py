@@ -36,7 +36,7 @@ from benchmarks.models import Llama, build, draw, products, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
 from longrnn.cells import GatedDeltaNet
-from longrnn.hf.hybrid.families import quietly
+from longrnn.hf.foreign_load import quietly
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
 

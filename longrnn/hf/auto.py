@@ -148,6 +148,13 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
             for name in missing:
                 self.model.get_parameter(name).copy_(fresh.get_parameter(name))
 
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """See `PreTrainedModel`; a stored head that differs from the embedding stays untied."""
+        super().tie_weights(*args, **kwargs)
+        if not self.model.head.weight.is_meta:
+            is_tied = self.model.head.weight is self.model.embedding.weight
+            self.config.tie_embeddings = self.model.config.tie_embeddings = is_tied
+
     def get_output_embeddings(self) -> nn.Module:
         """See `PreTrainedModel`."""
         return self.model.head

@@ -5,8 +5,8 @@ Notable choices:
   that a state stays valid after it was used.
 - Rows that have read different numbers of tokens go through the model one length at a time. This
   needs no padding, masks or made-up positions, and so is exact for every architecture.
-- When a model is wrapped, `probe` checks that pieces and forks give what one call without a cache
-  gives; any other model is refused.
+- When a model is opened, `longrnn.hf.probe` checks that pieces and forks give what one call without
+  a cache gives; any other model is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.hf.cache import fill_cache, keep_cache
-from longrnn.hf.probe import probe
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, out_of_reach
 from longrnn.ops.rows import Rows
 from longrnn.state import (
@@ -31,6 +31,7 @@ from longrnn.state import (
     check,
     histories,
     join,
+    leaves,
     map_histories,
     take,
     tree_map,
@@ -40,7 +41,7 @@ from longrnn.state import (
 SEGMENT_TOKENS = 1024
 # Names under which models take a cache and return it.
 CACHES = ("past_key_values", "cache_params")
-# Architectures whose recurrent layers continue a state with one token at a time only.
+# Architectures known to continue a state with one token at a time only.
 ONE_TOKEN = ("falcon_mamba", "jamba", "mamba")
 # Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -81,15 +82,34 @@ class ForeignLM(LanguageModel):
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
         self.tokens_together = self.kind not in ONE_TOKEN
         reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
-        if reason := reason or probe(self):
-            raise UserError(
-                f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
-                "whose cache can be forked"
-            )
+        if reason:
+            raise self.refusal(reason)
+        self.like = self._state_like()
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_length = limit if limit and histories(self.like) else None
         self._table = _table_of_positions(model)
         self.can_go_beyond = self._table is None
+
+    def refusal(self, reason: str) -> UserError:
+        """Return the error for a model that cannot be evaluated."""
+        return UserError(
+            f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model whose "
+            "cache can be forked"
+        )
+
+    @torch.no_grad()
+    def _state_like(self) -> PyTree:
+        """Return what `like` is, from the cache after a call."""
+        tokens = torch.arange(8, device=self.model.device).view(2, 4) % self.vocab_size
+        try:
+            _, layers = self.call(tokens, (), 0, 1)
+        except Exception as error:  # of `close_cache`, or of a model that cannot be called so
+            raise self.refusal(one_line(error)) from error
+        for name, leaf in leaves(layers):
+            if leaf.shape[:1] != (2,):
+                raise self.refusal(f"its cache has no batch axis first ({name})")
+        rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
+        return map_histories(lambda entries: entries[..., :0, :], rows)
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""
@@ -246,7 +266,7 @@ def _scaling_by_length(config: Any) -> str | None:
     """Returns why cached keys would change with the length of a text; None if they do not."""
     rotary = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rotary.values() if isinstance(value, dict)]
-    kinds = {one.get("rope_type") for one in (rotary, *nested)} & LENGTH_DEPENDENT
+    kinds = {options.get("rope_type") for options in (rotary, *nested)} & LENGTH_DEPENDENT
     return f"its rotary positions are scaled by the length, {kinds.pop()}" if kinds else None
 
 

@@ -1,29 +1,40 @@
-"""Loads a model whose code is in transformers from its folder."""
+"""Loads a model whose code is in transformers from its folder, and opens it for evaluation."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.families import quietly, wide_weights
-from longrnn.hf.hybrid.model import open_hugging_face
+from longrnn.hf.hybrid.families import UnsupportedLayerError, wide_weights
+from longrnn.hf.hybrid.model import HybridLM, recurrent_layers, restore_layers
+from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)
 
+# Name of the code of a function that calls the kernel of another package if that can be imported.
+KERNEL_WRAPPER = "use_kernel_func_from_hub_with_fallback.<locals>.decorator.<locals>.wrapped"
+
 
 def load_transformer(
-    folder: Path,
-    config: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    device: str | torch.device | None,
-) -> ForeignLM:
-    """Load a causal language model whose code is in transformers, with the dtype of its weights."""
+    folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None
+) -> PreTrainedModel:
+    """Load a causal language model whose code is in transformers, with the dtype of its weights.
+
+    Raises:
+        ValueError: weights are missing or of another shape.
+        Exception: of transformers, for what it cannot load.
+    """
     kind = str(config.get("model_type"))
     with quietly(), wide_weights(kind):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -36,7 +47,7 @@ def load_transformer(
             ignore_mismatched_sizes=True,
         )
     model, report = loaded
-    misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
+    misfits = {name: tuple(shape) for name, shape, _ in report["mismatched_keys"]}
     for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
         wanted = tuple(model.state_dict()[name].shape)
         raise ValueError(f"{name} has shape {shape}, and {wanted} was expected")
@@ -47,6 +58,93 @@ def load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
-    if device is not None:
-        model.to(device)  # where its kernels are those that the check will run
-    return open_hugging_face(model)
+    return model
+
+
+def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
+    """Return a Hugging Face model as a `LanguageModel`, after a check that it works in pieces.
+
+    It is a `HybridLM` if the cells of longrnn compute the same as its recurrent layers. Otherwise
+    transformers computes all of its layers, which is reported if it has recurrent ones.
+
+    Raises:
+        UserError: the model cannot continue a state exactly; see `ForeignLM`.
+    """
+    use_torch_on_cpu(model)
+    with quietly():
+        if recurrent_layers(model):
+            try:
+                hybrid = HybridLM(model)
+                reason = probe(hybrid)
+                if reason is None:
+                    return hybrid
+            except UnsupportedLayerError as error:
+                reason = str(error)
+            logger.warning(
+                f"longrnn cannot compute the recurrent layers of this {model.config.model_type} "
+                f"({reason}): transformers computes them, without mitigations and diagnoses"
+            )
+            restore_layers(model)
+        foreign = ForeignLM(model)
+        reason = probe(foreign)
+        if reason is not None and foreign.tokens_together:
+            foreign.tokens_together = False
+            reason = probe(foreign) and reason
+        if reason is not None:
+            raise foreign.refusal(reason)
+        return foreign
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context for calls of transformers whose reports the caller checks: without its messages.
+
+    Without a GPU, flash-linear-attention is hidden while transformers imports a model's code, which
+    would import Triton for nothing.
+    """
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hides = not torch.cuda.is_available()
+    was_imported, imported = "fla" in sys.modules, sys.modules.get("fla")
+    if hides:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        if hides:
+            del sys.modules["fla"]
+        if hides and was_imported:
+            sys.modules["fla"] = imported  # type: ignore[assignment]
+
+
+def use_torch_on_cpu(model: PreTrainedModel) -> None:
+    """Make the code of a model compute tensors on a CPU by torch, and not by kernels of a GPU.
+
+    transformers chooses one implementation for all devices, when the code is imported.
+    """
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        for name, function in list(vars(module).items()):
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_qualname == KERNEL_WRAPPER:
+                setattr(module, name, _by_device(function))
+
+
+def _by_device(with_kernel: Any) -> Callable[..., Any]:
+    """Return a function of transformers that computes tensors on a CPU as it is written there."""
+    reference = with_kernel.__wrapped__
+    accepted = inspect.signature(reference).parameters
+
+    @wraps(reference)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            return reference(*args, **{k: v for k, v in kwargs.items() if k in accepted})
+        return with_kernel(*args, **kwargs)
+
+    return choose

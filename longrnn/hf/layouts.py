@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -21,7 +21,11 @@ from longrnn.cells.mamba2 import Mamba2
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
+from longrnn.models.checkpoint import build_model, read_weights, rename_weights
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+if TYPE_CHECKING:
+    from transformers import Mamba2Config, PreTrainedModel
 
 # Options of the model and of its cells: ours, and their names in mamba-ssm and in transformers.
 MODEL = {
@@ -54,7 +58,8 @@ NATIVE_CELL_FIXED = {
 }
 # Options of initialisation and implementation, which do not change the result.
 NATIVE_IGNORED = ("A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min")
-NATIVE_IGNORED += ("use_mem_eff_path",)
+# And those of the place of the weights and of their distribution over processes.
+NATIVE_IGNORED += ("device", "dtype", "process_group", "sequence_parallel", "use_mem_eff_path")
 NATIVE_EPS = 1e-5  # fixed in mamba-ssm's code
 
 
@@ -83,15 +88,36 @@ class Layout(NamedTuple):
             # transformers still accepts the older name of the embedding, that of mamba-ssm.
             prefixes = {theirs: ours for ours, theirs in self.names.items()}
             prefixes["backbone.embedding."] = "embedding."
-        found = {}
-        for name, tensor in weights.items():
-            old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-            found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-        return found
+
+        def rename(name: str) -> str:
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            return prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+        return rename_weights(weights, rename)
+
+    def load(self, folder: Path, config: Mapping[str, Any], backend: str) -> RecurrentLM:
+        """Read a model from a folder whose `config.json` has the given content.
+
+        Raises:
+            UserError: a configuration that longrnn cannot compute exactly.
+            Exception: of the libraries that read files, for a damaged one.
+        """
+        options = self.read(config, str(folder / "config.json"))
+        is_tied = options.tie_embeddings
+        weights = self.rename(read_weights(folder), to_ours=True)
+        model = build_model(options, weights, backend=backend)
+        if is_tied and not options.tie_embeddings and self is LAYOUTS["native"]:
+            raise UserError(
+                f"{folder} has tie_embeddings = True and a lm_head.weight that differs from "
+                "backbone.embedding.weight, which mamba-ssm cannot compute: set tie_embeddings to "
+                "false in its config.json"
+            )
+        return model
 
     def save(self, model: RecurrentLM, folder: Path) -> None:
         """Write the weights into the file that the readers of the layout expect."""
-        weights = {name: one.contiguous() for name, one in self.rename(model.state_dict()).items()}
+        renamed = self.rename(model.state_dict())
+        weights = {name: tensor.contiguous() for name, tensor in renamed.items()}
         if self.file.endswith(".bin"):  # with the weights of a tied head under their own name
             content = io.BytesIO()  # torch.save into a file on a full disk raises a RuntimeError
             torch.save(weights, content)
@@ -116,10 +142,15 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
     without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
     ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
     given = {**NATIVE_DEFAULTS, **config}
-    found = {name: given.get(theirs) for name, (theirs, _) in MODEL.items()}
-    multiple = given["pad_vocab_size_multiple"]
-    found["vocab_size"] = -(-given["vocab_size"] // multiple) * multiple
-    return _configuration(found | {"norm_eps": NATIVE_EPS}, ours, source)
+    model = {name: given.get(theirs) for name, (theirs, _) in MODEL.items()}
+    size, multiple = given.get("vocab_size"), given["pad_vocab_size_multiple"]
+    if not isinstance(size, int) or not isinstance(multiple, int) or multiple < 1:
+        raise UserError(
+            f"{source} has vocab_size = {size!r} and pad_vocab_size_multiple = {multiple!r}: give "
+            "whole numbers of at least 1"
+        )
+    model["vocab_size"] = -(-size // multiple) * multiple
+    return _configuration(model | {"norm_eps": NATIVE_EPS}, ours, source)
 
 
 def _write_native(model: RecurrentLM) -> str:
@@ -144,16 +175,16 @@ def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
         )
     options = {name: getattr(whole, theirs) for name, (_, theirs) in CELL.items()}
     eps = {"norm_eps": whole.layer_norm_epsilon}
-    found = {name: getattr(whole, theirs) for name, (_, theirs) in MODEL.items()}
-    return _configuration(found | eps, options | eps, source)
+    model = {name: getattr(whole, theirs) for name, (_, theirs) in MODEL.items()}
+    return _configuration(model | eps, options | eps, source)
 
 
-def _write_hugging_face(model: RecurrentLM) -> str:
+def _hugging_face_config(model: RecurrentLM) -> Mamba2Config:
     from transformers import Mamba2Config
 
     config = model.config
     options = _cell_options(model, "transformers", config.norm_eps)
-    written = Mamba2Config(
+    return Mamba2Config(
         num_heads=options["expand"] * config.d_model // options["head_dim"],
         layer_norm_epsilon=config.norm_eps,
         architectures=["Mamba2ForCausalLM"],
@@ -165,7 +196,15 @@ def _write_hugging_face(model: RecurrentLM) -> str:
         **{theirs: getattr(config, name) for name, (_, theirs) in MODEL.items()},
         **{theirs: options[name] for name, (_, theirs) in CELL.items()},
     )
-    return written.to_json_string()
+
+
+def as_hugging_face(model: RecurrentLM) -> PreTrainedModel:
+    """Returns a copy of a model as a `Mamba2ForCausalLM`, or raises the UserError of `write`."""
+    from transformers import Mamba2ForCausalLM
+
+    theirs = Mamba2ForCausalLM(_hugging_face_config(model))
+    theirs.load_state_dict(LAYOUTS["hf"].rename(model.state_dict()))
+    return theirs
 
 
 def _configuration(
@@ -175,7 +214,7 @@ def _configuration(
     given = dict(options)
     if given.get("dt_limit") is not None:
         # dt is never below 0: limits of 0 and infinity do not limit it.
-        limit = [float(one) for one in given["dt_limit"]]
+        limit = [float(bound) for bound in given["dt_limit"]]
         given["dt_limit"] = None if limit == [0, math.inf] else limit
     defaults = Mamba2.__init__.__kwdefaults__ or {}
     spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
@@ -224,7 +263,7 @@ LAYOUTS = {
         NAMES | {"embedding.": "backbone.embeddings."},
         lambda config: config.get("model_type") == "mamba2",
         _read_hugging_face,
-        _write_hugging_face,
+        lambda model: _hugging_face_config(model).to_json_string(),
         "model.safetensors",
     ),
 }

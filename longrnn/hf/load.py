@@ -15,32 +15,31 @@ import torch
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
+from longrnn.hf.lora import merge_adapter
 from longrnn.hf.names import (
     BEYOND,
     NONE,
     WINDOW,
+    CheckpointName,
     base_of,
     is_adapter,
     resolve,
-    split_dtype,
-    split_spec,
 )
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import NO_CELLS
 from longrnn.models.checkpoint import (
-    build_model,
     cast_weights,
     load_model,
     read_config,
-    read_weights,
 )
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from longrnn.hf.foreign import ForeignLM
 
     Model: TypeAlias = RecurrentLM | ForeignLM
@@ -51,10 +50,12 @@ SIZES = re.compile(
     r'num_attention_heads|vocab_size)": (-?\d+)'
 )
 SUFFIXES = (".safetensors", ".bin")
+# Errors that say nothing about the files.
+NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError, PermissionError)
 
 
 def load(
-    name_or_path: str | Path,
+    name_or_path: str | Path | CheckpointName,
     *,
     backend: str = "auto",
     device: str | torch.device | None = None,
@@ -84,33 +85,51 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
-    name, spec = split_spec(str(name_or_path))
-    named, spec = split_dtype(spec)
+    if isinstance(name_or_path, CheckpointName):
+        checkpoint, named, spec = name_or_path
+    else:
+        checkpoint, named, spec = CheckpointName.parse(str(name_or_path))
     if named is not None and dtype not in (None, named):
-        raise UserError(f"{name_or_path} names another dtype than dtype={dtype}: give one of them")
-    folder = resolve(name, revision)
+        raise UserError(f"{checkpoint}+{named} names another dtype than {dtype}: give one of them")
+    folder = resolve(checkpoint, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         verified = pool.submit(verify_folder, folder)
         try:
-            model = _open(folder, backend, dtype or named, device)
-            if isinstance(model, RecurrentLM):
-                model.loaded_from = str(folder)
-                if spec is None and model.trained_under is not None:
-                    model = mitigated(model, split(str(model.trained_under)))
-        except Exception as error:  # damaged files raise errors of many kinds
-            if isinstance(error, UserError) and str(folder) in str(error):
+            stored: Any = _read(folder, backend, dtype or named)
+            if isinstance(stored, RecurrentLM):
+                stored.loaded_from = str(folder)
+                if spec is None and stored.trained_under is not None:
+                    stored = stored.under(mitigation(str(stored.trained_under)))
+        except UserError as error:
+            if str(folder) in str(error):
                 raise
-            reason = shorten(one_line(error), 240)
+            raise UserError(f"{folder} cannot be loaded: {error}") from error
+        except NOT_DAMAGE as error:
             raise UserError(
-                f"{folder} cannot be loaded ({reason}): it is incomplete, damaged or not what its "
-                "config.json says; copy it again, pickles as safetensors"
+                f"{folder} cannot be loaded here ({_short(error)}): install or permit what is "
+                "missing, or use a machine with more memory"
+            ) from error
+        except Exception as error:  # damaged files raise errors of many kinds
+            raise UserError(
+                f"{folder} cannot be loaded ({_short(error)}): it is incomplete, damaged or not "
+                "what its config.json says; copy it again, pickles as safetensors"
             ) from error
         finally:
             verified.result()  # a wrong checksum is the cause of any other error
-    if isinstance(model, RecurrentLM):
-        model.to(device=device)
+    if device is not None:
+        stored.to(device)  # before the check, which chooses kernels
+    if isinstance(stored, RecurrentLM):
+        model: Model = stored
+    else:
+        from longrnn.hf.foreign_load import open_hugging_face
+
+        model = open_hugging_face(stored)
     return model if spec is None else mitigated(model, split(spec))
+
+
+def _short(error: Exception) -> str:
+    return shorten(one_line(error), 160, placeholder=" …")
 
 
 def mitigated(model: Any, parts: Sequence[str]) -> Model:
@@ -135,7 +154,7 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
                         "after a hybrid"
                     )
                 model = model.with_attention_window(parse_length(str(options["window"])))
-        others = [one for one in others if one.partition("(")[0] not in (BEYOND, WINDOW)]
+        others = [part for part in others if part.partition("(")[0] not in (BEYOND, WINDOW)]
     return model.under(mitigation(others)) if others else model
 
 
@@ -153,7 +172,7 @@ def load_editable(name_or_path: str | Path, **options: Any) -> Model:
     if model.mitigation is not None:
         raise UserError(
             f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
-            f"{split_spec(str(name_or_path))[0]}+{NONE}"
+            f"{CheckpointName.parse(str(name_or_path)).checkpoint}+{NONE}"
         )
     if not model.cells:
         raise UserError(f"{name_or_path} cannot be used here: {NO_CELLS}")
@@ -175,32 +194,23 @@ def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
     )
 
 
-def _open(
-    folder: Path, backend: str, dtype: torch.dtype | None, device: str | torch.device | None
-) -> Model:
-    """Return the model in a folder, without verifying its checksums.
-
-    Only a model that transformers runs is put on the device here.
-    """
+def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM | PreTrainedModel:
+    """Return the model in a folder, on the CPU, without verifying its checksums."""
     if is_adapter(folder):
-        base = load_recurrent(f"{base_of(folder)}+{NONE}", backend=backend)
-        return cast_weights(lora.merged(folder, base.float()), dtype)
+        base = load(f"{base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
+        return merge_adapter(folder, base, dtype)
     config = read_config(folder)
     _check_sizes(folder, config)
-    layout = next((one for one in LAYOUTS.values() if one.is_described(config)), None)
+    layout = next((known for known in LAYOUTS.values() if known.is_described(config)), None)
     if layout is not None:
-        read = layout.read(config, str(folder / "config.json"))
-        tensors = layout.rename(read_weights(folder), to_ours=True)
-        own = build_model(read, tensors, backend=backend)
-    elif config.get("model_type") == "longrnn":
-        own = load_model(folder, backend=backend)
-    elif backend != "auto":
+        return cast_weights(layout.load(folder, config, backend), dtype)
+    if config.get("model_type") == "longrnn":
+        return cast_weights(load_model(folder, backend=backend), dtype)
+    if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    else:
-        from longrnn.hf.foreign_load import load_transformer
+    from longrnn.hf.foreign_load import load_transformer
 
-        return load_transformer(folder, config, dtype, device)
-    return cast_weights(own, dtype)
+    return load_transformer(folder, config, dtype)
 
 
 def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
@@ -208,7 +218,7 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
 
     At least one bit per weight is assumed, and 64 bytes per layer.
     """
-    stored = sum(one.stat().st_size for one in folder.iterdir() if one.suffix in SUFFIXES)
+    stored = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in SUFFIXES)
     for name, size in SIZES.findall(json.dumps(config)):
         is_layers = "layer" in name
         most = max(stored // 64, 1000) if is_layers else 8 * stored

@@ -14,19 +14,29 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import read_json, write_atomic
+from longrnn.hf.layouts import LAYOUTS, as_hugging_face
 from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
+from longrnn.models.checkpoint import build_model, cast_weights
 from longrnn.models.recurrent import RecurrentLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longrnn.hf.foreign import ForeignLM
 
 # What PEFT puts in front of the names of parameters, and into those of adapters.
 PREFIX, NAME = "base_model.model.", ".default."
+# How the names of an adapter of a `Mamba2ForCausalLM` begin.
+OF_TRANSFORMERS = (f"{PREFIX}backbone.", f"{PREFIX}lm_head.")
 
 
 def add_adapters(
@@ -49,10 +59,10 @@ def add_adapters(
 
     linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     known = {part for n, _ in model.named_parameters() for part in n.split(".")}
-    for option, names, found in (("targets", targets, linear), ("full", full, known)):
+    for option, names, valid in (("targets", targets, linear), ("full", full, known)):
         for name in names:
-            if name not in found:
-                raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, found)}")
+            if name not in valid:
+                raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, valid)}")
     options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
     inject_adapter_in_model(options, model)
     for name, parameter in model.named_parameters():
@@ -95,7 +105,7 @@ def save_adapter(
         base_fingerprint: of its weights in float32.
         mitigation: under which the adapter was trained.
     """
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     tensors = {_saved_name(name): weights[name].contiguous() for name in weights if name in trained}
     local = Path(base)
     config = getattr(model, "peft_config")["default"].to_dict() | {  # noqa: B009
@@ -115,13 +125,24 @@ def _saved_name(name: str) -> str:
     return PREFIX + name.replace(NAME, ".")
 
 
-def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
-    """The base model with an adapter merged into its weights.
+class Holder(nn.Module):
+    """Has a model as `model`, which is how `LongRNNForCausalLM` names its weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def merge_adapter(
+    folder: Path, base: RecurrentLM | ForeignLM, dtype: torch.dtype | None
+) -> RecurrentLM | PreTrainedModel:
+    """Returns the base model with an adapter merged into its weights.
 
     Args:
-        folder: of the adapter, which may have been trained on the `RecurrentLM` itself, or on the
-            `LongRNNForCausalLM` that holds it.
+        folder: of the adapter, which may have been trained on a `RecurrentLM`, on the
+            `LongRNNForCausalLM` that holds it, or on the model of transformers.
         base: in float32; changed in place.
+        dtype: to which the weights are cast; None for float32.
 
     Raises:
         UserError: PEFT is not installed, or the adapter is of other weights.
@@ -129,9 +150,23 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
     """
     _require_peft()
     known = _check_base(folder, base.fingerprint())
-    _merge(folder, base)
+    weights = load_file(folder / ADAPTER_WEIGHTS)
+    if not isinstance(base, RecurrentLM):
+        _merge(folder, weights, base.model)
+        if dtype is not None:
+            cast_weights(base, dtype)
+        return base.model
+    if any(name.startswith(OF_TRANSFORMERS) for name in weights):
+        theirs = as_hugging_face(base)
+        _merge(folder, weights, theirs)
+        base = build_model(base.config, LAYOUTS["hf"].rename(theirs.state_dict(), to_ours=True))
+    else:
+        is_held = all(name.startswith(f"{PREFIX}model.") for name in weights)
+        _merge(folder, weights, Holder(base) if is_held else base)
+        # If one of the two was adapted, or each trained as a whole, they differ from now on.
+        base.config.tie_embeddings = base.head.weight is base.embedding.weight
     base.trained_under = known.get("mitigation", base.trained_under)
-    return base.eval().requires_grad_()
+    return cast_weights(base.eval().requires_grad_(), dtype)
 
 
 def _check_base(folder: Path, fingerprint: str) -> dict[str, Any]:
@@ -146,37 +181,34 @@ def _check_base(folder: Path, fingerprint: str) -> dict[str, Any]:
     return known
 
 
-def _merge(folder: Path, base: RecurrentLM) -> None:
-    """Merges an adapter.
+def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Merges an adapter into a model whose names of weights it has.
 
     Raises:
-        KeyError: a weight is missing or unexpected, of which PEFT itself would only warn.
+        UserError: the adapter changes no weights.
+        ValueError: a weight is missing or unexpected, of which PEFT itself would only warn.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 
     config: Any = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
-        raise ValueError("a learned prompt changes no weights")
-    weights = load_file(folder / ADAPTER_WEIGHTS)
-    holder: Any = base
-    if all(name.startswith(f"{PREFIX}model.") for name in weights):
-        from longrnn.hf.auto import LongRNNForCausalLM
-
-        holder = LongRNNForCausalLM.of(base)
+        raise UserError(
+            f"{folder} is a learned prompt, which changes no weights: open the base model, and "
+            "give it the prompt with PEFT"
+        )
     config.task_type = None  # the classes of tasks need a model that generates
-    model: Any = PeftModel(holder, config)
-    found = set_peft_model_state_dict(model, weights)
-    wrong = [*found.unexpected_keys, *(name for name in found.missing_keys if NAME in name)]
-    if wrong:
-        raise KeyError(wrong[0])
-    for layer in model.modules():
+    adapted: Any = PeftModel(model, config)  # pyright: ignore
+    result = set_peft_model_state_dict(adapted, dict(weights))
+    for name in result.unexpected_keys:
+        raise ValueError(f"it has {name}, which {base_of(folder)} does not have")
+    for name in result.missing_keys:
+        if NAME in name:
+            raise ValueError(f"it has no {name}")
+    for layer in adapted.modules():
         if "base_layer" in layer._modules:
             # A merge changes a weight in place, and a tied one is that of another module too.
-            own = layer.base_layer
-            own.weight = nn.Parameter(own.weight.detach().clone())
-    model.merge_and_unload()
-    # If one of the two was adapted, or each trained as a whole, they differ from now on.
-    base.config.tie_embeddings = base.head.weight is base.embedding.weight
+            layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
+    adapted.merge_and_unload()
 
 
 def _require_peft() -> None:

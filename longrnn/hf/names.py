@@ -10,6 +10,7 @@ import os
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -59,10 +60,32 @@ def split_spec(text: str) -> tuple[str, str | None]:
     return text[:cut], text[cut + 1 :] if cut < len(text) else None
 
 
-def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
-    """Split the dtype of the weights off what follows a checkpoint: `float32+state_norm(…)`."""
-    first, _, rest = (spec or "").partition("+")
-    return (DTYPE_NAMES[first], rest or None) if first in DTYPE_NAMES else (None, spec)
+class CheckpointName(NamedTuple):
+    """A name of a model in its parts.
+
+    Attributes:
+        checkpoint: the name of an embedded checkpoint, a folder, or `organisation/model`.
+        dtype: of the weights; None for that of the checkpoint.
+        mitigation: None for that which the checkpoint records.
+    """
+
+    checkpoint: str
+    dtype: torch.dtype | None = None
+    mitigation: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointName:
+        """Read `CHECKPOINT+DTYPE+MITIGATION`, of which the last two may be left out."""
+        checkpoint, spec = split_spec(text)
+        first, _, rest = (spec or "").partition("+")
+        if first in DTYPE_NAMES:
+            return cls(checkpoint, DTYPE_NAMES[first], rest or None)
+        return cls(checkpoint, None, spec)
+
+    def under(self, mitigation: str | None) -> CheckpointName:
+        """Return the name of the same model under a further mitigation."""
+        parts = [part for part in (self.mitigation, mitigation) if part is not None]
+        return self._replace(mitigation="+".join(parts) or None)
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -79,7 +102,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
         return path
     if is_hub_name(name):
         return download(name, revision)
-    beside = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    beside = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(
         f"no checkpoint {name!r}, neither embedded nor a folder: "
         f"{nearest(name, [*known, *(beside if path.name != name else [])])}"
@@ -158,7 +181,7 @@ def required_training_length(checkpoint: str, given: str | None = None) -> int:
     Raises:
         UserError: `given` is not a valid length, or the length is not known.
     """
-    found = training_length(checkpoint) if given is None else parse_length(given)
-    if found is None:
+    length = training_length(checkpoint) if given is None else parse_length(given)
+    if length is None:
         raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
-    return found
+    return length

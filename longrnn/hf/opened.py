@@ -8,7 +8,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.load import load
-from longrnn.hf.names import split_dtype, split_spec
+from longrnn.hf.names import CheckpointName
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.base import LanguageModel
 from longrnn.text import Tokenizer
@@ -21,27 +21,27 @@ class OpenCheckpoint(NamedTuple):
         name: its name in results, rows and columns.
         model: any language model, with its mitigation applied.
         tokenizer: the tokenizer of the model.
-        source: what another process passes to `load` and `load_tokenizer` to open the same model;
-            empty for a model that was built in this process.
+        source: what `load` opened; None for a model that was built in this process.
         device: the device of the model.
     """
 
     name: str
     model: LanguageModel
     tokenizer: Tokenizer
-    source: str = ""
+    source: CheckpointName | None = None
     device: str = "cpu"
 
     @property
     def checkpoint(self) -> str:
-        """`source` without its dtype and mitigation."""
-        return split_spec(self.source)[0]
+        """The name of the checkpoint, without dtype and mitigation; empty without `source`."""
+        return "" if self.source is None else self.source.checkpoint
 
     @property
     def mitigation(self) -> str | None:
         """The mitigation in `source`, else that of the model; None for none."""
-        own = self.model.mitigation
-        return split_dtype(split_spec(self.source)[1])[1] or (None if own is None else str(own))
+        if self.source is not None and self.source.mitigation is not None:
+            return self.source.mitigation
+        return None if self.model.mitigation is None else str(self.model.mitigation)
 
 
 def refuse_unfit(tokenizer: Tokenizer, model: LanguageModel, name: str = "the model") -> None:
@@ -71,6 +71,7 @@ def open_checkpoint(
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
-    source = source if mitigation is None else f"{source}+{mitigation}"
-    model, tokenizer = load(source, device=device), load_tokenizer(source)
-    return OpenCheckpoint(name or source, model, tokenizer, source, str(device or "cpu"))
+    parsed = CheckpointName.parse(source).under(mitigation)
+    name = name or "+".join(filter(None, (source, mitigation)))
+    model, tokenizer = load(parsed, device=device), load_tokenizer(parsed.checkpoint)
+    return OpenCheckpoint(name, model, tokenizer, parsed, str(device or "cpu"))

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from longrnn.files import one_line
+from longrnn.hf.foreign import ForeignLM
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.state import leaves, map_histories, tree_map
 
-if TYPE_CHECKING:
-    from longrnn.hf.foreign import ForeignLM
+ROWS, TIME = 2, 12
+# Lengths of the pieces into which each row is cut, and the same for `not model.tokens_together`.
+SPLIT, ONE_BY_ONE = (7, 1, 1, 3), (7, 1, 1, 1, 1, 1)
 
-# Lengths of the pieces into which the twelve tokens are cut.
-SPLIT = (7, 1, 1, 3)
+
+class ExpertChoices(TorchFunctionMode):
+    """Records which experts the tokens of one call go to, and makes pieces of it choose the same.
+
+    Rounding differs between the two, and where two experts have nearly equal scores it would decide
+    which of them computes a token. Routers choose by `torch.topk` over scores `(b * t, …, experts)`
+    or `(b, t, …, experts)`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Tensor] = []
+        self.piece: slice | None = None
+        self.calls = 0
+
+    def replay(self, start: int, stop: int) -> ExpertChoices:
+        """Return this mode for a call with the tokens from `start` up to `stop` of each row."""
+        self.piece, self.calls = slice(start, stop), 0
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape[:-1] != result.indices.shape[:-1]:
+            return result
+        if self.piece is None:
+            self.recorded.append(result.indices)
+            return result
+        recorded = self.recorded[self.calls] if self.calls < len(self.recorded) else result.indices
+        self.calls += 1
+        of_token = recorded.shape[1:] if len(recorded) == ROWS * TIME else recorded.shape[2:]
+        if recorded.numel() != ROWS * TIME * of_token.numel():
+            return result  # not a choice for each token
+        by_row = recorded.view(ROWS, TIME, *of_token)[:, self.piece]
+        if by_row.numel() != result.indices.numel():
+            return result
+        indices = by_row.reshape(result.indices.shape)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))  # pyright: ignore
 
 
 @torch.no_grad()
 def probe(model: ForeignLM) -> str | None:
-    """Sets `model.like` and compares the logits of pieces with those of one call without a cache.
+    """Compares the logits of pieces with those of one call without a cache.
 
     Returns:
         The reason why the model cannot be called in pieces; None if it can.
@@ -27,26 +70,24 @@ def probe(model: ForeignLM) -> str | None:
     Raises:
         UserError: the logits are not finite.
     """
-    tokens = torch.arange(1, 25, device=model.model.device).view(2, 12) % model.vocab_size
+    tokens = torch.arange(1, 1 + ROWS * TIME, device=model.model.device).view(ROWS, TIME)
+    tokens = tokens % model.vocab_size
+    choices = ExpertChoices()
     try:
-        _, layers = model.call(tokens[:, :6], (), 0, 1)
-        for name, leaf in leaves(layers):
-            if leaf.shape[:1] != (2,):
-                return f"its cache has no batch axis first ({name})"
-        rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
-        model.like = map_histories(lambda entries: entries[..., :0, :], rows)
-        whole = model.model(input_ids=tokens, use_cache=False).logits
-        state, found = model.init_state(len(tokens)), []
-        for piece in tokens.split(SPLIT, dim=1):
-            logits, state = model.read(piece, state, int(state.position[0]), piece.shape[1])
-            found.append(logits)
+        with choices:
+            whole = model.model(input_ids=tokens, use_cache=False).logits
+        state, pieces, start = model.init_state(ROWS), [], 0
+        for piece in tokens.split(SPLIT if model.tokens_together else ONE_BY_ONE, dim=1):
+            with choices.replay(start, start + piece.shape[1]):
+                logits, state = model.read(piece, state, start, piece.shape[1])
+            pieces.append(logits)
+            start += piece.shape[1]
             # Reads another text in between, which would overwrite any state outside of the cache.
             model.call(tokens.flip(0, 1)[:, :4], (), 0, 1)
     except Exception as error:  # of `close_cache`, or of a model that does not support the call
         return one_line(error)
     refuse_nonfinite(whole, model, tokens)
-    off = float((torch.cat(found, 1) - whole).abs().max() / whole.abs().max())
+    difference = float((torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max())
     is_narrow = any(weight.dtype.itemsize < 4 for weight in model.parameters())
-    return (
-        f"in pieces its logits differ by {off:.1e}" if off > (0.1 if is_narrow else 1e-4) else None
-    )
+    limit = 0.1 if is_narrow else 1e-4
+    return f"in pieces its logits differ by {difference:.1e}" if difference > limit else None

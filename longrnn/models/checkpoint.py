@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import read_json, write_atomic
+from longrnn.models.base import LanguageModel
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
 
+ModelT = TypeVar("ModelT", bound=LanguageModel)
 FORMAT = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Layers whose weights have the dtype of the activations; those of other layers are cast.
@@ -107,7 +109,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         how: dict[str, Any] = {"safe": pattern.endswith(".safetensors"), "weights_only": True}
         read = partial(load_state_dict_from_file, map_location="cpu", **how)
         if paths := sorted(folder.glob(pattern)):
-            return {name: one for path in paths for name, one in read(path).items()}
+            weights: dict[str, Tensor] = {}
+            for path in paths:
+                for name, tensor in read(path).items():
+                    if weights.setdefault(name, tensor) is not tensor:
+                        raise ValueError(f"{path.name} and another file both have {name}")
+            return weights
     raise UserError(
         f"{folder} is incomplete (it has none of {', '.join(WEIGHTS)}): copy or download it again"
     )
@@ -127,10 +134,21 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     options = {name: description[name] for name in OPTIONS if name in description}
     config = build_config(RecurrentConfig, options, source=source)
     # transformers writes `model.` in front of all names.
-    tensors = {name.removeprefix("model."): one for name, one in read_weights(folder).items()}
+    tensors = rename_weights(read_weights(folder), lambda name: name.removeprefix("model."))
     model = build_model(config, tensors, backend=backend)
     model.trained_under = description.get("mitigation")
     return model
+
+
+def rename_weights(
+    weights: Mapping[str, Tensor], rename: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """Returns weights under other names, or raises a ValueError if two get the same name."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if renamed.setdefault(rename(name), tensor) is not tensor:
+            raise ValueError(f"{name} is stored under another name too")
+    return renamed
 
 
 def build_model(
@@ -140,11 +158,12 @@ def build_model(
 
     Args:
         config: describes the model.
-        tensors: weights by their names in `RecurrentLM`; a tied head may be left out.
+        tensors: weights by their names in `RecurrentLM`; a tied head may be left out. One that
+            differs from the embedding is used, and the head is then not tied, as in transformers.
         backend: implementation of the recurrence; `auto` for that of the configuration.
 
     Raises:
-        RuntimeError: a weight is missing, unexpected, or of another shape.
+        ValueError: a weight is missing, unexpected, of another shape, or without values.
     """
     if backend != "auto":
         config.mixer = {**config.mixer, "backend": backend}
@@ -154,9 +173,13 @@ def build_model(
     # On the meta device, so that the sizes in a damaged file allocate no memory.
     with torch.device("meta"), _ShapesAlone():
         model = RecurrentLM(config)
+    _check_weights(model.state_dict(), given)
     model.load_state_dict(given, strict=True, assign=True)
+    embedding, head = model.embedding.weight, model.head.weight
+    is_equal = head.dtype == embedding.dtype and torch.equal(head, embedding)
+    config.tie_embeddings = config.tie_embeddings and is_equal
     if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+        model.head.weight = embedding
     for weight in (*model.parameters(), *model.buffers()):
         # Copies, so that the weights do not change if the memory-mapped file does.
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)
@@ -182,7 +205,21 @@ class _ShapesAlone(TorchFunctionMode):
         return func(*args, **values)
 
 
-def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
+def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    """Raises a ValueError that names the first weight that does not fit."""
+    for name in [*expected, *weights]:
+        if name not in weights:
+            raise ValueError(f"it has no {name}")
+        if name not in expected:
+            raise ValueError(f"it has {name}, which is not a weight of this model")
+        weight, shape = weights[name], tuple(expected[name].shape)
+        if not isinstance(weight, Tensor) or weight.is_meta or weight.layout != torch.strided:
+            raise ValueError(f"{name} is not a tensor with values")
+        if weight.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, and {shape} was expected")
+
+
+def cast_weights(model: ModelT, dtype: torch.dtype | None) -> ModelT:
     """Casts all weights to a dtype, except that `Cell.wide_weights` are never narrowed.
 
     Args:

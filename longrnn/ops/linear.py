@@ -76,6 +76,7 @@ def _suits(a: Tensor, b: Tensor) -> bool:
         and a.numel() * len(b) >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
         and not in_forward_mode()
+        and not torch.compiler.is_compiling()  # Inductor chooses a product itself
     )
 
 

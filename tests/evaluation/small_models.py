@@ -11,6 +11,7 @@ import torch
 from longrnn.config import build_config
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, run
+from longrnn.hf.names import CheckpointName
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -74,4 +75,5 @@ def small_model(
     model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
     if folder is not None:
         save_model(model, folder)
-    return OpenCheckpoint(name, model, tokenizer, str(folder or ""))
+    source = None if folder is None else CheckpointName(str(folder))
+    return OpenCheckpoint(name, model, tokenizer, source)

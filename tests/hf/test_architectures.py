@@ -7,6 +7,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from tests.hf.architecture_table import DOCUMENT, KINDS, measure, rows
 from tests.hf.architectures import FEW, MANY, architecture
@@ -43,7 +44,7 @@ def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> No
     with torch.no_grad():
         theirs.model.norm.weight[3] = value
     with pytest.raises(UserError, match="model.norm.weight"):
-        ForeignLM(theirs)
+        open_hugging_face(theirs)
 
 
 def test_the_table_of_the_documents_has_every_architecture_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.hf.architectures import VOCAB
 from tests.hf.foreign import assert_continues, causal, native, tokens, with_bytes
 from tests.refusals import naming
 from tests.texts import trained_bpe
+
+TEXT = tokens(2, 20) % 19
 
 
 def bits(folder: Path) -> dict[str, Tensor]:
@@ -111,6 +114,50 @@ def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_p
     shards[0].unlink()
     with pytest.raises(UserError, match="embedding.weight"):
         load(folder)
+
+
+def test_options_without_effect_on_the_result_are_accepted(tmp_path: Path) -> None:
+    """Those of `ssm_cfg` that say where and in how many processes mamba-ssm computes."""
+    model = native(tmp_path / "native")
+    places = {"device": "cuda", "dtype": "bfloat16", "sequence_parallel": True}
+    option(**places, process_group=None)(tmp_path / "native")
+    assert torch.equal(load(tmp_path / "native")(TEXT).logits, model(TEXT).logits)
+
+
+def test_shards_that_repeat_a_weight_are_refused(tmp_path: Path) -> None:
+    """As where the shards of two checkpoints lie in one folder."""
+    native(tmp_path / "native")
+    path = tmp_path / "native/pytorch_model.bin"
+    for number in (1, 2):
+        shutil.copy(path, path.with_name(f"pytorch_model-0000{number}-of-00002.bin"))
+    path.unlink()
+    with pytest.raises(UserError, match=naming("00002-of-00002", "backbone.embedding.weight")):
+        load(tmp_path / "native")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1", "longrnn"])
+def test_a_stored_head_is_used_where_the_configuration_says_tied(kind: str, tmp_path: Path) -> None:
+    """As transformers does; the model is then saved and loaded as one without a tied head."""
+    from longrnn.hf.auto import LongRNNForCausalLM
+
+    theirs: Any
+    if kind == "longrnn":
+        theirs = LongRNNForCausalLM.of(build_model(dtype=torch.float32, vocab_size=VOCAB))
+    else:
+        theirs = causal(kind, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path / "model")
+    edit(tie_word_embeddings=True, tie_embeddings=True)(tmp_path / "model")
+    expected = theirs(TEXT, use_cache=False).logits
+    model = load(tmp_path / "model")
+    assert_near(model(TEXT).logits, expected, 1e-5)
+    if isinstance(model, RecurrentLM):
+        save_model(model, tmp_path / "saved")
+        assert_near(load(tmp_path / "saved")(TEXT).logits, expected, 1e-5)
+    if kind == "longrnn":
+        again: Any = LongRNNForCausalLM.from_pretrained(tmp_path / "model")
+        again.save_pretrained(tmp_path / "again")
+        assert_near(load(tmp_path / "again")(TEXT).logits, expected, 1e-5)
 
 
 def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
@@ -207,11 +254,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "norm first": (option(norm_before_gate=True), "norm_before_gate"),
     "wide D": (option(D_has_hdim=True), "D_has_hdim"),
     "odd option": (option(d_stat=4), "d_stat"),
-    "other state": (option(d_state=5), "size mismatch"),
+    "other state": (option(d_state=5), "in_proj.weight"),
+    "no padding": (edit(pad_vocab_size_multiple=0), "pad_vocab_size_multiple"),
+    "no size": (edit(vocab_size=None), "vocab_size"),
     "no layer": (
         weights(lambda w: {k: v for k, v in w.items() if k != "backbone.layers.1.mixer.D"}),
         "1.mixer.D",
     ),
+    "two names": (weights(lambda w: {**w, "embedding.weight": torch.ones(24, 8)}), "embedding"),
+    "two heads": (
+        weights(lambda w: {**w, "lm_head.weight": w["lm_head.weight"] + 1}),
+        naming("tie_embeddings", "lm_head.weight"),
+    ),
+    "no values": (weights(lambda w: {k: v.to("meta") for k, v in w.items()}), "values"),
     "one too many": (weights(lambda w: {**w, "backbone.layers.9.D": torch.ones(4)}), "9.D"),
     "no weights": (lambda f: (f / "pytorch_model.bin").unlink(), "model.safetensors"),
     "truncated": (

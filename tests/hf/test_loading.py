@@ -134,16 +134,26 @@ def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "model.extra.weight" in caplog.text
 
 
-def test_a_gated_deltanet_runs_on_a_cpu_beside_flash_linear_attention(tmp_path: Path) -> None:
-    """In a new process, where transformers would call the kernels of the package on the CPU."""
+@pytest.mark.parametrize(
+    "before",
+    ["", "from transformers import Qwen3NextForCausalLM", "sys.modules['fla'] = None"],
+    ids=["first", "imported before", "hidden"],
+)
+def test_a_gated_deltanet_runs_on_a_cpu_beside_flash_linear_attention(
+    before: str, tmp_path: Path
+) -> None:
+    """In a new process, whatever it imported; transformers would call the package's kernels."""
     pytest.importorskip("fla")
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU, transformers uses the kernels")
     with_bytes(architecture("qwen3_next", vocab_size=256), tmp_path / "model")
-    code = "import sys, longrnn; print(type(longrnn.load(sys.argv[1])).__name__)"
+    code = f"""
+import sys, longrnn
+{before}
+known = sys.modules.get("fla", 0)
+print(type(longrnn.load(sys.argv[1])).__name__, sys.modules.get("fla", 0) is known)
+"""
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "HybridLM\n", done.stderr
+    assert done.stdout == "HybridLM True\n", done.stderr
 
 
 SPEC = "sliding_window(window=50)"

@@ -22,6 +22,7 @@ from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.auto.models import build_auto
+from tests.hf.foreign import causal
 
 peft = pytest.importorskip("peft")
 TOKENS, WINDOW = random_tokens(2, 9), "sliding_window(window=3)"
@@ -81,6 +82,30 @@ def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_pa
     assert_near(merged(TOKENS).logits, wanted, 1e-5)
     save_model(merged, tmp_path / "merged")  # the head is no longer the embedding
     assert_near(load(tmp_path / "merged")(TOKENS).logits, wanted, 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [["in_proj", "q_proj"], r".*\.0\..*(in_proj|q_proj)"], ids=str)
+@pytest.mark.parametrize("kind", ["mamba2", "llama", "bamba"])
+def test_an_adapter_of_a_model_of_transformers_is_merged(
+    kind: str, targets: Any, tmp_path: Path
+) -> None:
+    """With the names of weights there, into all kinds of model; a dtype is that of the result."""
+    theirs = causal(kind, tie_word_embeddings=kind == "mamba2")
+    theirs.save_pretrained(tmp_path / "base")
+    whole = [] if kind == "llama" else ["lm_head"]
+    config = options(target_modules=targets, task_type="CAUSAL_LM", modules_to_save=whole)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    for weight in model.parameters():
+        weight += 0.1 * weight.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    merged: Any = load(tmp_path / "adapter")
+    assert type(merged) is type(load(tmp_path / "base"))
+    tokens = TOKENS % theirs.config.vocab_size
+    assert_near(merged(tokens).logits, model.eval()(tokens, use_cache=False).logits, 1e-5)
+    narrow: Any = load(tmp_path / "adapter", dtype=torch.bfloat16)
+    assert narrow(tokens).logits.dtype == torch.bfloat16
+    assert {cell.get_parameter("A_log").dtype for cell in narrow.cells} <= {torch.float32}
 
 
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from longrnn import generate
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.model import open_hugging_face
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 from tests.contracts.builders import build_model, random_tokens

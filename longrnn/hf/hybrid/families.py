@@ -7,9 +7,8 @@ projections, and how a Mamba-2 layer gates its output.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -30,6 +29,10 @@ Gate = Callable[..., Tensor] | None
 def own_projection(theirs: Any, x: Tensor) -> Tensor:
     """The input projection of a layer that has a single one."""
     return theirs.in_proj(x)
+
+
+class UnsupportedLayerError(ValueError):
+    """A layer that the cell of its family does not compute; the message names the option."""
 
 
 class Family(NamedTuple):
@@ -71,6 +74,9 @@ class SharedCell(ScanningCell):
     def __init__(self, theirs: Any, family: Family) -> None:
         # Not the constructor of the cell, which would create weights.
         ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        activation = getattr(theirs, "activation", "silu")
+        if activation not in ("silu", "swish"):
+            raise UnsupportedLayerError(f"its activation is {activation}")
         self.layer, self._family = theirs, family
 
     def __getattr__(self, name: str) -> Any:
@@ -140,6 +146,8 @@ def plain_gate(
 
 
 def _falcon_gate(theirs: Any) -> Gate:
+    if theirs.mamba_rms_norm and theirs.norm.norm_before_gate:
+        raise UnsupportedLayerError("mamba_norm_before_gate = True")
     return None if theirs.mamba_rms_norm else plain_gate
 
 
@@ -203,30 +211,3 @@ def wide_weights(kind: str) -> AbstractContextManager[Any]:
     name = "_keep_in_fp32_modules_strict"
     kept = [*(getattr(cls, name) or ()), *family.cell.wide_weights]
     return patch.object(cls, name, kept)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """A context for calls of transformers whose reports the caller checks: without its messages.
-
-    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
-    cannot run: the package is hidden while transformers imports a model's code.
-    """
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
-    if hidden:
-        sys.modules["fla"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if hidden:
-            del sys.modules["fla"]
-            if before is not None:
-                sys.modules["fla"] = before

@@ -4,9 +4,9 @@ A recurrent layer of transformers gets its cache as an argument. Given a `Hybrid
 computed by our cell, with the state and the edit in the cache; given anything else, or nothing, it
 computes what it always did. The layer itself and the names of its weights do not change.
 
-When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
+When a hybrid is opened, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A model with a layer that
-differs from the table of `families` is therefore refused.
+differs from the table of `families` is therefore computed by transformers alone, as a `ForeignLM`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.hf.cache import LayerCache, fill_cache, keep_cache
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.families import FAMILIES, quietly
+from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
 
@@ -134,6 +134,7 @@ class HybridLM(ForeignLM):
 
     Raises:
         UserError: see `ForeignLM`.
+        UnsupportedLayerError: an option of its recurrent layers that the cells do not have.
     """
 
     attention_window: int | None = None
@@ -241,12 +242,7 @@ def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     }
 
 
-def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
-    """Returns a `HybridLM` if the model has recurrent layers in `FAMILIES`, else a `ForeignLM`.
-
-    Raises:
-        UserError: see `ForeignLM`.
-    """
-    # transformers would advise to install kernels for layers that longrnn computes.
-    with quietly():
-        return HybridLM(model) if recurrent_layers(model) else ForeignLM(model)
+def restore_layers(model: PreTrainedModel) -> None:
+    """Make transformers compute the recurrent layers of what was a `HybridLM`."""
+    for layer in recurrent_layers(model).values():
+        vars(layer).pop("forward", None)

@@ -38,6 +38,8 @@ def library() -> ctypes.CDLL | None:
 
 def missing() -> str | None:
     """Why the kernels cannot run, and what to do; None if they can."""
+    if torch.compiler.is_compiling():  # which cannot trace how they are loaded either
+        return "torch.compile does not know the C++ kernels: call the model without it"
     if library() is not None:
         return None
     if _loaded() is not None:

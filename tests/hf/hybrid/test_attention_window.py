@@ -10,8 +10,9 @@ import torch
 
 from longrnn import load
 from longrnn.errors import UserError
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
-from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
+from longrnn.hf.hybrid.model import HybridLM
 from tests.hf.architectures import architecture
 from tests.hf.foreign import assert_continues, causal, tokens, with_bytes
 

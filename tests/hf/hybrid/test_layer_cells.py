@@ -11,9 +11,10 @@ from torch import Tensor
 
 from longrnn.cells import Cell
 from longrnn.errors import UserError
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.mlstm import MLSTM
-from longrnn.hf.hybrid.model import open_hugging_face, recurrent_layers
+from longrnn.hf.hybrid.model import recurrent_layers
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.base import Chain
 from longrnn.mitigations.bind import bind

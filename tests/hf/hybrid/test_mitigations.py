@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
+from longrnn.hf.foreign_load import open_hugging_face
+from longrnn.hf.hybrid.model import HybridLM
 from longrnn.mitigations import MITIGATIONS, mitigation
 from tests.contracts.builders import mitigation_spec
 from tests.hf.architectures import architecture
