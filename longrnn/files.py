@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,7 +66,7 @@ def _open_regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read its bytes.
 
     Raises:

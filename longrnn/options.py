@@ -58,17 +58,17 @@ def listed(value: Any) -> Any:
 
 
 def _lengths(value: Any) -> Any:
-    return sorted({_tokens(one) for one in listed(value)})
+    return sorted({_tokens(length) for length in listed(value)})
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # A number of tokens, as `4096` or `4k`.
 Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1, lt=2**63)]
 # Several, as a list or as `256,4k`; ascending, without repeats.
 Lengths = Annotated[
-    list[Annotated[int, Field(ge=1)]], BeforeValidator(_lengths), Field(min_length=1)
+    list[Annotated[int, Field(ge=1, lt=2**63)]], BeforeValidator(_lengths), Field(min_length=1)
 ]
 
 
@@ -82,18 +82,23 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
     """
     # An unknown option goes first: the missing one may be what was meant.
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    errors = error.errors(include_url=False)
-    first = max(errors, key=lambda one: (one["type"] in unknown, len(one["loc"])))
+    first = max(
+        error.errors(include_url=False),
+        key=lambda details: (details["type"] in unknown, len(details["loc"])),
+    )
+    *outer, last = map(str, first["loc"] or [""])
     # The members of a union have their names there, too.
-    path = [str(part) for part in first["loc"] if "[" not in str(part)]
+    path = [part for part in outer if "[" not in part]
+    if last and ("[" not in last or first["type"] in unknown):
+        path.append(last)
     path[:1] = [names.get(name, name) for name in path[:1]]
-    own = first.get("ctx", {}).get("error")
-    if isinstance(own, InvalidOptionError):
-        path, reason = [*path, own.key], own.reason
-    elif isinstance(own, UserError):
-        reason = str(own)
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidOptionError):
+        path, reason = [*path, cause.key], cause.reason
+    elif isinstance(cause, UserError):
+        reason = str(cause)
     elif first["type"] in unknown:
-        reason = f"it is unknown; {nearest(path[-1], names.values())}"
+        reason = f"it is unknown; {nearest(last, names.values())}"
     elif first["type"] == "missing":
         reason = "it is missing; give it"
     else:

@@ -18,7 +18,9 @@ from longrnn.errors import UserError
 
 T = TypeVar("T")
 
-LAUNCH = (
+# The variable with the launch that started this process, for the command that continues its work.
+LAUNCH = "LONGRNN_LAUNCH"
+HOW = (
     "launch with `longrnn launch --cpu --num_processes 2 COMMAND …`, or with --config_file gpu8 on "
     "eight GPUs"
 )
@@ -46,7 +48,7 @@ def start() -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=PATIENCE)
     except ValueError as error:
-        raise UserError(f"the processes cannot be joined ({error}): {LAUNCH}") from error
+        raise UserError(f"the processes cannot be joined ({error}): {HOW}") from error
     _rank, _size = dist.get_rank(), dist.get_world_size()
 
 
@@ -82,7 +84,7 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
     for key in keys:
         groups = {value: place for place, value in enumerate(dict.fromkeys(map(key, items)))}
         if len(groups) >= _size:
-            return [one for one in items if groups[key(one)] % _size == _rank]
+            return [item for item in items if groups[key(item)] % _size == _rank]
     return list(items[_rank::_size])
 
 

@@ -1,8 +1,8 @@
 """All reading and writing of YAML; `1e-3` is a number, which it is not in YAML 1.1.
 
 Files of strangers are read too, so a text is checked before values are made of it: a key stands
-once in its mapping, no value contains itself, and aliases cannot expand a short text to billions of
-values.
+once in its mapping, no value contains itself or has a NUL, and aliases cannot expand a short text
+to billions of values.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
         return size
     sizes[node] = None
     children = []
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        raise ValueError("a text has the character NUL")
     if isinstance(node, yaml.MappingNode):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [key for key, count in keys.items() if count > 1]:

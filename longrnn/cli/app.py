@@ -22,6 +22,7 @@ from longrnn.cli import (
     train,
 )
 from longrnn.cli.command import enter, invoke
+from longrnn.processes import LAUNCH
 from longrnn.programs import run_to_end
 from longrnn.progress import QUIET
 
@@ -90,9 +91,11 @@ def run() -> NoReturn:
 def _again() -> str:
     """Return the command that continues this one after an interruption."""
     words = sys.argv[1:]
-    if any((run / "train.yaml").is_file() for run in train.CURRENT):
-        command = next(word for word in words if word in ("train", "finetune"))
-        words = [command, "--resume", str(train.CURRENT[0])]
-    if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`
-        words = ["launch", *shlex.split(os.environ["LONGRNN_LAUNCH"]), *words]
+    quiet = words[:1] == ["--quiet"]
+    for folder, continuation in train.CURRENT.items():
+        # `Path.is_file` raises for a name that is too long for a file.
+        if os.path.isfile(folder / "train.yaml"):
+            words = [*words[:quiet], *continuation]
+    if LAUNCH in os.environ:  # by `longrnn launch`
+        words = [*shlex.split(os.environ[LAUNCH]), *words]
     return f"longrnn {shlex.join(words)}"

@@ -19,8 +19,8 @@ from longrnn.progress import is_quiet
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
 
-# The folder of the run that this process trains: an interrupted command is continued from it.
-CURRENT: list[Path] = []
+# The folder of the run that this process has begun, and the command that continues it from there.
+CURRENT: dict[Path, list[str]] = {}
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
 # All options before the command are accelerate's, and all behind it the command's, `--help` too.
@@ -34,7 +34,7 @@ class Resumable(Options):
     """Continue the run in this folder, which has its configuration, up to max_steps. A checkpoint
     in it, such as RUN/checkpoint-00000500, is continued in another output_dir."""
     dry_run: bool = False
-    """Check the run, do one step, and print its peak memory."""
+    """Check the run, do two steps, and print their memory and speed, and the time of the run."""
 
 
 class Training(Resumable):
@@ -212,13 +212,24 @@ def run(config: TrainConfig, options: Resumable) -> bool:
     from longrnn.training.train import train as start
 
     if options.dry_run:
-        memory = dry_run(config, options.resume, quiet=is_quiet())
-        echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
+        cost = dry_run(config, options.resume, quiet=is_quiet())
+        echo_main(f"The configuration is valid. {cost}.")
         return False
-    CURRENT[:] = [Path(config.output_dir)]
+    if options.resume != (folder := Path(config.output_dir)):
+        CURRENT.clear()
+        CURRENT[folder] = continuation(options, folder)
     done = start(config, resume=options.resume, quiet=is_quiet())
     echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
     return True
+
+
+def continuation(options: Resumable, folder: Path) -> list[str]:
+    """Return the command that continues a new run, with the options that the run does not hold."""
+    words = ["finetune" if isinstance(options, Finetuning) else "train", "--resume", str(folder)]
+    if isinstance(options, Finetuning):
+        words += ["--no-evaluate"] if options.no_evaluate else []
+        words += ["--evaluate-to", str(options.evaluate_to)] if options.evaluate_to else []
+    return words
 
 
 def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, list[str]]:

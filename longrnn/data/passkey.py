@@ -112,7 +112,7 @@ class Passkey(PasskeyPrompts, Task):
         min_segments: Count = 1,
         max_segments: Count = 64,
         max_repeat: Count = 1,
-        grow_steps: Annotated[int, Field(ge=0)] = 0,
+        grow_steps: Annotated[int, Field(ge=0, lt=2**31)] = 0,
         filler: str | list[str] | None = None,
         numbers_every: Count | None = None,
     ) -> None:

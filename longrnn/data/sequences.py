@@ -24,7 +24,7 @@ from longrnn.options import Count, Seed
 from longrnn.seeds import mix, seeded
 from longrnn.text import Tokenizer
 
-Vocabulary = Annotated[int, Field(ge=2)]
+Vocabulary = Annotated[int, Field(ge=2, lt=2**31)]
 # Draws in a row that may be held out.
 TRIES = 1000
 # The length of a sequence without a limit of its own.

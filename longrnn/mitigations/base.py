@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import BeforeValidator
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
@@ -62,7 +63,7 @@ class Mitigation:
 
     layers: Any = None
     heads: Any = None
-    diagnosis: Any = None
+    diagnosis: Annotated[str | None, BeforeValidator(lambda path: path and str(path))] = None
     calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
 
     name: ClassVar[str] = "none"

@@ -29,6 +29,10 @@ ELSEWHERE = {
     "attention_window": "it changes attention layers; give it after a hybrid checkpoint that has "
     "such layers",
 }
+# The parts of options that YAML writes in another way, and texts in quotes, which stay.
+_PARTS = re.compile(
+    r"""(?P<quoted>'[^']*'|"[^"]*")|(?P<separator>^|,)\s*(?P<name>\w+)\s*=|\bNone\b(?![\w./-])"""
+)
 
 
 class MitigationFile(Options):
@@ -120,9 +124,9 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
             f"{text.strip()!r} is not a valid mitigation: write name(option=value), "
             "for example sliding_window(window=8192)"
         )
-    # As a mapping of YAML, whose values may be lists.
-    mapping = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", match[2] or "")
-    names = re.findall(r"(?:^|,) (\w+): ", mapping)
+    # As a mapping of YAML, whose values may be lists; `describe` writes None for null.
+    mapping = _PARTS.sub(_in_yaml, match[2] or "")
+    names = [part["name"] for part in _PARTS.finditer(match[2] or "") if part["name"]]
     try:
         options = parse_yaml("{" + mapping + "}")
     except ValueError:
@@ -133,6 +137,13 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
             "where a value is a number, or a list as [1, 2]"
         )
     return match[1], options
+
+
+def _in_yaml(part: re.Match[str]) -> str:
+    """What a part of the options is in YAML."""
+    if part["name"]:
+        return f"{part['separator']} {part['name']}: "
+    return part["quoted"] or "null"
 
 
 def _build(text: str) -> Mitigation:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
+from longrnn.options import Count
 
 
 @dataclass

@@ -40,10 +40,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def newest(output_dir: Path) -> Path | None:
     """The newest checkpoint of a run, compared with its checksums; None if there is none."""
-    found = checkpoints(output_dir)
-    if found:
-        check(found[-1])
-    return found[-1] if found else None
+    existing = checkpoints(output_dir)
+    if not existing:
+        return None
+    check(existing[-1])
+    return existing[-1]
 
 
 def check(folder: Path) -> None:
@@ -63,9 +64,10 @@ def clean(output_dir: Path) -> None:
 
 def save(
     output_dir: Path,
-    counters: dict[str, Any],
+    trainer: dict[str, Any],
     model: RecurrentLM,
     optimizer: torch.optim.Optimizer,
+    *,
     carried: dict[str, Tensor],
     tokenizer: Tokenizer,
     base: str | None,
@@ -75,7 +77,7 @@ def save(
 
     Args:
         output_dir: of the run.
-        counters: plain values; `step` is the number of finished steps.
+        trainer: plain values of the trainer; `step` is the number of finished steps.
         model: equal in all processes, or sharded over them.
         optimizer: likewise.
         carried: what the policy of initial states remembers in this process.
@@ -87,7 +89,7 @@ def save(
         DivergedError: a weight is not finite.
         OSError: in all processes, where one of them cannot write its part.
     """
-    folder = output_dir / f"checkpoint-{counters['step']:08d}"
+    folder = output_dir / f"checkpoint-{trainer['step']:08d}"
     moments = {
         name: optimizer.state[parameter]
         for name, parameter in model.named_parameters()
@@ -101,8 +103,8 @@ def save(
     try:
         _write(partial / f"carry-{processes.rank()}.pt", carried)
         if processes.is_main():
-            models.save(model, partial, tokenizer, weights, base)
-            _write(partial / "training.pt", {**counters, "optimizer": moments})
+            models.save(model, partial, weights=weights, tokenizer=tokenizer, base=base)
+            _write(partial / "training.pt", {**trainer, "optimizer": moments})
     except OSError as error:
         failure = error
     failure = next(filter(None, processes.gather(failure)), None)
@@ -116,8 +118,8 @@ def save(
 def _refuse_nonfinite(weights: Mapping[str, Tensor], folder: Path) -> None:
     if bad := [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]:
         raise DivergedError(
-            f"before {folder} the weight {bad[0]} is not finite: go on with `longrnn train "
-            f"--resume {folder.parent}` and a lower learning_rate"
+            f"before {folder} the weight {bad[0]} is not finite: go on with --resume "
+            f"{folder.parent} and a lower learning_rate"
         )
 
 
@@ -138,7 +140,7 @@ def restore(
     """Fills model and optimizer from a checkpoint.
 
     Returns:
-        The counters, and what the policy of initial states remembered in this process.
+        The values of the trainer, and what the policy of initial states remembered in this process.
 
     Raises:
         UserError: the checkpoint is of another number of processes or another model.
@@ -151,10 +153,10 @@ def restore(
         )
     content = read_tensors(folder / "training.pt")
     adapters = lora.has_adapters(model)
-    own, parameters = model.state_dict(), dict(model.named_parameters())
+    target, parameters = model.state_dict(), dict(model.named_parameters())
     try:
         read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
-        weights = {name: sharded_like(whole, own[name]) for name, whole in read.items()}
+        weights = {name: sharded_like(whole, target[name]) for name, whole in read.items()}
         # A checkpoint of adapters has the trained weights only.
         model.load_state_dict(weights, strict=not adapters)
         for name, values in content["optimizer"].items():

@@ -16,7 +16,6 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -27,7 +26,7 @@ from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
-from longrnn.options import Options, Seed, Share, Tokens
+from longrnn.options import Count, Options, Seed, Share, Tokens
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.training.initial_states import INITIAL_STATES
@@ -57,7 +56,7 @@ class Lengths(Options):
 class Adapters(Options):
     """Adapters (LoRA) that are trained instead of the weights of `init_from`; alpha is 2 r."""
 
-    r: PositiveInt = 8
+    r: Count = 8
     """Rank."""
     targets: list[str] = Field(["in_proj", "out_proj"], min_length=1)
     """Last names of the linear modules that get an adapter."""
@@ -69,7 +68,7 @@ class Adapters(Options):
 class TrainConfig(Options, validate_default=True):
     """The configuration of one training run."""
 
-    output_dir: str = "runs/train"
+    output_dir: str = Field("runs/train", min_length=1)
     """Where checkpoints, metrics and the final model go."""
     model: dict[str, Any] = Field({})
     """The recurrent model to build, by the keys of `RecurrentConfig`; `vocab_size` is that of the
@@ -86,16 +85,16 @@ class TrainConfig(Options, validate_default=True):
     initial_state: dict[str, Any] = Field({"kind": "zero"})
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
     option: value, …}`."""
-    segments_per_step: PositiveInt = 1
+    segments_per_step: Count = 1
     """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
     of one step flows."""
     seed: Seed = 0
     """Of the run."""
-    max_steps: PositiveInt = Field(1000, lt=10**8)
+    max_steps: Annotated[int, Field(ge=1, lt=10**8)] = 1000
     """Optimizer steps."""
-    per_device_train_batch_size: PositiveInt = 16
+    per_device_train_batch_size: Count = 16
     """Rows per process and micro-batch."""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Count = 1
     """Micro-batches per step."""
     learning_rate: Rate = Field(2e-3, gt=0)
     """The largest one."""
@@ -115,7 +114,7 @@ class TrainConfig(Options, validate_default=True):
     """Shape of the decay after the warm-up."""
     warmup_steps: NonNegativeInt | None = None
     """Linear warm-up from 0; a tenth of the steps by default, and at most 100."""
-    decay_steps: PositiveInt | None = None
+    decay_steps: Count | None = None
     """The last steps, in which the learning rate decays; before them it is constant (warm-up,
     stable, decay). All steps after the warm-up by default."""
     min_lr_rate: Share = 0.0
@@ -133,23 +132,23 @@ class TrainConfig(Options, validate_default=True):
     validation: dict[str, Any] | Literal["held_out"] | None = None
     """Held-out data, as a task; or `held_out`: the tail of the documents of `task`, which then
     trains on the others. Its rows start from the zero state."""
-    eval_steps: PositiveInt = 500
+    eval_steps: Count = 500
     """Steps between validations."""
     eval_length: Tokens | None = None
     """Tokens of a validation row, at most what the model and the data have; by default 16 ·
     `length.max`."""
-    eval_samples: PositiveInt = 16
+    eval_samples: Count = 16
     """Validation rows."""
     mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
     """Dtype of products."""
     gradient_checkpointing: Annotated[Literal["no", "block"], Recomputed] = "no"
     """Whether the backward pass computes each block again instead of keeping its activations.
     Gradients have the same bits."""
-    save_steps: PositiveInt = 500
+    save_steps: Count = 500
     """Steps between checkpoints."""
-    save_total_limit: PositiveInt = 2
+    save_total_limit: Count = 2
     """Checkpoints kept."""
-    logging_steps: PositiveInt = 20
+    logging_steps: Count = 20
     """Steps between rows of metrics.jsonl."""
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """A tracker that gets the same rows."""
@@ -181,8 +180,19 @@ class TrainConfig(Options, validate_default=True):
         if self.validation is not None:
             assert isinstance(self.validation, dict)
             self.validation = TASKS.complete(self.validation)
+        stable = self.max_steps - (self.decay_steps or 0)
         if self.warmup_steps is None:
-            self.warmup_steps = min(100, self.max_steps // 10)
+            self.warmup_steps = max(0, min(100, self.max_steps // 10, stable))
+        if self.warmup_steps > stable:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} exceed "
+                f"max_steps={self.max_steps}: set fewer, or leave them out"
+            )
+        if self.segments_per_step > 1 and not self.carries:
+            raise UserError(
+                f"segments_per_step={self.segments_per_step} needs rows that continue: set "
+                "initial_state.kind=carry, or segments_per_step=1"
+            )
         if self.init_from is not None and self.model:
             raise UserError(
                 f"init_from={self.init_from} brings its own model: leave out the keys of model"
@@ -206,7 +216,10 @@ def configured(
     *,
     source: str = "configuration",
 ) -> TrainConfig:
-    """A configuration with overrides; a changed kind drops the options that it does not have.
+    """A configuration with overrides, which drop the options that have no meaning with them.
+
+    A changed kind drops the options that it does not have, rows that do not continue drop
+    `segments_per_step`, and fewer steps than those of the warm-up or decay drop these.
 
     Args:
         config: a configuration, its values, or a file, given by its path or as the name of
@@ -217,27 +230,51 @@ def configured(
     Raises:
         UserError: no such file, or as `longrnn.config.build_config`.
     """
-    if isinstance(config, str | Path):
+    if isinstance(config, TrainConfig):
+        if not overrides:
+            return config
+        config = config.model_dump(mode="json")
+    elif isinstance(config, str | Path):
         config, source = load_config(config), str(config)
-    values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else config
-    given = {override.partition("=")[0] for override in overrides}
-    result = overridden(values, overrides)
+    values = overridden(config, overrides)
+    _drop_meaningless(values, {override.partition("=")[0] for override in overrides})
+    return build_config(TrainConfig, values, source=source)
+
+
+def _drop_meaningless(values: dict[str, Any], given: set[str]) -> None:
+    """Removes options that the overrides `given` leave without a meaning, unless they are given.
+
+    Args:
+        values: of a configuration, not checked yet.
+        given: dotted keys.
+    """
+    dropped = set()
     for prefix, family in FAMILIES.items():
-        spec: Any = result
+        spec: Any = values
         for name in prefix.split("."):
             spec = spec.get(name) if isinstance(spec, dict) else None
         kind = spec.get("kind") if isinstance(spec, dict) else None
-        if f"{prefix}.kind" in given and isinstance(kind, str) and kind in family:
-            known = {"kind", *keyword_options(family[kind])}
-            for option in spec.keys() - known:
+        if not isinstance(kind, str) or kind not in family:
+            continue
+        if f"{prefix}.kind" in given:
+            for option in spec.keys() - {"kind", *keyword_options(family[kind])}:
                 if f"{prefix}.{option}" not in given:
                     del spec[option]
-    return build_config(TrainConfig, result, source=source)
+        changed = {prefix, f"{prefix}.kind"} & given
+        if family is INITIAL_STATES and changed and not INITIAL_STATES[kind].streams:
+            dropped.add("segments_per_step")
+    steps = values.get("max_steps")
+    if "max_steps" in given and isinstance(steps, int):
+        for name in ("warmup_steps", "decay_steps"):
+            if isinstance(values.get(name), int) and values[name] > steps:
+                dropped.add(name)
+    for name in dropped - given:
+        values.pop(name, None)
 
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     """What differs between two configurations, one line per key."""
-    old, new = (flat(one.model_dump(mode="json")) for one in (before, now))
+    old, new = (flat(config.model_dump(mode="json")) for config in (before, now))
     return [
         f"{key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}

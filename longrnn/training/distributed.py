@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,7 +65,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PATIENCE)],
         )
     except ValueError as error:
-        raise UserError(f"the run cannot be launched ({error}): {processes.LAUNCH}") from error
+        raise UserError(f"the run cannot be launched ({error}): {processes.HOW}") from error
     finally:
         if sharded is not None:
             os.environ[USE_FSDP] = sharded
@@ -125,6 +125,14 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     local = whole.to(like.device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def means(accelerator: Accelerator, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """The mean of values `(n,)` by name, over processes; a name without any is left out."""
+    pairs = [(float(sum(x.sum() for x in v)), sum(map(len, v))) for v in values.values()]
+    totals: Any = accelerator.reduce(torch.tensor(pairs, device=accelerator.device), "sum")
+    rows = zip(values, totals.tolist(), strict=True)
+    return {name: total / count for name, (total, count) in rows if count}
 
 
 def start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:

@@ -51,6 +51,8 @@ def finetuning(
         "length": {"max": length},
         "initial_state": {"kind": initial_state},
     }
+    if initial_state != "carry":
+        del values["segments_per_step"]
     if validation:
         values["validation"] = {**task, "data": list(validation)}
     if torch.cuda.is_available():

@@ -17,13 +17,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
+from longrnn import processes
 from longrnn.bundled import find
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.programs import INTERRUPTED, UNEXPECTED, module_environment
-
-# The options of the launch, for the command that continues a run.
-LAUNCH = "LONGRNN_LAUNCH"
 
 
 def launch(options: Sequence[str], program: Sequence[str]) -> int:
@@ -48,7 +46,8 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.update(module_environment())
-    os.environ[LAUNCH] = shlex.join(options)
+    quiet = ["--quiet"] if "--quiet" in sys.argv[1:2] else []
+    os.environ[processes.LAUNCH] = shlex.join([*quiet, "launch", *options])
     # accelerate reports defaults, and the agent signals and failures; the processes print what
     # happened.
     logging.disable()

@@ -105,8 +105,8 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> Tokenizer:
 def save(
     model: RecurrentLM,
     folder: Path,
-    tokenizer: Tokenizer,
     weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
     base: str | None,
 ) -> None:
     """Writes a model with its tokenizer, so that the folder can be moved.
@@ -114,8 +114,8 @@ def save(
     Args:
         model: the model.
         folder: created if it does not exist.
-        tokenizer: of the model.
         weights: the whole state dict.
+        tokenizer: of the model.
         base: the checkpoint whose adapters are trained, if they are; only they are written.
     """
     spec = model.trained_under

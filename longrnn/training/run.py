@@ -118,8 +118,8 @@ def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
     """
     if (folder / RECORDED).is_file():
         raise UserError(
-            f"{folder} holds a run: continue it with `longrnn train --resume {folder}`, or choose "
-            "another output_dir"
+            f"{folder} holds a run: continue it with --resume {folder} in place of the "
+            "configuration or checkpoint, or choose another output_dir"
         )
     # What a kill during the first writes leaves does not count.
     others = set(folder.iterdir()) if folder.is_dir() else set()

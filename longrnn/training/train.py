@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.files import partial_path
 from longrnn.locks import locked
+from longrnn.progress import format_interval
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distributed import build_accelerator
@@ -56,10 +58,14 @@ def train(
         )
     accelerator = build_accelerator(settings)
     folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
-    lock = locked(folder, instead="choose another output_dir")
     with ExitStack() as stack:
-        found = processes.on_main(lambda: stack.enter_context(lock) or _find(folder, origin))
-        trainer = Trainer(settings, accelerator, found, quiet=quiet)
+
+        def lock_and_find() -> Path | None:
+            stack.enter_context(locked(folder, instead="choose another output_dir"))
+            return _find(folder, origin)
+
+        start = processes.on_main(lock_and_find)
+        trainer = Trainer(settings, accelerator, start, quiet=quiet)
         processes.on_main(lambda: record(settings, trainer.step))
         trainer.train()
     return Run.of(folder)
@@ -86,7 +92,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
             "one with `longrnn train CONFIG`"
         )
     before = configured(recorded | {"output_dir": str(home)}, ())
-    given = [one for one in overrides if one.startswith("output_dir=")]
+    given = [override for override in overrides if override.startswith("output_dir=")]
     if is_branch and not given:
         raise UserError(f"a run that continues {folder} needs a folder: add output_dir=FOLDER")
     if given and not is_branch:
@@ -132,10 +138,21 @@ def _find(folder: Path, resume: Path | None) -> Path | None:
 
 
 def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = False) -> str:
-    """Sets a run up and does its next step, and writes nothing; returns its peak memory."""
+    """Sets a run up, does two steps and writes nothing; returns their memory and speed in words."""
     origin = _origin(Path(config.output_dir), resume)
     trainer = Trainer(config, build_accelerator(config), origin, quiet=quiet)
+    left = config.max_steps - trainer.step
+    trainer.train_step()  # the first one is slower
+    trainer.step += 1
+    before, begun = trainer.tokens, time.monotonic()
     trainer.train_step()
+    seconds, tokens = time.monotonic() - begun, trainer.tokens - before
     if trainer.accelerator.device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of the process"
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = f"{used / 2**20:.2f} GiB of the process"
+    return (
+        f"Peak memory of a step: {memory}. Speed: {tokens / seconds:,.0f} tokens/s; {left:,} steps "
+        f"take about {format_interval(left * seconds)} without validation"
+    )

@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from longrnn import processes
 from longrnn.data import TASKS, Batch
@@ -31,20 +31,30 @@ from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.distributed import gathered, interrupts, prepare, start_trackers
+from longrnn.training.distributed import gathered, interrupts, means, prepare, start_trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import fill, learning_rate, set_learning_rate
 from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
-# Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
-COUNTERS = ("step", "tokens", "pending", "skipped")
 # Keys of the configuration that determine which rows a process reads and what their states are.
 ROWS = {
     *("task", "length", "seed", "initial_state", "segments_per_step", "mitigation"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
+
+
+class MicroBatch(NamedTuple):
+    """What a step has done with some of its rows.
+
+    Attributes:
+        segments: consecutive segments of the rows, on the CPU.
+        output: of the forward pass; its loss has no gradient any more.
+    """
+
+    segments: list[Batch]
+    output: StepOutput
 
 
 class Trainer:
@@ -85,7 +95,8 @@ class Trainer:
             models.check_vocabulary(model.vocab_size, held_out)
             self.validation = Validation(config, model.max_length, self.task, held_out)
         rank, world = processes.rank(), processes.size()
-        context = Context(model.init_state, config.seed, rank, world, self.total)
+        total: Any = partial(accelerator.reduce, reduction="sum")
+        context = Context(model.init_state, config.seed, rank, world, total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         objective = Objective(model)
         self.objective, self.optimizer = prepare(self.accelerator, objective, config)
@@ -95,59 +106,75 @@ class Trainer:
         if origin is not None:
             self._restore(origin)
 
+    @property
+    def model(self) -> RecurrentLM:
+        """The model in training."""
+        return self.accelerator.unwrap_model(self.objective).model
+
     def say(self, line: str) -> None:
         """Prints a line, unless quiet."""
         if not self.quiet:
             print(line, file=sys.stderr)
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of `part` over processes."""
-        return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
     def train_step(self, *, stop: bool = False) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
 
         A skipped step returns `stop` alone.
         """
-        config, n_micro = self.config, self.config.gradient_accumulation_steps
-        set_learning_rate(self.optimizer, self.step, config)
-        outputs: list[tuple[list[Batch], StepOutput]] = []
-        for micro in range(n_micro):
-            on_host = segments(self.task, config, self.step, micro)
-            on_device = [batch.to(self.accelerator.device) for batch in on_host]
-            start = self.starts.before(on_device[0], self.step, micro)
-            # Gradients are reduced over processes once, after the last micro-batch.
-            wait = micro < n_micro - 1
-            with self.accelerator.no_sync(self.objective) if wait else nullcontext():
-                with self.accelerator.autocast():
-                    output = self.objective(on_device, start)
-                self.accelerator.backward(output.loss / n_micro)
-            outputs.append((on_host, output._replace(loss=output.loss.detach())))
+        set_learning_rate(self.optimizer, self.step, self.config)
+        config = self.config
+        micro_batches = [
+            self._forward_backward(micro) for micro in range(config.gradient_accumulation_steps)
+        ]
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        losses = torch.stack([output.loss for _, output in outputs]).float().cpu()
-        gradient = float(norm) if norm is not None else 0.0
-        is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())
-        flags = {"stop": stop, "nonfinite": not is_finite}
-        values = {
-            "loss": [losses],
-            **{name: [torch.tensor([flag])] for name, flag in flags.items()},
-        }
-        done = self.step + 1
-        for on_host, output in outputs:
-            for batch, predicted in zip(on_host, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * processes.size()
-                if done % config.logging_steps == 0 or done == config.max_steps:
-                    for name, scores in self.task.score(predicted.cpu(), batch).items():
-                        values.setdefault(name, []).append(scores)
-        means = self._means(values)
-        if means.pop("nonfinite") > 0:
+        gradient = 0.0 if norm is None else float(norm)
+        metrics = self._measure(micro_batches, gradient, stop=stop)
+        if metrics.pop("nonfinite") > 0:
             self._leave_out()
-            return {"stop": means["stop"]}
-        for micro, (_, output) in enumerate(outputs):
+            return {"stop": metrics["stop"]}
+        for micro, (_, output) in enumerate(micro_batches):
             self.starts.after(output.state, micro)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {**means, "grad_norm": gradient}
+        return {**metrics, "grad_norm": gradient}
+
+    def _forward_backward(self, micro: int) -> MicroBatch:
+        """Adds the gradients of a micro-batch."""
+        count = self.config.gradient_accumulation_steps
+        on_host = segments(self.task, self.config, self.step, micro)
+        on_device = [batch.to(self.accelerator.device) for batch in on_host]
+        start = self.starts.before(on_device[0], self.step, micro)
+        # Gradients are reduced over processes once, after the last micro-batch.
+        is_last = micro == count - 1
+        with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
+            with self.accelerator.autocast():
+                output = self.objective(on_device, start)
+            self.accelerator.backward(output.loss / count)
+        return MicroBatch(on_host, output._replace(loss=output.loss.detach()))
+
+    def _measure(
+        self, micro_batches: Sequence[MicroBatch], gradient: float, *, stop: bool
+    ) -> dict[str, float]:
+        """Counts the tokens of a step, and returns its metrics as means over processes.
+
+        They are the loss, `stop` and `nonfinite`, which are above 0 where a process has reason, and
+        the scores of the task in steps that are logged.
+        """
+        losses = torch.stack([output.loss for _, output in micro_batches]).float().cpu()
+        is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())
+        values = {
+            "loss": [losses],
+            "stop": [torch.tensor([stop])],
+            "nonfinite": [torch.tensor([not is_finite])],
+        }
+        is_logged = self._is_due(self.config.logging_steps, self.step + 1)
+        for on_host, output in micro_batches:
+            for batch, predicted in zip(on_host, output.predictions, strict=True):
+                self.tokens += batch.tokens.numel() * processes.size()
+                scores = self.task.score(predicted.cpu(), batch) if is_logged else {}
+                for name, each in scores.items():
+                    values.setdefault(name, []).append(each)
+        return means(self.accelerator, values)
 
     def train(self) -> None:
         """Trains to `max_steps`, and writes the final model into `output_dir`.
@@ -170,41 +197,35 @@ class Trainer:
                 begun, before = time.monotonic(), self.tokens
                 values = self.train_step(stop=bool(received))
                 self.step += 1
-                stop, last = values.pop("stop") > 0, self.step == config.max_steps
+                stop = values.pop("stop") > 0
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
                 rate = (self.tokens - before) / (time.monotonic() - begun)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - before, note)
-                if self.validation is not None and (last or self.step % config.eval_steps == 0):
+                if self.validation is not None and self._is_due(config.eval_steps, self.step):
                     whole = self.accelerator.unwrap_model(self.objective)
                     self._record(self.validation.evaluate(whole))
-                if last or self.step % config.logging_steps == 0:
+                if self._is_due(config.logging_steps, self.step):
                     self._log(rate)
-                if last or stop or self.step % config.save_steps == 0:
+                if stop or self._is_due(config.save_steps, self.step):
                     self._save()
-                if stop and not last:
+                if stop and self.step < config.max_steps:
                     # SIGTERM, or another process received the signal.
                     kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
                     raise kind(f"{self.output_dir}: step {self.step} is done and saved")
             weights = gathered(self.model.state_dict())
-            final = self.output_dir, self.tokenizer, weights, config.init_from
-            processes.on_main(lambda: models.save(self.model, *final))
+            base, tokenizer = config.init_from, self.tokenizer
+            processes.on_main(
+                lambda: models.save(self.model, self.output_dir, weights, tokenizer, base)
+            )
         # `end_training` would also end the process group, in which `finetune` evaluates.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    @property
-    def model(self) -> RecurrentLM:
-        """The model in training."""
-        return self.accelerator.unwrap_model(self.objective).model
-
-    def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-        """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
-        pairs = [(float(sum(x.sum() for x in v)), sum(map(len, v))) for v in values.values()]
-        table = torch.tensor(pairs, device=self.accelerator.device)
-        totals = self.total(table).tolist()
-        return {n: s / count for n, (s, count) in zip(values, totals, strict=True) if count}
+    def _is_due(self, every: int, step: int) -> bool:
+        """Whether a step is one of `every` steps, or the last one."""
+        return step % every == 0 or step == self.config.max_steps
 
     def _leave_out(self) -> None:
         """Leaves a step that is not finite out, or ends the run."""
@@ -218,8 +239,8 @@ class Trainer:
         saved = checkpoint.checkpoints(self.output_dir)
         raise DivergedError(
             f"{where}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
-            f"on with `longrnn train --resume {self.output_dir} "
-            f"learning_rate={self.config.learning_rate / 2:g}`, or with nonfinite=skip"
+            f"on with --resume {self.output_dir} and learning_rate="
+            f"{self.config.learning_rate / 2:g}, or with nonfinite=skip"
         )
 
     def _log(self, rate: float) -> None:
@@ -238,27 +259,44 @@ class Trainer:
             append_metrics(self.output_dir, row)
             self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, which a checkpoint holds beside weights, optimizer and initial states."""
+        # The data may be elsewhere when a run is resumed; its content is compared.
+        rows = self.config.model_dump(mode="json", include=ROWS, exclude={"task": {"data"}})
+        counters = {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
+        return counters | {"pending": self.pending, "data": self.task.data_sha256, "rows": rows}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
+        self.step, self.tokens = values["step"], values["tokens"]
+        self.pending, self.skipped = values["pending"], values["skipped"]
+
     def _save(self) -> None:
-        counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        counters |= {"data": self.task.data_sha256, "rows": self._rows()}
-        base, keep = self.config.init_from, self.config.save_total_limit
-        state = self.model, self.optimizer, self.starts.content()
-        checkpoint.save(self.output_dir, counters, *state, self.tokenizer, base, keep)
+        checkpoint.save(
+            self.output_dir,
+            self.state_dict(),
+            self.model,
+            self.optimizer,
+            carried=self.starts.content(),
+            tokenizer=self.tokenizer,
+            base=self.config.init_from,
+            keep=self.config.save_total_limit,
+        )
 
     def _restore(self, folder: Path) -> None:
-        counters, carried = checkpoint.restore(folder, self.model, self.optimizer)
-        if counters["data"] != self.task.data_sha256:
+        values, carried = checkpoint.restore(folder, self.model, self.optimizer)
+        if values["data"] != self.task.data_sha256:
             raise UserError(
                 f"the data is not that which {folder} was trained on: put it back, or start a new "
                 f"run from there with init_from={folder}"
             )
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
-        if counters["rows"] == self._rows():
+        if values["step"] > self.config.max_steps:
+            raise UserError(
+                f"{folder} has {values['step']} steps, and max_steps={self.config.max_steps} is "
+                "less: set at least as many, or continue an earlier checkpoint elsewhere"
+            )
+        self.load_state_dict(values)
+        if values["rows"] == self.state_dict()["rows"]:
             self.starts.restore(carried)
         elif carried:
             self.say("the rows are not those of the checkpoint: its carried states are not used")
-
-    def _rows(self) -> dict[str, Any]:
-        # The data may be elsewhere; its content is compared.
-        return self.config.model_dump(mode="json", include=ROWS, exclude={"task": {"data"}})

@@ -47,6 +47,12 @@ def test_a_full_disk_while_evaluating(
     ]
 
 
+def test_a_name_that_is_too_long_for_a_folder(cli: CLI, tmp_path: Path) -> None:
+    """It is one sentence, without a traceback of the search for what to continue."""
+    write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
+    assert_refused(cli("train", "c.yaml", f"output_dir={'x' * 300}"), "File name too long")
+
+
 def test_a_full_disk_while_training(
     cli: CLI,
     models: Path,
@@ -55,7 +61,7 @@ def test_a_full_disk_while_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a full disk no incomplete checkpoint is left, and training resumes as launched."""
-    monkeypatch.setenv("LONGRNN_LAUNCH", "--cpu --num_processes 2")
+    monkeypatch.setenv("LONGRNN_LAUNCH", "launch --cpu --num_processes 2")
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
     small_files(2000)
     try:
@@ -70,7 +76,7 @@ def test_a_full_disk_while_training(
         result = cli("finetune", models / "text", *words, "max_steps=1")
     finally:
         small_files(0)
-    assert_refused(result, "finetune --resume fine")
+    assert_refused(result, "finetune --resume fine --no-evaluate")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert not list((tmp_path / "run").glob("*.safetensors"))
     assert cli("train", "--resume", "run").code == 0

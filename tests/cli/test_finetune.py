@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,11 +93,20 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
 def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml."""
+    """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml.
+
+    The command that an interrupted one prints has its options for the evaluation.
+    """
     command = ["finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()
     resume = ["finetune", "--resume", "run", "--evaluate-to", "64"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(perplexity, "overlapping_losses", Mock(side_effect=KeyboardInterrupt))
+        again = [*command[:5], "other", *SMALL, "--evaluate-to", "64"]
+        assert "finetune --resume other --evaluate-to 64\n" in cli("--quiet", *again).err
+        assert "finetune --resume run --evaluate-to 64\n" in cli(*resume).err
     done = cli(*resume)
     assert done.code == 0, done.err
     report = Path("run/evaluation/report.html").read_bytes()

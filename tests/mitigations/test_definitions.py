@@ -7,9 +7,11 @@ of two layers and the definitions in `tests/mitigations/definitions.py`.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from itertools import combinations_with_replacement
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,7 +382,11 @@ def test_options_are_frozen_values() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert str(one) == "state_norm(threshold=[[1.0, None], 2.0], layers=[0], heads=[[0, 1]])"
-    assert mitigation(str(one).replace("None", "null")) == one
+    for text in (str(one), str(one).replace("None", "null")):
+        assert mitigation(text) == one
+    found = {"kind": "state_norm", "heads": "collapsing", "diagnosis": Path("a,b=1/None.yaml")}
+    spec |= {"layers": [0], "threshold": [None, [0.5, math.inf]], **found}
+    assert mitigation(str(mitigation(spec))) == mitigation(spec)
     assert one != mitigation(spec | {"layers": None})
     with pytest.raises(AttributeError):
         one.threshold = 3.0  # type: ignore[union-attr, misc]

@@ -13,7 +13,7 @@ from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn import train as train_run
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -38,6 +38,17 @@ def test_schedules() -> None:
     stable = rates(lr_scheduler_type="linear", decay_steps=4, **warm)
     assert stable == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
     assert build_config(TrainConfig, {"max_steps": 5000}).warmup_steps == 100
+    assert build_config(TrainConfig, {"max_steps": 50, "decay_steps": 48}).warmup_steps == 2
+
+
+def test_overrides_drop_what_has_no_meaning_with_them() -> None:
+    """A short run has the default warm-up, and independent rows have one segment per step."""
+    assert configured("books_256", ["max_steps=3"]).warmup_steps == 0
+    assert configured("books_256", ["max_steps=500"]).warmup_steps == 100
+    assert configured("passkey_tiny", ["initial_state.kind=zero"]).segments_per_step == 1
+    assert configured("passkey_tiny", ["initial_state.kind=carry"]).segments_per_step == 3
+    with pytest.raises(UserError, match=naming("warmup_steps=9")):
+        configured("books_256", ["max_steps=3", "warmup_steps=9"])
 
 
 def test_parameters_by_pattern() -> None:
@@ -85,6 +96,17 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
         how = {"init_from": start, "max_steps": 1, **given}
         model = train(tiny("passkey", tmp_path / str(name), **how)).model()
         assert (model.mitigation and model.mitigation.describe()) == name
+
+
+def test_a_calibrated_mitigation_is_trained_resumed_and_saved(tmp_path: Path) -> None:
+    """Numbers by head, some of which are left out, are those of the file in the saved model."""
+    base: Any = load("recall-collapse")
+    file = Path(base.loaded_from) / "per_head.yaml"
+    how = {"init_from": "recall-collapse", "mitigation": str(file), "length": {"max": 180}}
+    train(tiny("passkey", tmp_path / "run", max_steps=1, **how))
+    model: Any = train_run(None, "max_steps=2", resume=tmp_path / "run").model()
+    assert model.mitigation.describe() == base.under(file).mitigation.describe()
+    assert "None" in model.trained_under
 
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from longrnn import load, train
 from longrnn.checksums import read_checksums
+from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
 from tests.cli.conftest import contents
@@ -88,9 +90,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
         (["init_from"], ["model.n_layers=3"], tmp_path / "one"),
         (["tokenizer", "init_from"], ["tokenizer=bytes"], tmp_path / "one"),
         (["peft", "init_from"], ["init_from=x", "model={}", "peft={r: 2}"], tmp_path / "one"),
+        (["10 steps", "max_steps=9"], ["max_steps=9"], tmp_path / "one"),
     ):
         with pytest.raises(UserError, match=naming(*names)):
             train(None, *overrides, resume=place)
+    assert read_recorded(tmp_path / "one")["max_steps"] == 10
     with pytest.raises(UserError, match=naming("resume")):
         train({"max_steps": 11}, resume=tmp_path / "one")
 
@@ -205,11 +209,11 @@ def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """It sets up all of the run, does a step, and prints its peak memory."""
+    """It sets up all of the run, does two steps, and prints their memory, speed and time."""
     path = write_config(tiny("fitted_noise", tmp_path / "run"), tmp_path / "config.yaml")
     done = forks.run("train", path, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "GiB" in done.stdout
+    assert re.search(r"GiB.* tokens/s; 10 steps take about \d\d:\d\d ", done.stdout)
     assert not (tmp_path / "run").exists()
     done = forks.run("train", path, "--dry-run", "validation.data=nowhere.txt")
     assert (done.returncode, "nowhere.txt" in done.stderr) == (2, True)
