@@ -23,22 +23,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto_config import LongRNNConfig
-from longrnn.hf.auto_inputs import (
-    Backbone,
-    StateCache,
-    cache_of,
-    check_arguments,
-    packed_documents,
-    padding,
-    with_hidden_states,
-)
+from longrnn.hf.auto_generation import RecurrentGeneration, StateCache, cache_of
+from longrnn.hf.auto_inputs import Backbone, check_arguments, labels_without_padding, rows_of
 from longrnn.hf.load import load
 from longrnn.hf.names import ADAPTER_RECORD, DTYPE_NAMES, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import OPTIONS
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
@@ -47,7 +39,7 @@ __all__ = ["LongRNNConfig", "LongRNNForCausalLM", "StateCache"]
 
 
 # transformers looks for GenerationMixin among the direct base classes.
-class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
+class LongRNNForCausalLM(RecurrentGeneration, PreTrainedModel, GenerationMixin):  # pyright: ignore
     """A recurrent language model with the interface of Hugging Face.
 
     Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
@@ -94,7 +86,15 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
         Args:
             model: a recurrent model, whose mitigation becomes part of the configuration.
             tokenizer: see `LongRNNConfig`.
+
+        Raises:
+            UserError: a model whose code is in transformers.
         """
+        if not isinstance(model, RecurrentLM):
+            raise UserError(
+                f"a Hugging Face {model.kind} has a class in transformers already: load its folder "
+                "with AutoModelForCausalLM, or evaluate the model of longrnn.load"
+            )
         spec = None if model.mitigation is None else model.mitigation.describe()
         plain = model.under(None)
         config = LongRNNConfig(**asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
@@ -179,13 +179,13 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
     @property
     def language_model(self) -> RecurrentLM:
         """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
-        spec, own = self.config.mitigation, self.model
+        spec, plain = self.config.mitigation, self.model
         if spec is None:
-            return own
+            return plain
         known = self._mitigated
         # A replica of DataParallel has the attributes of the model that it was copied from.
-        if known is None or known[0] != spec or known[1]._modules is not own._modules:
-            known = self._mitigated = spec, own.under(mitigation(spec))
+        if known is None or known[0] != spec or known[1]._modules is not plain._modules:
+            known = self._mitigated = spec, plain.under(mitigation(spec))
         return known[1]
 
     def forward(
@@ -207,10 +207,10 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
 
         Args:
             input_ids: `(b, t)`.
-            attention_mask: `(b, t)`, 0 where a token is padding, anywhere in a row; columns before
-                the last t, of tokens consumed earlier, are ignored.
-            position_ids: `(b, t)`; without attention_mask, a 0 marks the first token of a document
-                that is packed into the row, and the state before it is the zero state.
+            attention_mask: `(b, t)`, 0 where a token is padding, anywhere in a row; else 1, or the
+                number of the document. Columns before the last t are of tokens consumed earlier.
+            position_ids: `(b, t)`; a 0 marks the first token of a document that is packed into the
+                row, and the state before it is the zero state.
             past_key_values: the cache of an earlier call, which is changed.
             inputs_embeds: `(b, t, d)`, instead of input_ids.
             labels: `(b, t)`; they are shifted here. −100 is not scored, nor is a token after
@@ -220,40 +220,49 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
             return_dict: False for a tuple.
             logits_to_keep: return logits for the last tokens only; 0 for all; or indices.
             state: the state before the first token, instead of a cache; it is not changed.
-            kwargs: arguments of the loss.
+            kwargs: arguments of the loss, and others for packed documents: see `rows_of`.
 
         Raises:
-            UserError: arguments that a recurrent model cannot follow.
+            UserError: arguments that a recurrent model cannot follow, or weights that are not on
+                the device of the tokens.
         """
-        check_arguments(position_ids, kwargs)
+        check_arguments(kwargs)
+        if kwargs.get("output_attentions"):
+            raise UserError("a recurrent model has no attentions: leave out output_attentions")
         cache = cache_of(past_key_values, state)
         read = input_ids if inputs_embeds is None else inputs_embeds
         if read is None or (input_ids is not None and inputs_embeds is not None):
             raise UserError("give either input_ids, (batch, time), or inputs_embeds, with a width")
+        devices = {*getattr(self, "hf_device_map", {}).values()}
+        if len(devices) > 1 or self.model.embedding.weight.is_meta:
+            raise UserError(
+                "weights of this model are offloaded to the disk or the CPU, where its recurrence "
+                "cannot read them: load it without device_map, max_memory and cpu_offload"
+            )
         time = read.shape[1]
-        is_token = padding(attention_mask, read)
-        positions = position_ids if attention_mask is None else None  # else it counts the mask
-        starts = packed_documents(positions, read)
-        if cache.pending is not None:  # of assisted decoding, which has neither of the two
-            read = torch.cat([cache.pending, read], 1)
         model = self.language_model
         before = cache.before(len(read)) or model.init_state(len(read))
-        rows = None if is_token is None and starts is None else Rows(is_token, starts)
+        is_positioned = model.config.position["kind"] != "none" and cache.pending is None
+        is_token, rows = rows_of(
+            read, before, is_positioned, attention_mask, position_ids, **kwargs
+        )
+        if cache.pending is not None:  # of assisted decoding, which has neither of the two
+            read = torch.cat([cache.pending, read], 1)
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else time
+        vectors: list[Tensor] | None = None
         if output_hidden_states or self.config.output_hidden_states:
-            hidden, after, states = with_hidden_states(model, read, before, rows, time)
-            hidden = hidden[:, -keep:]
-        else:
-            states = None
-            hidden, after = model.hidden(read, before, keep=min(keep, time), rows=rows)
-        logits = model.head(hidden)
+            vectors = []
+        kept = min(keep, time) if vectors is None else time
+        hidden, after = model.hidden(read, before, keep=kept, rows=rows, observe=vectors)
+        logits = model.head(hidden[:, -keep:])
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         loss = None
-        if labels is not None:
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            if logits.shape[1] != time:
+                raise UserError("labels need all logits: leave out logits_to_keep")
             if is_token is not None:
-                after_padding = nn.functional.pad(~is_token[:, :-1], (1, 0))
-                labels = labels.masked_fill(after_padding, -100)
+                labels, kwargs = labels_without_padding(is_token, labels, kwargs)
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
         cache.update_state(before, read if is_token is None else read[is_token][None], time, after)
         if use_cache is None:
@@ -262,33 +271,9 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):  # pyright: ignore
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=None if states is None else tuple(states),  # type: ignore[arg-type]
+            hidden_states=None if vectors is None else tuple(vectors),  # type: ignore[arg-type]
         )
         return output.to_tuple() if return_dict is False else output
-
-    def _prepare_cache_for_generation(  # pyright: ignore
-        self, config: Any, model_kwargs: dict[str, Any], *rest: Any
-    ) -> None:
-        """Puts a `StateCache` where transformers would put a `DynamicCache`.
-
-        With `use_cache=False` there is none, and each call reads the whole text again.
-
-        Raises:
-            UserError: another cache, or padding after which a row cannot be continued.
-        """
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise UserError(
-                "the attention_mask has padding on the right, and a row is continued after its "
-                "last column: set padding_side='left' in the tokenizer"
-            )
-        if config.use_cache is not False:
-            given = model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None)
-            cache = model_kwargs["past_key_values"] = cache_of(*given)
-            if config.is_assistant:
-                cache.activate_past_recording()
-        # It refuses a cache_implementation.
-        super()._prepare_cache_for_generation(config, model_kwargs, *rest)  # pyright: ignore
 
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)

@@ -122,6 +122,7 @@ class RecurrentLM(LanguageModel):
         *,
         keep: int | None = None,
         rows: Rows | None = None,
+        observe: list[Tensor] | None = None,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
@@ -132,6 +133,8 @@ class RecurrentLM(LanguageModel):
             state: see `forward`.
             keep: see `forward`.
             rows: see `forward`.
+            observe: an empty list, which is filled with the vectors before and after each block of
+                the last `keep` tokens, `(b, t, d)`; the last entry is the head's input.
         """
         embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
         if not embedded:
@@ -145,17 +148,25 @@ class RecurrentLM(LanguageModel):
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])
         width, kept = 1 if time == 1 else self._segment_width(len(tokens)), []
+        if observe is not None:  # all tokens in one segment
+            width = max(1, source.shape[1])
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
-            hidden, after = self._segment(part, after, own)
+            hidden, after = self._segment(part, after, own, observe)
             if start + width > first:  # even an empty view would hold the segment's memory
                 kept.append(hidden[:, max(0, first - start) :])
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         hidden = self.normed(hidden)
-        return hidden if rows is None else rows.restore(hidden, keep), after
+        if observe is not None:
+            observe[:] = [*(vectors[:, first:] for vectors in observe), hidden]
+        if rows is None:
+            return hidden, after
+        if observe is not None:
+            observe[:] = [rows.restore(vectors, keep) for vectors in observe]
+        return rows.restore(hidden, keep), after
 
     def normed(self, x: Tensor) -> Tensor:
         """The head's input from the output of the last block."""
@@ -193,15 +204,19 @@ class RecurrentLM(LanguageModel):
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
-    def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
-        """The residual stream after the blocks, for one segment."""
+    def _segment(
+        self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
+    ) -> tuple[Tensor, LMState]:
+        """The residual stream after the blocks, for one segment; see `hidden`."""
         x, position = self.embed(tokens, state.position, rows)
-        if rows is None:
+        if rows is None and observe is None:
             stacked = self._token_stack.run(self.blocks, x, state.layers, self._edits)
             if stacked is not None:
                 return stacked[0], LMState(position, stacked[1])
         layers = []
         for block, layer, edit in zip(self.blocks, state.layers, self.edits, strict=True):
+            if observe is not None:
+                observe.append(x)
             x, layer = block(x, layer, edit, rows)
             layers.append(layer)
         return x, LMState(position, tuple(layers))

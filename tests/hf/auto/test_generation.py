@@ -72,9 +72,33 @@ def test_left_padding_changes_nothing(kind: str) -> None:
 
 
 def test_right_padding_is_refused() -> None:
+    """Whether it is marked, or taken from the pad token of several prompts."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    with pytest.raises(UserError, match="padding_side"):
-        new_tokens(build_auto(), random_tokens(2, 3), 2, attention_mask=mask)
+    for known in (mask, None):
+        with pytest.raises(UserError, match="padding_side"):
+            new_tokens(build_auto(), (1 + mask) * mask, 2, attention_mask=known)
+
+
+def test_a_prompt_may_end_in_the_pad_token() -> None:
+    """One prompt needs no padding; the token before it changes nothing."""
+    model, tokens = build_auto(), torch.tensor([[3, 0, 4, 0, 0]])
+    wanted = new_tokens(model, tokens[:, 2:], 5, state=model(tokens[:, :2]).past_key_values.state)
+    assert torch.equal(new_tokens(model, tokens, 5), wanted)
+    padding = {"attention_mask": None, "pad_token_id": 0}
+    assert torch.equal(
+        new_tokens(model, tokens[:, 2:], 5, **padding), new_tokens(model, tokens[:, 2:], 5)
+    )
+
+
+def test_a_draft_may_end_in_the_pad_token() -> None:
+    """Drafts of an assistant that generates the pad token alone are read as they are."""
+    model, assistant, tokens = build_auto(), build_auto("gru", seed=9), random_tokens(1, 6)
+    with torch.no_grad():
+        assistant.model.embedding.weight[:] = 0
+        assistant.model.head.weight[:] = 0  # all logits are equal, and the first id is taken
+    wanted = new_tokens(model, tokens, 9)
+    padding = {"attention_mask": None, "pad_token_id": 0}
+    assert torch.equal(new_tokens(model, tokens, 9, assistant_model=assistant, **padding), wanted)
 
 
 @pytest.mark.parametrize("spec", [None, mitigation_spec("sliding_window")], ids=["plain", "window"])

@@ -15,6 +15,7 @@ from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -27,7 +28,9 @@ from tests.contracts.builders import (
     random_tokens,
     spec_id,
 )
+from tests.hf.architectures import architecture
 from tests.hf.auto.models import build_auto
+from tests.refusals import naming
 
 
 def assert_same_state(one: LMState, other: LMState) -> None:
@@ -158,19 +161,33 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         torch.testing.assert_close(weight.grad, wanted[name])
 
 
+POSITIONS_OF_ONE = {"position_ids": torch.tensor([[0, 1, 2]])}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 3, 8)}, ""),
         ({"input_ids": None}, "input_ids"),
         ({"output_attentions": True}, "attentions"),
-        ({"attention_masks": torch.ones(1, 3)}, ""),
+        ({"attention_masks": torch.ones(1, 3)}, "mean 'attention_mask'"),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[0.0, 0.0, -1e9]])}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[0.5, 1.0, 1.0]])}, "attention_mask"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "position_ids"),
         ({"position_ids": torch.tensor([[4, 4, 5]])}, "position_ids"),
         ({"position_ids": torch.tensor([[-1, 0, 1]])}, "position_ids"),
         ({"position_ids": torch.tensor([[0, 1]])}, "position_ids"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3])}, "position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2])}, "cu_seq_lens_q"),
+        ({"cu_seq_lens_k": torch.tensor([0, 2, 1, 3])}, "cu_seq_lens_k"),
+        ({"seq_idx": torch.tensor([[0, 1]])}, "seq_idx"),
+        ({"seq_idx": torch.tensor([[0, 0, 1]]), **POSITIONS_OF_ONE}, "disagree"),
+        ({"attention_mask": torch.tensor([[1, 2, 2]]), **POSITIONS_OF_ONE}, "disagree"),
+        ({"cache_params": None}, "past_key_values"),
+        ({"cache_position": torch.arange(3)}, "leave it out"),
+        ({"token_type_ids": torch.zeros(1, 3)}, "leave it out"),
+        ({"labels": torch.zeros(1, 3).long(), "logits_to_keep": 1}, "logits_to_keep"),
         ({"past_key_values": ((),)}, "StateCache"),
         ({"state": build_model("lstm").init_state(1), "output_hidden_states": True}, "init_state"),
     ],
@@ -178,6 +195,56 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_auto()(**{"input_ids": random_tokens(1, 3), **given})
+
+
+def test_positions_must_go_on_where_the_state_ended() -> None:
+    """A model that computes with positions takes them from its state."""
+    model, tokens = build_auto("gru", position="sinusoidal"), random_tokens(2, 7)
+    wanted = model(tokens).logits
+    cache = model(tokens[:, :3]).past_key_values
+    positions = torch.arange(3, 7)[None]
+    with pytest.raises(UserError, match="position_ids"):
+        model(tokens[:, 3:], position_ids=positions)
+    given = {"position_ids": positions, "past_key_values": cache}
+    torch.testing.assert_close(model(tokens[:, 3:], **given).logits, wanted[:, 3:])
+
+
+def test_shifted_labels_and_an_ignored_index_are_used() -> None:
+    """With padding, whose successor is not scored."""
+    model, tokens = build_auto(), random_tokens(2, 7)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
+    wanted = model(tokens, attention_mask=mask, labels=tokens).loss
+    shifted = F.pad(tokens[:, 1:], (0, 1), value=-1)
+    given = {"attention_mask": mask, "ignore_index": -1}
+    torch.testing.assert_close(model(tokens, shift_labels=shifted, **given).loss, wanted)
+    torch.testing.assert_close(model(tokens, labels=tokens, **given).loss, wanted)
+
+
+@pytest.mark.parametrize("how", ["device_map", "max_memory", "cpu_offload", "disk_offload"])
+def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
+    import accelerate
+
+    build_auto().save_pretrained(tmp_path)
+    kwargs: dict[str, Any] = {}
+    if how == "device_map":
+        kwargs = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+    if how == "max_memory":
+        kwargs = {"device_map": "auto", "max_memory": {"cpu": "1KB"}}
+        kwargs |= {"offload_folder": tmp_path / "offload"}
+    model = LongRNNForCausalLM.from_pretrained(tmp_path, **kwargs)
+    if how == "cpu_offload":
+        accelerate.cpu_offload(model, "cpu")
+    if how == "disk_offload":
+        accelerate.disk_offload(model, str(tmp_path / "offload"), "cpu")
+    with pytest.raises(UserError, match="offload"):
+        model(random_tokens(1, 3))
+    with pytest.raises(UserError, match="offload"):
+        model.generate(random_tokens(1, 3), max_new_tokens=2)
+
+
+def test_a_hybrid_has_its_own_class_in_transformers() -> None:
+    with pytest.raises(UserError, match=naming("bamba", "AutoModelForCausalLM")):
+        LongRNNForCausalLM.of(open_hugging_face(architecture("bamba")))  # type: ignore[arg-type]
 
 
 def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:

@@ -65,10 +65,18 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
     """The loss of a packed row is that of its documents, weighted by their scored tokens."""
     model = build_auto()
     documents = [random_tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
-    for extra in (False, True):
-        collate = DataCollatorWithFlattening(return_flash_attn_kwargs=extra)
-        batch: Any = collate([{"input_ids": ids} for ids in documents])
-        packed = model(**batch)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    everything: Any = collate([{"input_ids": ids} for ids in documents])
+    everything["attention_mask"] = everything["seq_idx"] + 1
+    ones = {"attention_mask": torch.ones(1, 16)}
+    position_ids, common = everything["position_ids"], ("input_ids", "labels")
+    for names in (
+        ["position_ids"], ["seq_idx"], ["cu_seq_lens_q"], ["cu_seq_lens_k"], ["attention_mask"],
+        [*everything],
+    ):  # fmt: skip
+        batch = {name: everything[name] for name in (*common, *names)}
+        packed = model(**{**(ones if "attention_mask" not in names else {}), **batch})
+        torch.testing.assert_close(packed.logits, model(**batch).logits)
         count = sum(len(ids) - 1 for ids in documents)
         total = sum(
             float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
@@ -78,8 +86,9 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
         logits = torch.cat([model(torch.tensor([ids])).logits for ids in documents], 1)
         torch.testing.assert_close(packed.logits, logits)
         state, found = None, []
-        for part in (slice(0, 3), slice(3, 16)):  # the first document goes on in the second call
-            given = {name: batch[name][:, part] for name in ("input_ids", "position_ids")}
+        for part in (slice(0, 3), slice(3, 14), slice(14, 16)):  # inside and between documents
+            given = {"input_ids": batch["input_ids"][:, part]}
+            given["position_ids"] = position_ids[:, part]
             output = model(**given, past_key_values=state)
             state = output.past_key_values
             found.append(output.logits)
