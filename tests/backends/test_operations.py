@@ -15,7 +15,7 @@ from longrnn.cells import Mamba2
 from longrnn.errors import UserError
 from longrnn.ops import cpu
 from longrnn.ops.conv import CONV
-from longrnn.ops.cpu import checks
+from longrnn.ops.cpu.signatures import MAX_TAPS
 from longrnn.ops.delta import DELTA
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
@@ -413,7 +413,7 @@ def test_a_named_backend_is_used_or_refused() -> None:
 
 def beyond_limits() -> dict[str, tuple[Operation, tuple[Any, ...]]]:
     """For every limit of a C++ kernel, a call beyond it."""
-    wide_filter = (4, 6, 2, 5, checks.MAX_TAPS + 1, True)
+    wide_filter = (4, 6, 2, 5, MAX_TAPS + 1, True)
     projected, weights, state = cell_arguments(torch.float32, tokens=3, sizes=wide_filter)
     by_key, memory = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
     by_key = by_key._replace(log_decay=by_key.log_decay[..., None].expand(-1, -1, -1, 5))
@@ -438,7 +438,7 @@ def test_no_kernel_computes_beyond_its_limits(case: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("taps", [checks.MAX_TAPS, checks.MAX_TAPS + 1])
+@pytest.mark.parametrize("taps", [MAX_TAPS, MAX_TAPS + 1])
 def test_the_widest_filters_are_computed(taps: int) -> None:
     """Outputs, states and gradients of a model; with one tap more, other code than the kernels."""
     options = {"d_state": 5, "head_dim": 4, "d_conv": taps}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.cells import GRU, Edit, StepChange, Steps, merge
+from longrnn.cells import MIXERS, Edit, StepChange, Steps, merge
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
-from tests.contracts.builders import assert_near, build_model, random_tokens
+from tests.contracts.builders import assert_near, build_model, mixer_spec, random_tokens
 
 pytestmark = pytest.mark.core
 
@@ -125,18 +125,31 @@ def test_strong_changes_of_rates_are_finite_in_any_split(spec: str) -> None:
     assert_decoding_equals_prefill(model.under(spec), random_tokens(2, 24))
 
 
-def test_a_stage_that_an_implementation_does_not_know_is_refused() -> None:
-    """A stage that is added to `Edit` is neither dropped by `merge` nor ignored by a cell."""
-    base: Any = namedtuple("base", [*Edit._fields, "extra"], defaults=[None] * 7)
+BASE: Any = namedtuple("BASE", [*Edit._fields, "extra"], defaults=[None] * 7)
 
-    class Extended(base):
-        stages, to, apply, refuse_unknown = Edit.stages, Edit.to, Edit.apply, Edit.refuse_unknown
 
+class Extended(BASE):
+    """An edit with a stage that no implementation knows."""
+
+    stages, to, apply, refuse_unknown = Edit.stages, Edit.to, Edit.apply, Edit.refuse_unknown
+
+
+def test_a_new_stage_is_not_dropped_by_merge() -> None:
     extended: Any = Extended(extra=1.0)
     assert extended.stages == {"extra"}
     assert extended.to(torch.device("cpu")).extra == 1.0
     with pytest.raises(KeyError, match="extra"):
         merge([extended, Extended()])
-    cell = GRU(3, 3)
-    with pytest.raises(UserError, match="extra"):
-        cell(torch.zeros(1, 2, 3), cell.init_state(1), extended)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_a_stage_that_an_implementation_does_not_know_is_refused(kind: str, backend: str) -> None:
+    """By every cell, and by the kernels that compute a whole layer or a whole stack."""
+    spec = mixer_spec(kind) | ({"backend": backend} if MIXERS[kind].scans else {})
+    model = build_model(spec, dtype=torch.float32)
+    edit: Any = Extended(extra=1.0)
+    model._edits = [edit] * len(model.cells)
+    for tokens in (random_tokens(1, 5), random_tokens(1, 1)):
+        with torch.no_grad(), pytest.raises(UserError, match="extra"):
+            model(tokens)

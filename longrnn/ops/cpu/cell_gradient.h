@@ -123,12 +123,12 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad
   constexpr long LANES = sizeof(V) / sizeof(T);
   const long c = s.c(), width = s.width(), k = K ? K : s.k, taps = k - 1;
   const Convolution<T> convolution = s.convolution(nullptr);
-  double grad_weight[LANES][17] = {};  // of the taps, then of the bias
-  V weight[16];
+  double grad_weight[LANES][MAX_TAPS + 1] = {};  // of the taps, then of the bias
+  V weight[MAX_TAPS];
   for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.conv_weight + tap * c + i);
   const V bias = s.conv_bias ? read<V>(s.conv_bias + i) : V{};
   for (long row = 0; row < s.b; row++) {
-    V inputs[16], pending[16] = {};  // of the tokens that the filter covers
+    V inputs[MAX_TAPS], pending[MAX_TAPS] = {};  // of the tokens that the filter covers
     for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(input_of(convolution, row, tap - taps) + i);
     // The gradient of the input `at` tokens after the first of the row.
     const auto gradient = [&](long at) {
@@ -136,7 +136,7 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad
                     : to.grad_projected + (row * s.t + at) * width + s.d() + i;
     };
     for (long begin = 0; begin < s.t; begin += TOKENS) {
-      V sums[17] = {};
+      V sums[MAX_TAPS + 1] = {};
       for (long at = begin; at < std::min(s.t, begin + TOKENS); at++) {
         for (long tap = 0; tap < taps; tap++) inputs[tap] = inputs[tap + 1];
         inputs[taps] = read<V>(input_of(convolution, row, at) + i);

@@ -10,10 +10,9 @@ from torch.nn import Parameter
 
 from longrnn.errors import UserError
 from longrnn.ops.cpu.library import missing
+from longrnn.ops.cpu.signatures import MAX_TAPS
 from longrnn.ops.transforms import is_transformed
 
-# Taps of a convolution, as in parts.h and cell_gradient.h.
-MAX_TAPS = 16
 # Tokens after which the backward pass of a recurrence keeps a state.
 SEGMENT = 512
 # Dtypes that the kernels of whole layers and of few rows read as they are.

@@ -1,4 +1,4 @@
-// Few tokens of the gated delta rule: see `longrnn/ops/delta.py`.
+// Few tokens of the gated delta rule: see `longrnn/ops/delta/definition.py`.
 
 #pragma once
 #include "scan.h"

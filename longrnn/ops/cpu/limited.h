@@ -1,4 +1,4 @@
-// The recurrence with a limit on the norm of each head's state: see `longrnn/ops/limit.py`.
+// The recurrence with a limit on the norm of each head's state: see `longrnn/ops/scan/limit.py`.
 //
 //   ĥ_t = a_t h_{t−1} + u_t Bᵀ_t,   h_t = s_t ĥ_t,   s_t = min(1, limit / ‖ĥ_t‖)
 //

@@ -21,7 +21,7 @@ template <class T> void convolve(const Convolution<T> &s, int threads) {
   for (long row = 0; row < s.b; row++)
     for (long i = 0; i < s.t; i++) {
       T *to = s.y + (row * s.t + i) * c;
-      const T *from[16];
+      const T *from[MAX_TAPS];
       for (long tap = 0; tap < s.k; tap++) from[tap] = input_of(s, row, i + tap - (s.k - 1));
       long j = 0;
       for (; j + W <= c; j += W) {

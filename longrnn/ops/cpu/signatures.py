@@ -10,6 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+# The most taps of a convolution.
+MAX_TAPS = 16
 
 # name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
 # `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to any;
@@ -100,6 +102,7 @@ def header() -> str:
     lines = ["// Written by signatures.py.", "#pragma once", "", "namespace {", ""]
     lines += ["// A tensor in the dtype of the state, or in bfloat16.", "struct Mixed {"]
     lines += ["  void *data;", "  long is_bfloat16;", "};", ""]
+    lines += [f"constexpr long MAX_TAPS = {MAX_TAPS};", ""]
     for name in STRUCTS:
         lines += ["template <class T>"] if is_typed(name) else []
         members = [
