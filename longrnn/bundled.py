@@ -44,3 +44,23 @@ def find(name_or_path: str | Path, folder: str) -> Path:
         f"{str(path)!r} is neither a file nor the name of a bundled one: "
         f"{nearest(str(path), known)}"
     )
+
+
+def text_path(name_or_path: str | Path) -> Path:
+    """Return the path of a text, given by its path or as the name of a bundled one.
+
+    Args:
+        name_or_path: `bundled:moby_dick`, or a path.
+
+    Raises:
+        UserError: no bundled text has this name.
+    """
+    prefix, _, name = str(name_or_path).partition(":")
+    if prefix != "bundled":
+        return Path(name_or_path)
+    known = {
+        path.stem.removesuffix("_excerpt"): path for path in bundled("eval/data").glob("*.txt")
+    }
+    if name not in known:
+        raise UserError(f"there is no bundled text {name!r}: {nearest(name, known)}")
+    return known[name]

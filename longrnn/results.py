@@ -25,7 +25,9 @@ from longrnn.locks import hold
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+# What was measured of an item, and that with its identity.
+Result = dict[str, Any]
+StoredRow = dict[str, Any]
 ROWS = "rows.jsonl"
 # The beginning of a line, and its end: 8 hexadecimal digits of the SHA-256 of the row without them.
 BEGINNING = b'{"evaluation": "'
@@ -68,45 +70,45 @@ class Store:
         self.folder = folder
         rank = processes.rank()
         self._file = folder / (ROWS if rank == 0 else f"rows-{rank}.jsonl")
-        self._rows: dict[str, Row] = processes.on_main(self._open)
+        self._results: dict[str, Result] = processes.on_main(self._open)
 
-    def get(self, origin: Origin, item: Mapping[str, Any]) -> Row | None:
+    def get(self, origin: Origin, item: Mapping[str, Any]) -> Result | None:
         """Return the result of an item; None if it is not measured yet."""
-        return self._rows.get(origin.key(item))
+        return self._results.get(origin.key(item))
 
-    def append(self, origin: Origin, found: Iterable[tuple[Mapping[str, Any], Row]]) -> None:
+    def append(self, origin: Origin, results: Iterable[tuple[Mapping[str, Any], Result]]) -> None:
         """Add the results of items, and make them durable."""
-        rows = [{**origin._asdict(), "item": item, "result": result} for item, result in found]
+        rows = [{**origin._asdict(), "item": item, "result": result} for item, result in results]
         self.folder.mkdir(parents=True, exist_ok=True)
         append(self._file, b"".join(map(line_of, rows)))
-        self._rows.update(map(_entry, rows))
+        self._results.update(map(_entry, rows))
 
     def collect(self) -> None:
         """Wait for all processes, and read what they added."""
         if processes.size() > 1:
             processes.wait()
-            self._rows = processes.on_main(self._read)
+            self._results = processes.on_main(self._read)
 
-    def _open(self) -> dict[str, Row]:
+    def _open(self) -> dict[str, Result]:
         hold(self.folder, instead="choose another --output")
         for path in self._files():
             _repair(path)
         return self._read()
 
-    def _read(self) -> dict[str, Row]:
+    def _read(self) -> dict[str, Result]:
         return dict(_entry(row) for path in self._files() for row in read_rows(path)[0])
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("rows*.jsonl"))
 
 
-def line_of(row: Row) -> bytes:
+def line_of(row: StoredRow) -> bytes:
     """Return a row as a line; its last key is a checksum of what is before it."""
     text = json.dumps(row).encode()
     return text[:-1] + b', "sha256": "' + _checksum(text) + b'"}\n'
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[int]]:
+def read_rows(path: Path) -> tuple[list[StoredRow], list[int]]:
     """Return the rows of a file, and the numbers of its damaged lines.
 
     What follows the last line end is a torn row and is left out.
@@ -133,7 +135,7 @@ def _repair(path: Path) -> None:
         write_atomic(path, whole)
 
 
-def _entry(row: Row) -> tuple[str, Row]:
+def _entry(row: StoredRow) -> tuple[str, Result]:
     return Origin(*(row[name] for name in Origin._fields)).key(row["item"]), row["result"]
 
 

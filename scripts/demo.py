@@ -27,10 +27,8 @@ from longrnn.bundled import bundled
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
-from longrnn.evaluation.passkey import PasskeyRetrieval
-from longrnn.evaluation.perplexity import Perplexity
-from longrnn.evaluation.report import show, write_report
-from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.options import PasskeyOptions, PerplexityOptions
+from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.load import load_recurrent
@@ -74,11 +72,10 @@ def collapse(length: int, output: Path) -> None:
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = Mitigated(plain, mitigation(options))
-    loss = Perplexity(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length])
+    loss = PerplexityOptions(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length]).evaluation()
     opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
-    outcomes = run(opened, [loss], output / "loss")
-    report = write_report(outcomes, output / "loss")[1]
-    inside, beyond = print_losses(outcomes[0], {name: speed(models[name]) for name in models})
+    (outcome,), (_, report, *_) = run_and_report(opened, [loss], output / "loss")
+    inside, beyond = print_losses(outcome, {name: speed(models[name]) for name in models})
     worst = max(beyond[name] / inside[name] for name in models if name != "plain")
     typer.echo(
         f"{report}\n"
@@ -92,7 +89,7 @@ def collapse(length: int, output: Path) -> None:
 def by_position(outcome: Outcome) -> dict[str, dict[int, float]]:
     """Returns nats per byte between a power of 2 and the one before it, by model and power."""
     found: dict[str, dict[int, float]] = {}
-    for cell in outcome.cells:
+    for cell in outcome.table.cells:
         if cell.metric.endswith("by position") and cell.at and cell.estimate:
             found.setdefault(cell.model, {})[cell.at] = cell.estimate.mean * math.log(2)
     return found
@@ -152,10 +149,10 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
         OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
         open_checkpoint(HOLDING),
     ]
-    outcomes = run(models, [PasskeyRetrieval(lengths=asked, n=n)], output)
-    report = write_report(outcomes, output)[1]
-    show(outcomes[0])
-    recalled = shares(outcomes[0])
+    prompts = PasskeyOptions(lengths=asked, n=n).evaluation()
+    (outcome,), (_, report, *_) = run_and_report(models, [prompts], output)
+    outcome.table.show()
+    recalled = shares(outcome)
 
     def share(name: str, length: int) -> str:
         return f"{recalled[name, length]:.0%} of the keys at {format_length(length)} tokens"
@@ -172,7 +169,9 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
 
 def shares(outcome: Outcome) -> dict[tuple[str, int | None], float]:
     """Returns the share of keys recalled, by model and length."""
-    drawn = [cell for cell in outcome.cells if cell.column.drawn and cell.estimate is not None]
+    drawn = [
+        cell for cell in outcome.table.cells if cell.column.drawn and cell.estimate is not None
+    ]
     return {(cell.model, cell.at): cell.estimate.mean for cell in drawn if cell.estimate}
 
 
@@ -190,10 +189,13 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         for name, repair in repairs.items()
     ]
     depths = [0.1, 0.3, 0.5, 0.7, 0.9]
-    loss = Perplexity(texts=[novel], lengths=[length])
-    keys = PasskeyRetrieval(lengths=[length], n=max(1, n // 5), depths=depths, filler=novel)
-    losses, recalls = run(models, [loss, keys], output)
-    report = write_report([losses, recalls], output)[1]
+    loss = PerplexityOptions(texts=[novel], lengths=[length]).evaluation()
+    prompts = PasskeyOptions(
+        lengths=[length], n=max(1, n // 5), depths=depths, filler=novel
+    ).evaluation()
+    (losses, recalls), (_, report, *_) = run_and_report(
+        models, [loss, prompts.evaluation()], output
+    )
     recalled = {model: share for (model, _), share in shares(recalls).items()}
     typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
     nats = {name: found[length] for name, found in by_position(losses).items()}

@@ -16,6 +16,7 @@ ROOT = Path(longrnn.__file__).parent
 # so an import of one of them from `longrnn` counts as an import from the top layer.
 LAYERS = {
     "ops": 1,
+    "reporting": 1,
     "cells": 2,
     "data": 2,
     "models": 3,
@@ -39,8 +40,8 @@ HOMES = {
     "mamba_ssm": ("longrnn.ops",),
     "fla": ("longrnn.ops",),
     "lm_eval": ("longrnn.evaluation.harness",),
-    "matplotlib": ("longrnn.evaluation.figures", "longrnn.diagnostics"),
-    "jinja2": ("longrnn.evaluation.report",),
+    "matplotlib": ("longrnn.reporting.figures", "longrnn.reporting.curves"),
+    "jinja2": ("longrnn.reporting.pages",),
 }
 
 

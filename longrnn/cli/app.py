@@ -22,6 +22,7 @@ from longrnn.cli import (
     train,
 )
 from longrnn.cli.command import enter, invoke
+from longrnn.evaluation.options import EVALUATIONS
 from longrnn.processes import LAUNCH
 from longrnn.programs import run_to_end
 from longrnn.progress import QUIET
@@ -45,7 +46,7 @@ enter(app, "finetune", train.finetune)
 enter(app, "launch", train.launch, context_settings=train.SETTINGS)
 ABOUT = "Evaluate checkpoints; the same command resumes, and adds models, lengths or texts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
-for kind in ("passkey", "perplexity", "task", "reverse"):
+for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
     enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")
 enter(_eval, "harness", harness.harness, context_settings=harness.SETTINGS)
 enter(app, "compare", evaluate.compare)

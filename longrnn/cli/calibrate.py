@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated
@@ -9,17 +10,18 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, pick_device, results_folder
+from longrnn.cli.options import check_place, pick_device, results_folder
 from longrnn.errors import UserError
+from longrnn.evaluation.options import TextFile
 from longrnn.options import Options, Tokens
 
 
-class Calibration(Options):
+class CalibrateOptions(Options):
     """What is calibrated, and on which texts."""
 
     checkpoint: Annotated[str, Argument("CHECKPOINT")]
     """Name of an embedded checkpoint, or a folder."""
-    texts: list[Path]
+    texts: list[TextFile]
     """A text to calibrate on, not one to evaluate on; may be given several times."""
     method: str
     """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay or
@@ -30,9 +32,11 @@ class Calibration(Options):
     """Length at which the model should work; all methods but state_norm need it."""
     device: str = "auto"
     """Where to run: cpu, cuda, cuda:1, auto."""
+    output: Path | None = None
+    """File to write, ending in .yaml (default: results/calibrate/CHECKPOINT--TEXTS/METHOD.yaml)."""
 
 
-def calibrate(calibration: Calibration, output: Output) -> None:
+def calibrate(options: CalibrateOptions) -> None:
     """Calibrate a mitigation on text and write a file that --mitigation accepts.
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
@@ -44,29 +48,35 @@ def calibrate(calibration: Calibration, output: Output) -> None:
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.locks import hold
     from longrnn.mitigations import mitigation
-    from longrnn.mitigations.base import Calibration as Record
-    from longrnn.mitigations.spec import parse, write_calibration
+    from longrnn.mitigations.base import Calibration
+    from longrnn.mitigations.spec import write_calibration
 
-    checkpoint, method = calibration.checkpoint, calibration.method
-    trained = calibration.train_length or required_training_length(checkpoint)
-    path = output.output or results_folder("calibrate", [checkpoint]) / f"{parse(method)[0]}.yaml"
+    checkpoint = options.checkpoint
+    trained = options.train_length or required_training_length(checkpoint)
+    texts = "-".join(text.stem for text in options.texts)
+    folder = results_folder("calibrate", [checkpoint], variant=texts)
+    method = re.sub(r"[^\w.-]+", "-", options.method).strip("-")
+    path = options.output or folder / f"{method}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
             ".yaml"
         )
+    check_place(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give the name of a file by --output")
     hold(path, instead="choose another --output")
-    model = load_editable(checkpoint, device=pick_device(calibration.device))
+    model = load_editable(checkpoint, device=pick_device(options.device))
     tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(calibration.texts, tokenizer, model)
+    documents = read_documents(options.texts, tokenizer, model)
     members = measure(
         model,
         documents,
-        method,
+        options.method,
         train_length=trained,
-        target_length=calibration.target_length,
+        target_length=options.target_length,
         tokenizer=tokenizer,
     )
     hashes = tuple(document.sha256 for document in documents)
-    write_calibration(path, members, Record(str(path), model.fingerprint(), trained, hashes))
+    write_calibration(path, members, Calibration(str(path), model.fingerprint(), trained, hashes))
     typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")

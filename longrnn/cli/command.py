@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.core import TyperArgument, TyperCommand
 
 from longrnn.errors import UserError
 from longrnn.options import Options, explain
@@ -52,9 +52,9 @@ def enter(app: typer.Typer, name: str, function: Callable[..., None], **how: Any
         for name, field in kind.model_fields.items()
         if field.description
     ]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, **how)(run)
+    app.command(name, cls=_Command, **how)(run)
 
 
 def invoke(app: typer.Typer, words: list[str]) -> None:
@@ -75,6 +75,16 @@ def invoke(app: typer.Typer, words: list[str]) -> None:
         raise UserError(f"{error.format_message().rstrip('.')}: see `{path} --help`") from error
 
 
+class _Command(TyperCommand):
+    """A command whose help shows the names of its arguments alone, without `list[str]`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument):
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+
+
 def _built(kind: type[Options], values: dict[str, Any]) -> Options:
     """Return the options of a group, with errors that name them as the user writes them."""
     given = {name: values.get(name) for name in kind.model_fields}
@@ -87,24 +97,43 @@ def _built(kind: type[Options], values: dict[str, Any]) -> Options:
 
 def flag(name: str, field: FieldInfo) -> str:
     """Return the option of a field, `--batch-size`; `--text` for a field `texts`."""
-    if _kind(field) in (list[str], list[Path]):
+    if _is_repeated(field):
         name = name.removesuffix("s")
     return f"--{name.replace('_', '-')}"
+
+
+def _is_repeated(field: FieldInfo) -> bool:
+    """Return whether a field has one value for each time that its option is given."""
+    parses_itself = any(isinstance(part, BeforeValidator) for part in field.metadata)
+    return get_origin(field.annotation) is list and not parses_itself
 
 
 def _kind(field: FieldInfo) -> Any:
     """Return what typer parses a value as: a text where the model parses it itself."""
     if bool in (field.annotation, *get_args(field.annotation)):
         return bool
+    if _is_repeated(field):
+        return list[str]
     # What an optional type is annotated with is in its name alone.
     whole = f"{field.annotation} {field.metadata}"
     return str if "BeforeValidator" in whole or "dict" in whole else field.annotation
 
 
+def _metavar(field: FieldInfo) -> str | None:
+    """Return what the help shows as the value of an option."""
+    described, kind = f"{field.annotation} {field.metadata}", _kind(field)
+    if kind is bool:
+        return None
+    if "Path" in described:
+        return "PATH"
+    number = "INTEGER" if "int" in described else "NUMBER" if "float" in described else "TEXT"
+    return f"{number},…" if "list[" in described and not _is_repeated(field) else number
+
+
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     """Return a field as a parameter from which typer makes an argument or an option."""
     kind, value = _kind(field), field.default
-    argument = next((one for one in field.metadata if isinstance(one, Argument)), None)
+    argument = next((part for part in field.metadata if isinstance(part, Argument)), None)
     if argument is not None:
         about: Any = typer.Argument(
             help=field.description, metavar=argument.metavar, show_default=False
@@ -114,7 +143,10 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
             value = ",".join(map(str, value))
         hidden = kind is bool or value in (None, "", PydanticUndefined)
         about = typer.Option(
-            flag(name, field), help=field.description, show_default=False if hidden else str(value)
+            flag(name, field),
+            help=field.description,
+            show_default=False if hidden else str(value),
+            metavar=_metavar(field),
         )
     default: Any = Parameter.empty if field.is_required() else None
     return Parameter(

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Output, lock_output, pick_device, results_folder
+from longrnn.cli.options import Model, Output, output_folder, pick_device
 from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError
-from longrnn.evaluation.options import Texts
+from longrnn.evaluation.options import TextFile, Texts
 from longrnn.options import Options, Tokens
 
 if TYPE_CHECKING:
@@ -41,29 +41,29 @@ def states(model: Model, states: States, output: Output) -> None:
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics.states import diagnose
-    from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.names import required_training_length
     from longrnn.hf.opened import open_checkpoint
+    from longrnn.reporting.states import summary, write_report
 
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
     trained = states.train_length or required_training_length(model.checkpoint)
+    texts = "-".join(text.stem for text in states.texts)
+    folder = output_folder(output.output, "states", [model.checkpoint], model.mitigation, texts)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
     documents = read_documents(states.texts, opened.tokenizer, opened.model)
     if states.newlines:
         documents.append(newlines(opened.tokenizer, states.length))
-    folder = output.output or results_folder("states", [model.checkpoint], model.mitigation)
-    lock_output(folder)
-    found = diagnose(
+    diagnosis = diagnose(
         opened.model,
         documents,
         states.length,
         train_length=trained,
         checkpoint=model.checkpoint,
     )
-    written = write_report(found, folder)
-    typer.echo("\n".join([summary(found), found.about["criterion"], *map(str, written)]))
+    files = write_report(diagnosis, folder)
+    typer.echo("\n".join([summary(diagnosis), diagnosis.about["criterion"], *map(str, files)]))
 
 
 class Gradients(Options):
@@ -73,7 +73,7 @@ class Gradients(Options):
     """Checkpoints, folders of training runs, or training configurations (a YAML file, or a name
     such as reverse_small) of models that are not trained yet; with overrides, in quotes, such as
     'reverse_small model.mixer.init=orthogonal'."""
-    texts: list[Path] = Field([])
+    texts: list[TextFile] = Field([])
     """A text file, for next-token prediction (default: the training task of the first model)."""
     length: Tokens = 64
     """Length of the sequences of the task."""
@@ -88,10 +88,12 @@ def gradients(gradients: Gradients, output: Output) -> None:
     """
     from longrnn.data import TASKS
     from longrnn.diagnostics.gradients import measure
-    from longrnn.diagnostics.gradients_report import COLUMNS, table, write_report
     from longrnn.progress import Progress
+    from longrnn.reporting.gradients import COLUMNS, table, write_report
 
     sources = list(dict.fromkeys(gradients.sources))
+    texts = "-".join(text.stem for text in gradients.texts)
+    folder = output_folder(output.output, "gradients", sources, variant=texts)
     models = [(source, *_open(source)) for source in sources]
     first, _, tokenizer, spec = models[0]
     if gradients.texts:
@@ -99,7 +101,6 @@ def gradients(gradients: Gradients, output: Output) -> None:
     if spec is None:
         raise UserError(f"the training task of {first} is not known: give --text")
     task = TASKS.build(spec, tokenizer)
-    folder = lock_output(output.output or results_folder("gradients", sources))
     rows = []
     with Progress("gradients", len(models), unit="models") as progress:
         for name, model, _, _ in models:
@@ -116,7 +117,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
 
 
 def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
-    """Returns the model, the tokenizer and the training task of a checkpoint or configuration."""
+    """Return the model, the tokenizer and the training task of a checkpoint or configuration."""
     from longrnn.hf.load import load_recurrent
     from longrnn.hf.names import resolve
     from longrnn.hf.tokenizer import load_tokenizer

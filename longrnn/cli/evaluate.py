@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from longrnn.cli.options import Models, Output, pick_device, results_folder
-from longrnn.evaluation import options
+from longrnn.cli.options import Models, Output, output_folder, pick_device
+from longrnn.evaluation.options import EVALUATIONS
 from longrnn.options import Options
-from longrnn.processes import is_main, start
+from longrnn.processes import start
 
 if TYPE_CHECKING:
     from longrnn.evaluation.base import Evaluation
     from longrnn.hf.opened import OpenCheckpoint
-
-KINDS: dict[str, type[Options]] = {
-    "passkey": options.PasskeyOptions,
-    "perplexity": options.PerplexityOptions,
-    "task": options.SequenceOptions,
-    "reverse": options.SequenceOptions,
-    "memory": options.MemoryOptions,
-}
 
 
 class Suites(Options):
@@ -35,17 +27,15 @@ class Suites(Options):
 
 
 def command_of(kind: str) -> Callable[..., None]:
-    """Return the command of one kind of evaluation; `reverse` is `task --task reverse`."""
+    """Return the command of one kind of evaluation."""
+    options_class = EVALUATIONS[kind]
 
-    def run(models: Models, evaluation: Any, output: Output) -> None:
-        from longrnn.evaluation.suites import build_evaluation
-
+    def run(models: Models, options: Any, output: Output) -> None:
         start()
-        given = evaluation.model_dump(exclude_unset=True)
-        _measure(kind, models, [build_evaluation({"kind": kind, **given})], output)
+        _evaluate(kind, models, [options.evaluation()], output, options.variant())
 
-    run.__doc__ = KINDS[kind].__doc__
-    run.__annotations__["evaluation"] = KINDS[kind]
+    run.__doc__ = options_class.__doc__
+    run.__annotations__["options"] = options_class
     return run
 
 
@@ -60,32 +50,39 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
     from longrnn.evaluation.suites import read_suite
 
     start()
-    read = [(Path(name).stem, read_suite(name)) for name in dict.fromkeys(suites.suites)]
-    for name, own in read if len(read) > 1 else ():
-        for evaluation in own:
-            evaluation.name = f"{name} {evaluation.title}"
-    _measure("compare", models, [one for _, own in read for one in own], output)
+    by_suite = {Path(name).stem: read_suite(name) for name in suites.suites}
+    for name, of_suite in by_suite.items() if len(by_suite) > 1 else ():
+        for evaluation in of_suite:
+            evaluation.options.name = f"{name} {evaluation.title}"
+    evaluations = [evaluation for of_suite in by_suite.values() for evaluation in of_suite]
+    variant = "" if [*by_suite] == ["quick"] else "-".join(by_suite)
+    _evaluate("compare", models, evaluations, output, variant)
 
 
-def _measure(name: str, models: Models, evaluations: Sequence[Evaluation], output: Output) -> None:
+def _evaluate(
+    command: str,
+    models: Models,
+    evaluations: Sequence[Evaluation[Any]],
+    output: Output,
+    variant: str,
+) -> None:
     from longrnn.hf.opened import open_checkpoint
 
-    device, names = pick_device(models.device), models.checkpoints
-    opened = [open_checkpoint(one, models.mitigation, device=device) for one in names]
-    folder = output.output or results_folder(name, names, models.mitigation)
-    measure(opened, evaluations, folder)
+    names, mitigation = models.checkpoints, models.mitigation
+    folder = output_folder(output.output, command, names, mitigation, variant)
+    device = pick_device(models.device)
+    opened = [open_checkpoint(name, mitigation, device=device) for name in names]
+    measure_and_show(opened, evaluations, folder)
 
 
-def measure(
-    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation], folder: Path
+def measure_and_show(
+    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation[Any]], folder: Path
 ) -> None:
-    """Measure what is missing in a folder, print the tables, and write the report."""
-    from longrnn.evaluation.report import show, write_report
-    from longrnn.evaluation.run import run
+    """Measure what is missing in a folder, write the report, and print the tables."""
+    from longrnn.evaluation.run import run_and_report
 
-    outcomes = run(models, evaluations, folder)
-    if is_main():
-        written = write_report(outcomes, folder)
+    outcomes, files = run_and_report(models, evaluations, folder)
+    if files:
         for outcome in outcomes:
-            show(outcome)
-        typer.echo("\n".join(map(str, written)))
+            outcome.table.show()
+        typer.echo("\n".join(map(str, files)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from longrnn.cli.command import Argument
+from longrnn.errors import UserError
 from longrnn.options import Options
 
 # Characters of the name of a default folder for results; longer ones are cut.
@@ -42,11 +46,89 @@ class Output(Options):
     """Where results go."""
 
     output: Path | None = None
-    """Folder for the results (default: results/COMMAND/NAMES)."""
+    """Folder for the results (default: results/COMMAND/NAMES, with what is measured)."""
+
+
+def output_folder(
+    output: Path | None,
+    command: str,
+    checkpoints: Sequence[str],
+    mitigation: str | None = None,
+    variant: str = "",
+) -> Path:
+    """Return the folder for the results of a command, which is locked until the command ends.
+
+    Args:
+        output: what the user gave; None for the default of `results_folder`.
+        command: see `results_folder`, as are the further arguments.
+
+    Raises:
+        UserError: it cannot be a folder, or another process is writing there.
+    """
+    return lock_output(output or results_folder(command, checkpoints, mitigation, variant))
+
+
+def results_folder(
+    command: str, checkpoints: Sequence[str], mitigation: str | None = None, variant: str = ""
+) -> Path:
+    """Return the default folder for the results of a command, which a person can type.
+
+    Results are found by what was measured, whatever the folder is called.
+
+    Args:
+        command: name of the folder above it.
+        checkpoints: names, or `CHECKPOINT+MITIGATION`.
+        mitigation: applied to all of them, after their own.
+        variant: what is measured, where it is not the default.
+    """
+    from longrnn.hf.names import split_spec
+
+    specs = [(Path(path).resolve().name, given) for path, given in map(split_spec, checkpoints)]
+    parts = ["+".join(filter(None, (*spec, mitigation))) for spec in specs]
+    name = "--".join(filter(None, (*parts, variant))).lower()
+    plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
+    if len(plain) > LONGEST:
+        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+        plain = f"{plain[: LONGEST - len(digest) - 1].rstrip('-._')}-{digest}"
+    return Path("results") / command / plain
+
+
+def lock_output(folder: Path) -> Path:
+    """Lock the folder for results until this command ends, and return it.
+
+    Raises:
+        UserError: it cannot be a folder, or another process is writing there.
+    """
+    from longrnn.locks import hold
+    from longrnn.processes import on_main
+
+    check_place(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder by --output")
+    on_main(lambda: hold(folder, instead="choose another --output"))
+    return folder
+
+
+def check_place(path: Path) -> None:
+    """Check that a file or folder can be written, before anything is computed.
+
+    Raises:
+        UserError: it is the root, it is below a file, or this user may not write there.
+    """
+    place = path.absolute()
+    if place == place.parent:
+        raise UserError(f"{path} is the root of all folders: give another --output")
+    above = next(folder for folder in place.parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise UserError(
+            f"{path} cannot be written, as {above} is not a folder: choose another place"
+        )
+    if not os.access(place if place.exists() else above, os.W_OK):
+        raise UserError(f"{path} cannot be written by this user: choose another place")
 
 
 def pick_device(device: str) -> str:
-    """Returns the device to use: `auto` becomes cuda if it is available, else cpu.
+    """Return the device to use: `auto` becomes cuda if it is available, else cpu.
 
     Of several processes on one machine, each gets its own GPU for `auto` and `cuda`.
 
@@ -56,7 +138,6 @@ def pick_device(device: str) -> str:
     import torch
 
     from longrnn import processes
-    from longrnn.errors import UserError
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,39 +149,14 @@ def pick_device(device: str) -> str:
         raise UserError(
             f"device {device!r} cannot be used here: give cpu or auto, or start fewer processes"
         ) from error
+    if device == "cpu":
+        report_missing_kernels()
     return device
 
 
-def results_folder(
-    command: str,
-    checkpoints: Sequence[str],
-    mitigation: str | None = None,
-) -> Path:
-    """Return the default folder for the results of a command, which a person can type.
+def report_missing_kernels() -> None:
+    """Say on a terminal that the compiled kernels are missing, and how to build them."""
+    from longrnn.ops.cpu import missing
 
-    Results are found by the model, whatever the folder is called. So models whose names differ only
-    in other characters, or behind the longest name, may share a folder.
-
-    Args:
-        command: name of the folder above it.
-        checkpoints: names, or `CHECKPOINT+MITIGATION`.
-        mitigation: applied to all of them, after their own.
-    """
-    from longrnn.hf.names import split_spec
-
-    specs = [(Path(path).resolve().name, own) for path, own in map(split_spec, checkpoints)]
-    name = "--".join("+".join(filter(None, (*spec, mitigation))) for spec in specs).lower()
-    return Path("results") / command / re.sub(r"[^a-z0-9._-]+", "-", name)[:LONGEST].strip("-._")
-
-
-def lock_output(folder: Path) -> Path:
-    """Locks the folder for results until this command ends, and returns it.
-
-    Raises:
-        UserError: another process is writing there.
-    """
-    from longrnn.locks import hold
-    from longrnn.processes import on_main
-
-    on_main(lambda: hold(folder, instead="choose another --output"))
-    return folder
+    if sys.stderr.isatty() and (reason := missing()) is not None:
+        print(f"note: computing with torch alone, which is slower; {reason}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, lock_output, results_folder
+from longrnn.cli.options import Output, output_folder
 from longrnn.errors import UserError
 from longrnn.options import Options
 
@@ -35,18 +35,18 @@ def report(report: Report, output: Output) -> None:
 
     Example: longrnn report runs/grid/* --baseline model.position.kind=none
     """
-    from longrnn.diagnostics.training_report import summary, write_report
+    from longrnn.reporting.training import summary, write_report
     from longrnn.training.grid import DIVERGED
     from longrnn.training.run import read_runs
 
     reasons = {run: run / DIVERGED for run in report.runs if (run / DIVERGED).is_file()}
     for run, reason in reasons.items():
         typer.echo(f"{run}: diverged; {reason.read_text().strip()}")
-    found = read_runs([run for run in report.runs if run not in reasons])
-    lines = [] if report.baseline is None else differences(found, report.baseline)
-    folder = output.output or results_folder("training", [str(run) for run in report.runs])
-    written = write_report(found, lock_output(folder))
-    typer.echo("\n".join([summary(found), *lines, *map(str, written)]))
+    runs = read_runs([run for run in report.runs if run not in reasons])
+    lines = [] if report.baseline is None else differences(runs, report.baseline)
+    folder = output_folder(output.output, "training", [str(run) for run in report.runs])
+    files = write_report(runs, folder)
+    typer.echo("\n".join([summary(runs), *lines, *map(str, files)]))
 
 
 def differences(runs: Sequence[Run], baseline: str) -> list[str]:
@@ -69,8 +69,8 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
 
     def settings(run: Run, *without: str) -> frozenset[str]:
         return frozenset(
-            f"{name}={found}"
-            for name, found in run.settings.items()
+            f"{name}={setting}"
+            for name, setting in run.settings.items()
             if name not in ("output_dir", *without) and (name == key or not name.startswith(family))
         )
 

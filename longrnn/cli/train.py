@@ -157,7 +157,7 @@ def finetune(options: Finetuning) -> None:
 
 def _evaluate(config: TrainConfig, longest: int | None) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
-    from longrnn.cli.evaluate import measure
+    from longrnn.cli.evaluate import measure_and_show
     from longrnn.data import TASKS
     from longrnn.evaluation.before_after import write_suite
     from longrnn.hf.opened import open_checkpoint
@@ -170,8 +170,8 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     how = {"length": config.length.max, "longest": longest}
     evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     sources = {"before": str(config.init_from), "after": config.output_dir}
-    models = [open_checkpoint(one, name=name, device=device) for name, one in sources.items()]
-    measure(models, evaluations, folder)
+    models = [open_checkpoint(path, name=name, device=device) for name, path in sources.items()]
+    measure_and_show(models, evaluations, folder)
 
 
 class Launch(Options):

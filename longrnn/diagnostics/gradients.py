@@ -1,4 +1,4 @@
-"""Measures gradients through time: why a recurrent model forgets, or why its training explodes.
+"""Gradients through time: why a recurrent model forgets, or why its training explodes.
 
 Notable choices:
 - Everything is measured in float64, in which vanishing gradients do not underflow.
@@ -32,11 +32,11 @@ ROWS = 8
 READINGS = 16
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
-def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) -> list[Row]:
-    """Measures the gradients of a model on a task.
+def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) -> list[Record]:
+    """Measure the gradients of a model on a task.
 
     Args:
         model: whose cells have recurrent weights.
@@ -48,7 +48,7 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) ->
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
         T − k from 1 to T; `factor`, by which it changes per token; `radius` and `singular`, the
         mean spectral radius and the largest singular value of the step Jacobian; and `histogram` of
-        log10 |∂loss_T/∂w| over the recurrent weights w.
+        log10 |∂loss_T/∂w| over the recurrent weights w, with the centres of its `bins`.
 
     Raises:
         UserError: the task cannot make such a length, or logits are not finite.
@@ -70,25 +70,28 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) ->
         norms, weights = through_time(wide, tokens, targets)
     places = np.unique(np.linspace(0, len(calls[0]) - 1, READINGS).round().astype(int))
     spectra = [
-        [spectrum(jacobian(cell, *own[place])) for place in places]
-        for cell, own in zip(wide.cells, calls, strict=True)
+        [spectrum(jacobian(cell, *inputs[place])) for place in places]
+        for cell, inputs in zip(wide.cells, calls, strict=True)
     ]
-    sizes = [one.abs().log10().clamp(LOWEST, HIGHEST) for one in weights]
+    sizes = [gradient.abs().log10().clamp(LOWEST, HIGHEST) for gradient in weights]
+    width = (HIGHEST - LOWEST) / BINS
+    bins = [LOWEST + width * (place + 0.5) for place in range(BINS)]
     return [
         {
             "layer": layer,
             "norm": values.log().mean(0).exp().tolist(),
             "factor": factor_per_token(values),
-            "radius": sum(radius for radius, _ in own) / len(own),
-            "singular": max(singular for _, singular in own),
+            "radius": sum(radius for radius, _ in pairs) / len(pairs),
+            "singular": max(singular for _, singular in pairs),
+            "bins": bins,
             "histogram": torch.histc(entries, BINS, LOWEST, HIGHEST).long().tolist(),
         }
-        for layer, (values, entries, own) in enumerate(zip(norms, sizes, spectra, strict=True))
+        for layer, (values, entries, pairs) in enumerate(zip(norms, sizes, spectra, strict=True))
     ]
 
 
 def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns the tokens up to the last scored one, `(b, T)`, and its targets, `(b,)`.
+    """Return the tokens up to the last scored one, `(b, T)`, and its targets, `(b,)`.
 
     Rows that end before it are left out.
     """
@@ -101,7 +104,7 @@ def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
 def through_time(
     model: RecurrentLM, tokens: Tensor, targets: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Follows the gradient of the loss at the last token back through time.
+    """Follow the gradient of the loss at the last token back through time.
 
     Args:
         model: in float64.
@@ -122,19 +125,19 @@ def through_time(
     loss = F.cross_entropy(logits[:, -1], targets, reduction="sum")
     weights = [[m.get_parameter(n) for n in m.recurrent_weights] for m in model.cells]
     flat = [leaf for step in before for layer in step for leaf in layer]
-    flat += [weight for own in weights for weight in own]
-    found = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+    flat += [weight for of_cell in weights for weight in of_cell]
+    gradients = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
     squares = [
-        [sum(next(found).flatten(1).square().sum(1) for _ in layer) for layer in step]
+        [sum(next(gradients).flatten(1).square().sum(1) for _ in layer) for layer in step]
         for step in before
     ]
     norms = [torch.stack(series[::-1], 1).sqrt() for series in zip(*squares, strict=True)]  # type: ignore[arg-type]
-    by_layer = [torch.cat([next(found).flatten() for _ in own]) for own in weights]
+    by_layer = [torch.cat([next(gradients).flatten() for _ in of_cell]) for of_cell in weights]
     return norms, [gradient / len(tokens) for gradient in by_layer]
 
 
 def factor_per_token(values: Tensor) -> float | None:
-    """Returns the factor by which norms change per token, from the slope of the far half.
+    """Return the factor by which norms change per token, from the slope of the far half.
 
     Args:
         values: `(b, T)` norms at distances 1 to T. A row with a norm of 0 there has no slope.

@@ -67,6 +67,11 @@ class Finding(NamedTuple):
     growth: float
     retention: float
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """A key for sorting: heads that collapse first, the fastest growing first."""
+        return not self.left, -self.growth
+
 
 class Diagnosis(NamedTuple):
     """The findings on all heads.
@@ -83,12 +88,12 @@ class Diagnosis(NamedTuple):
 
     def collapsing(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads that collapse on any text, the fastest growing first."""
-        left = sorted((one for one in self.findings if one.left), key=lambda one: -one.growth)
-        return list(dict.fromkeys((one.layer, one.head) for one in left))
+        ranked = sorted(self.findings, key=lambda finding: finding.rank)
+        return list(dict.fromkeys((f.layer, f.head) for f in ranked if f.left))
 
     def global_heads(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads that are global on any text."""
-        return sorted({(one.layer, one.head) for one in self.findings if one.retention > GLOBAL})
+        return sorted({(f.layer, f.head) for f in self.findings if f.retention > GLOBAL})
 
 
 def diagnose(
@@ -119,13 +124,13 @@ def diagnose(
             f"collapse shows beyond the training length of {format_length(train_length)}: "
             f"give a --length above it, not {format_length(length)}"
         )
-    for one in documents:
-        if len(one.tokens) < length:
+    for document in documents:
+        if len(document.tokens) < length:
             raise UserError(
-                f"{one.name} has {len(one.tokens):,} tokens and {length:,} are needed: give a "
-                "longer text or a smaller --length"
+                f"{document.name} has {len(document.tokens):,} tokens and {length:,} are needed: "
+                "give a longer text or a smaller --length"
             )
-    tokens = torch.stack([one.tokens[:length] for one in documents])
+    tokens = torch.stack([document.tokens[:length] for document in documents])
     every = max(EVERY, length // MOST)
     dense = range(0, train_length, min(every, max(1, train_length // INSIDE)))
     stops = sorted({*dense[1:], *range(every, length, every), train_length, length})
@@ -137,7 +142,9 @@ def diagnose(
         "train_length": train_length,
         "length": length,
         "criterion": CRITERION,
-        "texts": [{"name": one.name, "sha256": one.sha256} for one in documents],
+        "collapse_level": 1 + MARGIN,
+        "global_retention": GLOBAL,
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in documents],
     }
     return Diagnosis(about, seen, find(seen, train_length))
 
@@ -165,19 +172,18 @@ def find(seen: Observations, train_length: int) -> list[Finding]:
     end = seen.norm[-1]
     # A head without state does not grow; one that overflows grows without limit.
     growth = torch.where(end == 0, 0.0, end / high[2]).nan_to_num(math.inf, math.inf)
-    found = []
-    for layer, head, text in product(*(range(values.shape[axis]) for axis in (2, 4, 3))):
-        place = layer, text, head
-        out = left[:, *place]
-        found.append(
-            Finding(
-                layer,
-                head,
-                text,
-                left=tuple(s for s, o in zip(STATISTICS, out.tolist(), strict=True) if o),
-                onset=int(onset[:, *place][out].min()) if out.any() else None,
-                growth=float(growth[place]),
-                retention=float(retention[place]),
-            )
+    _, _, layers, texts, heads = values.shape
+    findings = []
+    for layer, head, text in product(range(layers), range(heads), range(texts)):
+        flags = left[:, layer, text, head]
+        finding = Finding(
+            layer=layer,
+            head=head,
+            text=text,
+            left=tuple(s for s, is_left in zip(STATISTICS, flags, strict=True) if is_left),
+            onset=int(onset[:, layer, text, head][flags].min()) if flags.any() else None,
+            growth=float(growth[layer, text, head]),
+            retention=float(retention[layer, text, head]),
         )
-    return found
+        findings.append(finding)
+    return findings

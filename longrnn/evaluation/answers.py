@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
 
 from longrnn.data import Instruct
-from longrnn.data.stream import Corpus, Part, shuffled
+from longrnn.data.stream import Corpus, shuffled
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
+from longrnn.evaluation.options import AnswerOptions
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.engine import Pair, Score, score
 from longrnn.intervals import RATIO, SCORE
-from longrnn.options import Count
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 
 
-class Answers(Evaluation):
+class Answers(Evaluation[AnswerOptions]):
     """Loss per answer token, and the share of documents whose answers are all exactly right.
 
     A document is a prompt with its answer, or a conversation with several. It is read from an empty
@@ -26,19 +26,10 @@ class Answers(Evaluation):
     generates it. A document is one sample.
     """
 
-    kind: ClassVar[str] = "answers"
-
-    # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
-    data: str | list[str]
-    # All documents, or training or held_out ones.
-    part: Part = "all"
-    # Number of documents, or all if there are fewer.
-    n: Count = 200
-    # Documents in one batch.
-    batch_size: Count = 8
+    kind = "answers"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
-        first = models[0]
+        options, first = self.options, models[0]
         for other in models:
             if other.tokenizer.fingerprint() != first.tokenizer.fingerprint():
                 raise UserError(
@@ -46,41 +37,40 @@ class Answers(Evaluation):
                     f"{self.title} is that per token: give models that share one"
                 )
             refuse_unfit(other.tokenizer, other.model, other.name)
-        task = Instruct(first.tokenizer, data=self.data, part=self.part)
+        task = Instruct(first.tokenizer, data=options.data, part=options.part)
         corpus, digest = task.corpus, task.data_sha256
-        chosen = shuffled(len(corpus.lengths), f"{self.seed}/answers")[: self.n].tolist()
+        chosen = shuffled(len(corpus.lengths), f"{options.seed}/answers")[: options.n].tolist()
         longest = int(corpus.lengths[chosen].max()) - 1  # the last token is only predicted
-        items = [
-            Item({"data": digest, "document": number}, own, work=len(own))
-            for number in chosen
-            for own in [_answers(corpus, number)]
-        ]
+        items = []
+        for number in chosen:
+            pairs = _answers(corpus, number)
+            items.append(Item({"data": digest, "document": number}, pairs, work=len(pairs)))
         fitting = [within(model, {None: longest}, self._loss()) for model in models]
         return [Plan(items if reached else [], reasons) for reached, reasons in fitting]
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
+    ) -> Iterator[Results]:
         owners = [number for number, item in enumerate(items) for _ in item.spec]
         pairs = [pair for item in items for pair in item.spec]
         scores: list[list[Score]] = [[] for _ in items]
-        how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
-        for index, one in score(model.model, pairs, **how):
-            item, own = items[owners[index]], scores[owners[index]]
-            own.append(one)
-            if len(own) == len(item.spec):
-                row = {
-                    "nats": -sum(one.nats for one in own),
+        size = self.options.batch_size
+        for index, answer in score(model.model, pairs, batch_size=size, progress=progress):
+            item, answers = items[owners[index]], scores[owners[index]]
+            answers.append(answer)
+            if len(answers) == len(item.spec):
+                result = {
+                    "nats": -sum(answer.nats for answer in answers),
                     "tokens": sum(len(pair.continuation) for pair in item.spec),
-                    "right": all(one.greedy for one in own),
+                    "right": all(answer.greedy for answer in answers),
                 }
-                yield [(item, row)]
+                yield [(item, result)]
 
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         name = str(item.key["document"])
-        yield Sample(self._loss(), None, name, (row["nats"], row["tokens"]))
+        yield Sample(self._loss(), None, name, (result["nats"], result["tokens"]))
         match = Column(f"{self.title}, exact match", SCORE)
-        yield Sample(match, None, name, float(row["right"]))
+        yield Sample(match, None, name, float(result["right"]))
 
     def _loss(self) -> Column:
         return Column(f"{self.title}, nats per token", RATIO, ".3f")

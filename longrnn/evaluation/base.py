@@ -1,4 +1,4 @@
-"""The interface of an evaluation: items, how they are measured, and the columns of its table."""
+"""The interface of an evaluation: items, how they are measured, and what they add to the table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from longrnn.evaluation.options import EvaluationOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
-from longrnn.intervals import Estimate, Quantity
-from longrnn.options import Options, Seed
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 
 
 class Item(NamedTuple):
@@ -33,27 +33,8 @@ class Item(NamedTuple):
     work: int = 1
 
 
-Found = list[tuple[Item, Row]]
-
-
-class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        name: its title.
-        quantity: how samples become an estimate.
-        form: format specification of values.
-        drawn: whether it is drawn by length.
-        listed: whether it is in the table.
-        brief: whether the table has it first, and without intervals and differences.
-    """
-
-    name: str
-    quantity: Quantity
-    form: str = ".2f"
-    drawn: bool = True
-    listed: bool = True
-    brief: bool = False
+# What was measured of some items.
+Results = list[tuple[Item, Result]]
 
 
 class Sample(NamedTuple):
@@ -83,56 +64,15 @@ class Plan(NamedTuple):
     reasons: Reasons
 
 
-class Cell(NamedTuple):
-    """One column of one model at one length.
+OptionsT = TypeVar("OptionsT", bound=EvaluationOptions)
 
-    Attributes:
-        evaluation: title of the evaluation.
-        metric: name of the column.
-        model: name of the model.
-        at: row of the table; None for a column without rows.
-        estimate: the result; None if it could not be measured.
-        difference: from the first model, on the items that both have; None for the first model.
-        reason: why there is no estimate.
-        column: the column.
+
+class Evaluation(ABC, Generic[OptionsT]):
+    """One evaluation with the same data for every model. A subclass is one kind.
+
+    Args:
+        options: what is measured; suites and the command line build it.
     """
-
-    evaluation: str
-    metric: str
-    model: str
-    at: int | None
-    estimate: Estimate | None
-    difference: Estimate | None
-    reason: str | None
-    column: Column
-
-    def __str__(self) -> str:
-        if self.estimate is None:
-            return self.reason or "–"
-        if self.column.brief:
-            return format(self.estimate.mean, self.column.form)
-        texts = [self.estimate.show(self.column.form)]
-        if self.difference is not None:
-            texts.append(self.difference.show(self.column.form, "+"))
-        return "\n".join(texts)
-
-    def plain(self) -> dict[str, Any]:
-        """Return everything but the column, for JSON."""
-        values = self._asdict()
-        del values["column"]
-        for name in ("estimate", "difference"):
-            values[name] = values[name] and values[name]._asdict()
-        return values
-
-
-class Evaluation(Options, ABC):
-    """One evaluation with the same data for every model; its fields are its options.
-
-    A subclass is one kind. The command line and suites build it from the same options.
-    """
-
-    name: str | None = None
-    seed: Seed = 0
 
     kind: ClassVar[str]
     # What the rows of the table are.
@@ -140,10 +80,13 @@ class Evaluation(Options, ABC):
     # Whether the main process measures alone; else items are divided among the processes.
     alone: ClassVar[bool] = False
 
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
+
     @property
     def title(self) -> str:
         """Its name in tables and files."""
-        return self.name or self.kind
+        return self.options.name or self.kind
 
     @abstractmethod
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
@@ -163,14 +106,14 @@ class Evaluation(Options, ABC):
     @abstractmethod
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
+    ) -> Iterator[Results]:
         """Measure items, and yield the results of each batch as soon as they are known."""
 
     @abstractmethod
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
 
-    def notes(self, found: Mapping[str, Found]) -> list[str]:
+    def notes(self, results: Mapping[str, Results]) -> list[str]:
         """Return sentences that belong under the table, from the results by model."""
         return []
 

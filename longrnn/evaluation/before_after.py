@@ -40,7 +40,7 @@ SUITE, TEXT = "before_after.yaml", "held_out.txt"
 
 def write_suite(
     task: Task, tokenizer: Tokenizer, folder: Path, *, length: int, longest: int | None = None
-) -> list[Evaluation]:
+) -> list[Evaluation[Any]]:
     """Write the suite of an evaluation with its text, and return its evaluations.
 
     Args:
@@ -62,7 +62,7 @@ def write_suite(
     elif isinstance(task, Text):
         text = held_out_text(task.corpus, tokenizer, lengths[-1])
         tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
-        fitting = [one for one in lengths if tokens >= LEAST * one] or lengths[: tokens >= length]
+        fitting = [n for n in lengths if tokens >= LEAST * n] or lengths[: tokens >= length]
         if fitting != lengths:
             logger.warning(
                 f"the held-out text has {tokens:,} tokens, too few for the loss at "
@@ -73,7 +73,7 @@ def write_suite(
             what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
             evaluations.append({"kind": "perplexity", **what, "windows": MOST})
     least = Passkey(tokenizer).least_length()
-    prompts = [str(one) for one in lengths[:: 2 if len(lengths) > 2 else 1] if one >= least]
+    prompts = [str(n) for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
     if not evaluations:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from longrnn import state as states
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
+from longrnn.evaluation.options import CostOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import SCORED_TOKENS
 from longrnn.intervals import MEAN
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.options import Lengths, Tokens
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 
 MIB = 2**20
 COLUMNS = {
@@ -29,23 +29,19 @@ COLUMNS = {
 }
 
 
-class Cost(Evaluation):
+class Cost(Evaluation[CostOptions]):
     """Speed, size of the state or cache, and on a GPU the peak memory of tensors."""
 
-    kind: ClassVar[str] = "cost"
+    kind = "cost"
     # Other processes would slow the measurement down.
-    alone: ClassVar[bool] = True
-
-    # Numbers of tokens to read, and tokens to generate after that.
-    lengths: Lengths = Field([256, 1024, 4096])
-    decode: Tokens = 32
+    alone = True
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
         threads = torch.get_num_threads()
-        return {"device": model.device, "threads": threads, "decode": self.decode}
+        return {"device": model.device, "threads": threads, "decode": self.options.decode}
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
-        tokens = {length: length + self.decode for length in self.lengths}
+        tokens = {length: length + self.options.decode for length in self.options.lengths}
         fitting = [within(model, tokens, COLUMNS["prefill"]) for model in models]
         return [
             Plan([Item({"length": length}, length) for length in reached], reasons)
@@ -54,13 +50,13 @@ class Cost(Evaluation):
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
+    ) -> Iterator[Results]:
         for item in items:
-            yield [(item, measure(model.model, item.spec, self.decode))]
+            yield [(item, measure(model.model, item.spec, self.options.decode))]
             progress.advance(1, item.spec)
 
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
-        for name, value in row.items():
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
+        for name, value in result.items():
             yield Sample(COLUMNS[name], item.spec, "", value)
 
 
@@ -87,14 +83,14 @@ def measure(model: LanguageModel, length: int, decode: int) -> dict[str, float]:
     read, size = _clock(place), states.nbytes(state)
     for _ in range(decode):
         logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
-    found = {
+    cost = {
         "prefill": length / (read - begun),
         "decode": decode / (_clock(place) - read),
         "state_bytes": float(size),
     }
     if on_gpu:
-        found["peak"] = (torch.cuda.max_memory_allocated(place) - before) / MIB
-    return found
+        cost["peak"] = (torch.cuda.max_memory_allocated(place) - before) / MIB
+    return cost
 
 
 def _clock(device: torch.device) -> float:

@@ -15,14 +15,12 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, batches, within
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, batches, within
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import cut_windows, read_documents
 from longrnn.hf.opened import OpenCheckpoint
@@ -30,32 +28,37 @@ from longrnn.inference.trie import prefill
 from longrnn.intervals import SCORE
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 from longrnn.units import format_length
 
 # Stretches that are read at once.
 BATCH = 4
 
 
-class Memory(MemoryOptions, Evaluation):
+class Memory(Evaluation[MemoryOptions]):
     """Effective remembrance, see `MemoryOptions`."""
 
-    kind: ClassVar[str] = "memory"
-    across: ClassVar[str] = "last tokens kept"
+    kind = "memory"
+    across = "last tokens kept"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
-        if self.positions[0] < 2:
+        if self.options.positions[0] < 2:
             raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
         return [self._plan(model) for model in models]
 
     def _plan(self, model: OpenCheckpoint) -> Plan:
-        documents = read_documents(self.texts, model.tokenizer, model.model)
-        cut = [cut_windows([one], self.positions[-1:])[0][: self.stretches] for one in documents]
+        options = self.options
+        documents = read_documents(options.texts, model.tokenizer, model.model)
+        windows = []
+        for document in documents:
+            (of_document,) = cut_windows([document], options.positions[-1:])
+            windows += of_document[: options.stretches]
         plan = Plan([], {})
-        for position in self.positions:
+        for position in options.positions:
             reached, reasons = within(model, {position: position}, self._column(position))
             plan.reasons.update(reasons)
-            for window in chain(*cut) if reached else ():
+            for window in windows if reached else ():
                 key = {"text": window.document.sha256[:16], "start": window.ends[0]}
                 work = position + sum(kept_tokens(position))
                 # Stretches of different tokenizers have different tokens and are not paired.
@@ -66,19 +69,18 @@ class Memory(MemoryOptions, Evaluation):
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
+    ) -> Iterator[Results]:
         for batch in batches(items, BATCH):
             texts = torch.stack([text for _, text in (item.spec for item in batch)])
-            found = remembrance(model.model, texts, progress)
-            rows = zip(*(values.tolist() for values in found.values()), strict=True)
+            distances = remembrance(model.model, texts, progress)
             yield [
-                (item, dict(zip(map(str, found), row, strict=True)))
-                for item, row in zip(batch, rows, strict=True)
+                (item, {str(kept): float(values[row]) for kept, values in distances.items()})
+                for row, item in enumerate(batch)
             ]
 
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         name, text = item.spec
-        for kept, value in row.items():
+        for kept, value in result.items():
             yield Sample(self._column(len(text)), int(kept), name, value)
 
     def _column(self, position: int) -> Column:

@@ -1,14 +1,24 @@
-"""The options of evaluations, for suites and the command line, which reads them without torch."""
+"""The kinds of evaluation: their options, which are read without torch, and where each is computed.
+
+A kind is one class of options here, entered in `EVALUATIONS`, and one class that measures, which is
+imported when an evaluation of this kind is built.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from longrnn.bundled import text_path
 from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, listed
+from longrnn.registry import Registry
 from longrnn.units import parse_length
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.base import Evaluation
 
 
 def _places(value: Any) -> Any:
@@ -17,10 +27,55 @@ def _places(value: Any) -> Any:
 
 
 Depths = Annotated[list[Share], BeforeValidator(listed), Field(min_length=1)]
+# A path, or the name of a bundled text such as `bundled:moby_dick`.
+TextFile = Annotated[Path, BeforeValidator(text_path)]
 Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
 
 
-class PasskeyOptions(Options):
+class EvaluationOptions(Options):
+    """The options of one evaluation.
+
+    Attributes:
+        target: module in `longrnn.evaluation` and name of the class that measures.
+        group: of the command that has this evaluation, as in `longrnn eval passkey`; None if only
+            suites have it.
+        sizes: options that say how much is measured, not what: results of all their values belong
+            in one folder.
+    """
+
+    name: str | None = None
+
+    target: ClassVar[str]
+    group: ClassVar[str | None] = "eval"
+    sizes: ClassVar[frozenset[str]] = frozenset(
+        ("name", "lengths", "depths", "insert_at", "n", "windows", "positions", "batch_size")
+    )
+
+    def evaluation(self) -> Evaluation[Any]:
+        """Return the evaluation with these options."""
+        module, _, name = self.target.rpartition(".")
+        return getattr(import_module(f"longrnn.evaluation.{module}"), name)(self)
+
+    def variant(self) -> str:
+        """Return what is measured where it is not the default, for the name of a folder."""
+        values = self.model_dump(exclude_defaults=True, exclude=set(self.sizes))
+        return "-".join(f"{name}-{_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    """Return the value of an option as a part of the name of a folder."""
+    if isinstance(value, dict):
+        return "-".join(f"{name}-{_short(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return "-".join(map(_short, value))
+    return value.stem if isinstance(value, Path) else str(value)
+
+
+EVALUATIONS: Registry[EvaluationOptions] = Registry("evaluation")
+
+
+@EVALUATIONS.register("passkey")
+class PasskeyOptions(EvaluationOptions):
     """Evaluate passkey retrieval over lengths × depths, with keys that training never saw.
 
     All models get the same keys at the same places, in prompts of exactly the same number of their
@@ -29,6 +84,8 @@ class PasskeyOptions(Options):
 
     Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k
     """
+
+    target = "passkey.PasskeyRetrieval"
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
@@ -40,8 +97,8 @@ class PasskeyOptions(Options):
     """Prompts per cell."""
     seed: Seed = 0
     """Random seed of the keys."""
-    filler: Path | None = None
-    """A text file to hide the keys in (default: The grass is green. …)."""
+    filler: TextFile | None = None
+    """A text file, or bundled:moby_dick, to hide the keys in (default: The grass is green. …)."""
     n_keys: Annotated[int, Field(ge=1, le=9)] = 1
     """Numbered keys in one prompt; the question is about one of them."""
     chunk_select: Tokens | None = None
@@ -54,13 +111,14 @@ class PasskeyOptions(Options):
 class Texts(Options):
     """Texts to read."""
 
-    texts: list[Path] = Field([])
-    """A text file; may be given several times."""
+    texts: list[TextFile] = Field([])
+    """A text file, or a bundled text such as bundled:moby_dick; may be given several times."""
     newlines: bool = False
     """Also measure a text of newlines, the simplest one."""
 
 
-class PerplexityOptions(Texts):
+@EVALUATIONS.register("perplexity")
+class PerplexityOptions(Texts, EvaluationOptions):
     """Loss by position on long texts.
 
     A row of the table has the positions between the length above it and its own. Several models are
@@ -68,6 +126,8 @@ class PerplexityOptions(Texts):
 
     Example: longrnn eval perplexity passkey-tiny --text book.txt --lengths 1k,64k
     """
+
+    target = "perplexity.Perplexity"
 
     lengths: Lengths = Field([1024, 4096, 16384, 65536])
     """Lengths in tokens of the first model. Windows have the last one."""
@@ -82,7 +142,8 @@ class PerplexityOptions(Texts):
     """Windows in one batch."""
 
 
-class SequenceOptions(Options):
+@EVALUATIONS.register("task")
+class SequenceOptions(EvaluationOptions):
     """Evaluate a sequence task on held-out sequences: token accuracy and exact match.
 
     For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
@@ -90,6 +151,8 @@ class SequenceOptions(Options):
 
     Example: longrnn eval task runs/sort --lengths 16
     """
+
+    target = "sequences.Sequences"
 
     task: str | dict[str, Any] | None = None
     """Name of the task, such as sort, recall or reverse_dual_frequency (default: as in training).
@@ -100,10 +163,23 @@ class SequenceOptions(Options):
     """Lengths of the sequences in tokens (default: as in training)."""
     n: Count = 1024
     """At most this many held-out sequences."""
+    seed: Seed = 0
+    """Random seed of a task that was not trained."""
     batch_size: Count = 64
 
 
-class MemoryOptions(Options):
+@EVALUATIONS.register("reverse")
+class ReverseOptions(SequenceOptions):
+    """Evaluate reversing, as `longrnn eval task --task reverse`.
+
+    Example: longrnn eval reverse runs/reverse
+    """
+
+    task: str | dict[str, Any] | None = "reverse"
+
+
+@EVALUATIONS.register("memory")
+class MemoryOptions(EvaluationOptions):
     """Measure how much predictions depend on the start of the context (effective remembrance).
 
     EffRem_T(t) is the total variation distance between the prediction after T tokens and the
@@ -112,9 +188,43 @@ class MemoryOptions(Options):
     Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
 
-    texts: list[Path]
-    """A text file; may be given several times."""
+    target = "memory.Memory"
+    group = "diagnose"
+
+    texts: list[TextFile]
+    """A text file, or a bundled text such as bundled:moby_dick; may be given several times."""
     positions: Lengths = Field([1024, 4096, 16384])
     """T: numbers of tokens after which the prediction is compared."""
     # At most this many stretches of each text, each as long as the longest T.
     stretches: Count = 8
+
+
+@EVALUATIONS.register("answers")
+class AnswerOptions(EvaluationOptions):
+    """Loss per answer token, and the share of documents whose answers are all exactly right."""
+
+    target = "answers.Answers"
+    group = None
+
+    # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
+    data: str | list[str]
+    # All documents, or training or held_out ones.
+    part: Literal["all", "training", "held_out"] = "all"
+    # Number of documents, or all if there are fewer.
+    n: Count = 200
+    # Random seed of which documents.
+    seed: Seed = 0
+    # Documents in one batch.
+    batch_size: Count = 8
+
+
+@EVALUATIONS.register("cost")
+class CostOptions(EvaluationOptions):
+    """Speed, size of the state or cache, and on a GPU the peak memory of tensors."""
+
+    target = "cost.Cost"
+    group = None
+
+    # Numbers of tokens to read, and tokens to generate after that.
+    lengths: Lengths = Field([256, 1024, 4096])
+    decode: Tokens = 32

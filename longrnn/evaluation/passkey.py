@@ -16,16 +16,15 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import PrivateAttr
 from torch import Tensor
 
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle, RepeatedTokens, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.files import read_text
@@ -35,7 +34,8 @@ from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 from longrnn.units import format_length
 
 # The column of a place, which has too few prompts for an interval.
@@ -55,6 +55,8 @@ class Question(NamedTuple):
         asked: index of the key that is queried.
         start: where in the filler the prompt begins, as a share of it.
         covers: length of the prompt, as a share of the filler.
+        task: makes the prompt.
+        max_new_tokens: of the longest answer to any prompt for the model.
     """
 
     length: int
@@ -64,6 +66,8 @@ class Question(NamedTuple):
     asked: int
     start: float
     covers: float
+    task: Passkey
+    max_new_tokens: int = 0
 
     @property
     def needle(self) -> Needle:
@@ -76,99 +80,108 @@ class Question(NamedTuple):
         is_depth = isinstance(self.place, float)
         return f"depth {100 * self.place:g}%" if is_depth else format_length(self.place)
 
+    def prompt(self) -> tuple[list[RepeatedTokens], Tensor]:
+        """Return the context of the prompt, which begins with the header, and its question."""
+        task = self.task
+        start = int(self.start * task.n_filler) if task.own_filler else 0
+        context = task.context(self.needles, self.asked, length=self.length, start=start)
+        return context, task.question(self.needle)
 
-class PasskeyRetrieval(PasskeyOptions, Evaluation):
+
+class PasskeyRetrieval(Evaluation[PasskeyOptions]):
     """Passkey retrieval, see `PasskeyOptions`."""
 
-    kind: ClassVar[str] = "passkey"
-
-    # By the name of the model: its prompts, and the most tokens of an answer.
-    _tasks: dict[str, tuple[Passkey, int]] = PrivateAttr(default_factory=dict)
+    kind = "passkey"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
-        if self.insert_at is not None and self.n_keys > 1:
+        if self.options.insert_at is not None and self.options.n_keys > 1:
             raise UserError("--insert-at is for one key per prompt: leave --n-keys out")
         return [self._plan(model) for model in models]
 
     def _plan(self, model: OpenCheckpoint) -> Plan:
+        options = self.options
         refuse_unfit(model.tokenizer, model.model, model.name)
-        filler = [] if self.filler is None else [self.filler]
+        filler = [] if options.filler is None else [options.filler]
         for path in filler:
             warn_if_calibrated_on(path.name, read_text(path)[1], model.model)
-        task = Passkey(model.tokenizer, filler=[*map(str, filler)], n_keys=self.n_keys)
-        least, last = task.least_length(), max(self.insert_at or [0])
-        if self.lengths[0] < least or self.lengths[-1] < last + least:
+        task = Passkey(model.tokenizer, filler=[*map(str, filler)], n_keys=options.n_keys)
+        least, last = task.least_length(), max(options.insert_at or [0])
+        if options.lengths[0] < least or options.lengths[-1] < last + least:
             raise UserError(
                 f"with the tokenizer of {model.name} a prompt has at least {least} tokens, and "
                 f"{last + least:,} with a key after {format_length(last)} tokens of filler: give "
-                f"greater lengths than {', '.join(map(format_length, self.lengths))}"
+                f"greater lengths than {', '.join(map(format_length, options.lengths))}"
             )
         drawn = [
-            draw(task, length, place, number, self.seed, self.n_keys)
-            for length, place, number in product(self.lengths, self._places(), range(self.n))
+            draw(task, length, place, number, options.seed, options.n_keys)
+            for length, place, number in product(options.lengths, self._places(), range(options.n))
             # A length that is too short for an insertion point has no prompt with it.
-            if self.insert_at is None or place + least <= length
+            if options.insert_at is None or place + least <= length
         ]
         answer = max(len(task.answer(q.needle)) for q in drawn)
-        self._tasks[model.name] = task, answer
         # With chunk selection, the most that is read before an answer.
-        most = task.n_header + (self.chunk_select or math.inf)
+        most = task.n_header + (options.chunk_select or math.inf)
         most += max(len(task.question(q.needle)) for q in drawn)
-        tokens = {length: int(min(length, most)) + answer for length in self.lengths}
+        tokens = {length: int(min(length, most)) + answer for length in options.lengths}
         reached, reasons = within(model, tokens, self._recalled())
         # Prompts with the same index begin at the same place and share keys.
         items = [
-            Item({"length": q.length, "place": q.place, "index": q.number}, q, (q.number, q.place))
-            for q in drawn
-            if q.length in reached
+            Item(
+                {"length": question.length, "place": question.place, "index": question.number},
+                question._replace(max_new_tokens=answer),
+                (question.number, question.place),
+            )
+            for question in drawn
+            if question.length in reached
         ]
         return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        options = self.options
         return {
-            "seed": self.seed,
-            "n_keys": self.n_keys,
-            "filler": None if self.filler is None else read_text(self.filler)[1],
-            "chunk_select": self.chunk_select,
+            "seed": options.seed,
+            "n_keys": options.n_keys,
+            "filler": None if options.filler is None else read_text(options.filler)[1],
+            "chunk_select": options.chunk_select,
         }
 
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
-        task, longest = self._tasks[model.name]
-        prompts = [_prompt(task, item.spec) for item in items]
-        options: dict[str, Any] = {
-            "decode": task.tokenizer.decode,
-            "max_new_tokens": longest,
+    ) -> Iterator[Results]:
+        prompts = [item.spec.prompt() for item in items]
+        how: dict[str, Any] = {
+            "decode": model.tokenizer.decode,
+            "max_new_tokens": items[0].spec.max_new_tokens,
+            "batch_size": self.options.batch_size,
             "progress": progress,
         }
-        if self.chunk_select is None:
+        if self.options.chunk_select is None:
             ids = [torch.cat([read(context), question]).int() for context, question in prompts]
-            found = complete(model.model, ids, batch_size=self.batch_size, **options)
+            answers = complete(model.model, ids, **how)
         else:
-            how = {"chunk": self.chunk_select, "batch_size": self.batch_size}
-            found = by_chunk(model.model, prompts, **how, **options)
-        for number, text in found:
+            answers = by_chunk(model.model, prompts, chunk=self.options.chunk_select, **how)
+        for number, text in answers:
             key, said = items[number].spec.needle.key, text.strip()
             progress.advance(1, 0)
             yield [(items[number], {"key": key, "said": said, "correct": is_recalled(said, key)})]
 
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
-        asked, right = item.spec, float(row["correct"])
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
+        asked, right = item.spec, float(result["correct"])
         name = f"{asked.place}/{asked.number}"
         if len(self._places()) > 1:
             yield Sample(AT_PLACE._replace(name=asked.label), asked.length, name, right)
         # With the built-in filler, all prompts have the same text and only the key is sampled.
-        value = right if self.filler is None else (right, asked.start, asked.covers)
+        value = right if self.options.filler is None else (right, asked.start, asked.covers)
         yield Sample(self._recalled(), asked.length, name, value)
 
     def _recalled(self) -> Column:
-        quantity = SCORE if self.filler is None else SHARE_OF_STRETCHES
+        quantity = SCORE if self.options.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
 
     def _places(self) -> list[Any]:
         """Return the insertion points, or the depths."""
-        return self.depths if self.insert_at is None else self.insert_at
+        options = self.options
+        return options.depths if options.insert_at is None else options.insert_at
 
 
 def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys: int) -> Question:
@@ -179,7 +192,7 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
         needles = draw_needles(rng, n_keys, held_out=True)
         asked = rng.randrange(n_keys)
         needles[asked] = needles[asked]._replace(depth=place)
-        return Question(length, place, number, needles, asked, start, covers)
+        return Question(length, place, number, needles, asked, start, covers, task)
     is_depth = isinstance(place, float)
     token = round(place * length) if is_depth else place
     key = random.Random(f"{seed}/{token}/{number}").choice(keys(True))
@@ -187,14 +200,7 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     is_share = is_depth and (length - free) * SHORT > length
     # The prompt multiplies by `free` and rounds: a quotient of integers comes back exactly.
     depth = place if is_share else min(token, free) / max(free, 1)
-    return Question(length, place, number, [Needle(key, depth)], 0, start, covers)
-
-
-def _prompt(task: Passkey, asked: Question) -> tuple[list[RepeatedTokens], Tensor]:
-    """Return the context of a prompt, which begins with the header, and its question."""
-    start = int(asked.start * task.n_filler) if task.own_filler else 0
-    context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
-    return context, task.question(asked.needle)
+    return Question(length, place, number, [Needle(key, depth)], 0, start, covers, task)
 
 
 def by_chunk(

@@ -1,4 +1,4 @@
-"""Runs evaluations: measures what the store lacks, and computes the cells of the tables."""
+"""Runs evaluations: measures what the store lacks, computes the tables, and writes the report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Cell, Column, Evaluation, Found, Item, Plan
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results
+from longrnn.evaluation.suites import build_evaluation, read_suite
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.progress import Progress
+from longrnn.reporting.evaluations import write_report
+from longrnn.reporting.tables import Column, ResultTable, TableCell
 from longrnn.results import Origin, Store
+
+# Values of samples by their names, by column and row of the table.
+Samples = dict[tuple[Column, int | None], dict[str, Any]]
 
 
 class Outcome(NamedTuple):
@@ -19,24 +25,82 @@ class Outcome(NamedTuple):
 
     Attributes:
         evaluation: what was measured.
-        models: of which models; the others are compared with the first one.
-        found: the results of all items by the name of the model.
-        cells: of the table.
+        results: of all items, by the name of the model.
+        table: of all models.
     """
 
-    evaluation: Evaluation
-    models: Sequence[OpenCheckpoint]
-    found: dict[str, Found]
-    cells: list[Cell]
+    evaluation: Evaluation[Any]
+    results: dict[str, Results]
+    table: ResultTable
 
-    def notes(self) -> list[str]:
-        """Return the sentences under the table."""
-        return self.evaluation.notes(self.found)
+
+def evaluate(
+    models: Sequence[str] | str,
+    evaluations: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str,
+    output: str | Path,
+    *,
+    device: str | None = None,
+    quiet: bool = True,
+) -> list[TableCell]:
+    """Evaluate models, and write tables, pictures and a report.
+
+    Args:
+        models: names as `load` takes them; the others are compared with the first one.
+        evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
+        output: a folder, which is resumed; models, lengths, texts and prompts may be added.
+        device: of the models; None for the CPU.
+        quiet: show no progress.
+
+    Returns:
+        The cells of all tables.
+
+    Raises:
+        UserError: see `run`.
+    """
+    names = [models] if isinstance(models, str) else models
+    specs = [evaluations] if isinstance(evaluations, str | Mapping) else evaluations
+    built: list[Evaluation[Any]] = []
+    for spec in specs:
+        built += read_suite(spec) if isinstance(spec, str) else [build_evaluation(spec)]
+    opened = [open_checkpoint(name, device=device) for name in names]
+    outcomes, _ = run_and_report(opened, built, Path(output), quiet=quiet)
+    return [cell for outcome in outcomes for cell in outcome.table.cells]
+
+
+def run_and_report(
+    models: Sequence[OpenCheckpoint],
+    evaluations: Sequence[Evaluation[Any]],
+    folder: Path,
+    *,
+    quiet: bool = False,
+) -> tuple[list[Outcome], list[Path]]:
+    """Measure as `run`, and write the report; return the outcomes and the report's files."""
+    outcomes = run(models, evaluations, folder, quiet=quiet)
+    if not processes.is_main():
+        return outcomes, []
+    about_models = {
+        model.name: {
+            "fingerprint": model.model.fingerprint(),
+            "checkpoint": model.checkpoint,
+            "mitigation": model.mitigation,
+            "device": model.device,
+        }
+        for model in models
+    }
+    about_evaluations = {
+        evaluation.title: {
+            "kind": evaluation.kind,
+            **evaluation.options.model_dump(mode="json", exclude_none=True),
+        }
+        for evaluation in evaluations
+    }
+    tables = [outcome.table for outcome in outcomes]
+    return outcomes, write_report(tables, about_models, about_evaluations, folder)
 
 
 def run(
     models: Sequence[OpenCheckpoint],
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation[Any]],
     folder: Path,
     *,
     quiet: bool = False,
@@ -57,27 +121,38 @@ def run(
     """
     if not models or not evaluations:
         raise UserError("there is nothing to measure: give at least one model and one evaluation")
-    for names in [one.title for one in evaluations], [model.name for model in models]:
+    titles = [evaluation.title for evaluation in evaluations]
+    for names in titles, [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{double[0]!r} is the name of two: give each its own name")
     plans = [evaluation.plan(models) for evaluation in evaluations]
-    if not any(plan.items for own in plans for plan in own):
-        raise UserError(next(why for own in plans for plan in own for why in plan.reasons.values()))
+    every = [plan for of_evaluation in plans for plan in of_evaluation]
+    if not any(plan.items for plan in every):
+        raise UserError(next(reason for plan in every for reason in plan.reasons.values()))
     store = Store(folder)
     outcomes = []
-    for evaluation, own in zip(evaluations, plans, strict=True):
-        found = {
+    for evaluation, of_models in zip(evaluations, plans, strict=True):
+        results = {
             model.name: _measured(evaluation, model, plan.items, store, quiet)
-            for model, plan in zip(models, own, strict=True)
+            for model, plan in zip(models, of_models, strict=True)
         }
-        cells = list(_cells(evaluation, models, own, found)) if processes.is_main() else []
-        outcomes.append(Outcome(evaluation, models, found, cells))
+        names = [model.name for model in models]
+        cells, notes = [], []
+        if processes.is_main():
+            by_name = dict(zip(names, of_models, strict=True))
+            cells, notes = list(_cells(evaluation, by_name, results)), evaluation.notes(results)
+        table = ResultTable(evaluation.title, evaluation.across, names, cells, notes)
+        outcomes.append(Outcome(evaluation, results, table))
     return outcomes
 
 
 def _measured(
-    evaluation: Evaluation, model: OpenCheckpoint, items: list[Item], store: Store, quiet: bool
-) -> Found:
+    evaluation: Evaluation[Any],
+    model: OpenCheckpoint,
+    items: list[Item],
+    store: Store,
+    quiet: bool,
+) -> Results:
     """Measure the missing items of one model, and return the results of all items."""
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
@@ -92,72 +167,39 @@ def _measured(
     if todo:
         with Progress(title, total, unit="tokens", quiet=quiet) as progress:
             for batch in evaluation.measure(model, todo, progress):
-                store.append(origin, [(item.key, row) for item, row in batch])
+                store.append(origin, [(item.key, result) for item, result in batch])
     store.collect()
     pairs = ((item, store.get(origin, item.key)) for item in items)
-    return [(item, row) for item, row in pairs if row is not None]
+    return [(item, result) for item, result in pairs if result is not None]
 
 
 def _cells(
-    evaluation: Evaluation,
-    models: Sequence[OpenCheckpoint],
-    plans: Sequence[Plan],
-    found: Mapping[str, Found],
-) -> Iterator[Cell]:
+    evaluation: Evaluation[Any], plans: Mapping[str, Plan], results: Mapping[str, Results]
+) -> Iterator[TableCell]:
     """Yield the cells of one evaluation, model by model."""
-    reference: dict[tuple[Column, int | None], dict[str, Any]] | None = None
-    for model, plan in zip(models, plans, strict=True):
-        values: dict[tuple[Column, int | None], dict[str, Any]] = {}
-        for item, row in found[model.name]:
-            for column, at, name, value in evaluation.samples(item, row):
-                values.setdefault((column, at), {})[name] = value
-        for column, at in values | plan.reasons:
-            own = values.get((column, at), {})
-            estimate = column.quantity.estimate([*own.values()]) if own else None
-            others, difference = (reference or {}).get((column, at), {}), None
-            pairs = [(own[key], others[key]) for key in own if key in others]
-            if pairs and not column.brief:
-                difference = column.quantity.difference(*zip(*pairs, strict=True))
-            reason = plan.reasons.get((column, at))
-            yield Cell(
-                evaluation.title, column.name, model.name, at, estimate, difference, reason, column
+    reference: Samples | None = None
+    for model, plan in plans.items():
+        samples: Samples = {}
+        for item, result in results[model]:
+            for column, at, name, value in evaluation.samples(item, result):
+                samples.setdefault((column, at), {})[name] = value
+        for column, at in samples | plan.reasons:
+            values = samples.get((column, at), {})
+            others = (reference or {}).get((column, at), {})
+            shared = [name for name in values if name in others]
+            difference = None
+            if shared and not column.brief:
+                difference = column.quantity.difference(
+                    [values[name] for name in shared], [others[name] for name in shared]
+                )
+            yield TableCell(
+                evaluation=evaluation.title,
+                metric=column.name,
+                model=model,
+                at=at,
+                estimate=column.quantity.estimate([*values.values()]) if values else None,
+                difference=difference,
+                reason=plan.reasons.get((column, at)),
+                column=column,
             )
-        reference = values if reference is None else reference
-
-
-def evaluate(
-    models: Sequence[str] | str,
-    evaluations: Sequence[Mapping[str, Any] | str] | Mapping[str, Any] | str,
-    output: str | Path,
-    *,
-    device: str | None = None,
-    quiet: bool = True,
-) -> list[Cell]:
-    """Evaluate models, and write tables, pictures and a report.
-
-    Args:
-        models: names as `load` takes them; the others are compared with the first one.
-        evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
-        output: a folder, which is resumed; models, lengths, texts and prompts may be added.
-        device: of the models; None for the CPU.
-        quiet: show no progress.
-
-    Returns:
-        The cells of all tables.
-
-    Raises:
-        UserError: see `run`.
-    """
-    from longrnn.evaluation.report import write_report
-    from longrnn.evaluation.suites import build_evaluation, read_suite
-
-    names = [models] if isinstance(models, str) else models
-    opened = [open_checkpoint(name, device=device) for name in names]
-    built: list[Evaluation] = []
-    for one in [evaluations] if isinstance(evaluations, str | Mapping) else evaluations:
-        built += read_suite(one) if isinstance(one, str) else [build_evaluation(one)]
-    folder = Path(output)
-    outcomes = run(opened, built, folder, quiet=quiet)
-    if processes.is_main():
-        write_report(outcomes, folder)
-    return [cell for outcome in outcomes for cell in outcome.cells]
+        reference = samples if reference is None else reference

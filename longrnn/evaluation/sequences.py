@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.base import Column, Evaluation, Found, Item, Plan, Sample, within
+from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.hf.load import resolve
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import SCORE
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
-from longrnn.results import Row
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
 
 
-class Sequences(SequenceOptions, Evaluation):
+class Sequences(Evaluation[SequenceOptions]):
     """A task of random sequences, see `SequenceOptions`."""
 
-    kind: ClassVar[str] = "task"
+    kind = "task"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         spec, lengths = self._task(models[0])
         task: Any = TASKS.build(spec, None)
-        widths = {one: task.held_out(1, length=one).tokens.shape[1] for one in lengths}
+        widths = {length: task.held_out(1, length=length).tokens.shape[1] for length in lengths}
         plans = []
         for model in models:
             if model.model.vocab_size < task.vocab_size:
@@ -42,36 +43,38 @@ class Sequences(SequenceOptions, Evaluation):
             items = [
                 Item({"task": spec, "length": length, "index": index}, (task, length, index))
                 for length in reached
-                for index in range(min(self.n, task.n_held_out))
+                for index in range(min(self.options.n, task.n_held_out))
             ]
             plans.append(Plan(items, reasons))
         return plans
 
     def _task(self, first: OpenCheckpoint) -> tuple[dict[str, Any], Sequence[int]]:
         """Return the options of the task and the lengths, by default as in training."""
-        given: Any = {"kind": self.task} if isinstance(self.task, str) else dict(self.task or {})
+        options = self.options
+        is_name = isinstance(options.task, str)
+        given: Any = {"kind": options.task} if is_name else dict(options.task or {})
         trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
         recorded = trained.get("task", {})
-        kind, lengths = given.get("kind", recorded.get("kind")), self.lengths
+        kind, lengths = given.get("kind", recorded.get("kind")), options.lengths
         known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
         if kind not in known:
             hint = nearest(str(kind), known)
             raise UserError(f"{kind!r} is not a task of random sequences: give --task, {hint}")
         if kind == recorded.get("kind"):
             given, lengths = recorded | given, lengths or [trained["length"]["max"]]
-        if self.vocab_size is not None:
-            given["vocab_size"] = self.vocab_size
+        if options.vocab_size is not None:
+            given["vocab_size"] = options.vocab_size
         if "vocab_size" not in given or lengths is None:
             raise UserError(
                 f"{first.name} was not trained on {kind}: give --vocab-size and --lengths"
             )
-        return TASKS.complete({"seed": self.seed, **given, "kind": kind}), lengths
+        return TASKS.complete({"seed": options.seed, **given, "kind": kind}), lengths
 
     @torch.no_grad()
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Found]:
-        most = self.batch_size
+    ) -> Iterator[Results]:
+        most = self.options.batch_size
         for (length, _), same in groupby(items, lambda i: (i.spec[1], i.spec[2] // most)):
             part = list(same)
             task, first, last = part[0].spec[0], part[0].spec[2], part[-1].spec[2]
@@ -84,17 +87,17 @@ class Sequences(SequenceOptions, Evaluation):
             scores = task.score(logits.argmax(-1).cpu(), batch)
             progress.advance(len(part), tokens.numel())
             yield [
-                (item, {name: float(own[row]) for name, own in scores.items()})
+                (item, {name: float(values[row]) for name, values in scores.items()})
                 for row, item in enumerate(part)
             ]
 
-    def samples(self, item: Item, row: Row) -> Iterator[Sample]:
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         task, length, index = item.spec
-        for name, value in row.items():
+        for name, value in result.items():
             yield Sample(self._column(name), length, str(index), value)
         if (condition := task.condition(index)) is not None:
             column = Column(condition, SCORE, ".3f", drawn=False)
-            yield Sample(column, length, str(index), row["exact_match"])
+            yield Sample(column, length, str(index), result["exact_match"])
 
     def _column(self, name: str) -> Column:
         return Column(f"{self.title}, {name.replace('_', ' ')}", SCORE, ".3f")

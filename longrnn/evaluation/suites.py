@@ -1,30 +1,22 @@
-"""Suites: lists of evaluations in YAML, and the kinds of evaluation by name."""
+"""Suites: lists of evaluations in YAML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from longrnn.bundled import find
-from longrnn.errors import UserError, nearest
-from longrnn.evaluation.base import Evaluation
+from longrnn.errors import UserError
+from longrnn.evaluation.options import EVALUATIONS
 from longrnn.options import Options, Seed
 from longrnn.yaml import read_mapping
 
+if TYPE_CHECKING:
+    from longrnn.evaluation.base import Evaluation
+
 SUITES = "eval/suites"
-# Kinds of evaluation: the module and the name of each class.
-KINDS = {
-    "answers": "answers.Answers",
-    "cost": "cost.Cost",
-    "memory": "memory.Memory",
-    "passkey": "passkey.PasskeyRetrieval",
-    "perplexity": "perplexity.Perplexity",
-    "reverse": "sequences.Sequences",
-    "task": "sequences.Sequences",
-}
 
 
 class Suite(Options):
@@ -34,26 +26,28 @@ class Suite(Options):
     seed: Seed = 0
 
 
-def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
+def build_evaluation(spec: Mapping[str, Any], *, seed: int | None = None) -> Evaluation[Any]:
     """Build an evaluation from `{kind: …, option: value, …}`.
+
+    Args:
+        spec: the kind and its options.
+        seed: of an evaluation that has a seed and is not given one.
 
     Raises:
         UserError: an unknown kind or option, or a value that is not valid.
     """
-    name = str(spec.get("kind"))
-    if name not in KINDS:
-        raise UserError(f"unknown evaluation {name!r}: {nearest(name, KINDS)}")
+    kind = EVALUATIONS[str(spec.get("kind"))]
     options = {key: value for key, value in spec.items() if key != "kind"}
-    if name == "reverse":
-        options.setdefault("task", "reverse")
-    module, _, attribute = KINDS[name].rpartition(".")
+    if seed is not None and "seed" in kind.model_fields:
+        options.setdefault("seed", seed)
     try:
-        return getattr(import_module(f"longrnn.evaluation.{module}"), attribute)(**options)
+        return kind(**options).evaluation()
     except UserError as error:
-        raise UserError(f"evaluation {options.get('name', name)!r}: {error}") from error
+        name = options.get("name", spec["kind"])
+        raise UserError(f"evaluation {name!r}: {error}") from error
 
 
-def read_suite(name_or_path: str) -> list[Evaluation]:
+def read_suite(name_or_path: str) -> list[Evaluation[Any]]:
     """Return the evaluations of a suite, in its order.
 
     Args:
@@ -66,6 +60,6 @@ def read_suite(name_or_path: str) -> list[Evaluation]:
     content = read_mapping(path, "write evaluations: [{kind: passkey, …}]", kind="suite")
     try:
         suite = Suite(**content)
-        return [build_evaluation({"seed": suite.seed} | spec) for spec in suite.evaluations]
+        return [build_evaluation(spec, seed=suite.seed) for spec in suite.evaluations]
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -120,13 +120,14 @@ def newlines(tokenizer: Tokenizer, count: int) -> Document:
 def warn_if_calibrated_on(name: str, sha256: str, model: LanguageModel) -> None:
     """Warn that the mitigation of a model was calibrated on a text."""
     parts = () if model.mitigation is None else model.mitigation.parts()
-    if any(one.calibration and sha256 in one.calibration.text_sha256 for one in parts):
+    records = [part.calibration for part in parts if part.calibration]
+    if any(sha256 in record.text_sha256 for record in records):
         logger.warning(f"the mitigation was calibrated on {name}: measure it on another text")
 
 
 def are_alike(documents: Sequence[Document]) -> bool:
     """Return whether a text has the same tokens for every model."""
-    return all(torch.equal(one.tokens, documents[0].tokens) for one in documents)
+    return all(torch.equal(text.tokens, documents[0].tokens) for text in documents)
 
 
 def cut_windows(
@@ -155,12 +156,13 @@ def cut_windows(
     most = min(most or count, count)
     numbers, here = [number * count // most for number in range(most)], [0, *positions]
     places = sorted({number * longest + position for number in numbers for position in here})
-    found = []
+    windows = []
     for text, shared in zip(texts, shared_places(texts, places), strict=True):
         index = dict(zip(places, shared, strict=True))
         ends = ({at: index[number * longest + at] for at in here} for number in numbers)
-        found.append([Window(text, *one) for one in zip(numbers, ends, strict=True)])
-    return found
+        pairs = zip(numbers, ends, strict=True)
+        windows.append([Window(text, number, of_window) for number, of_window in pairs])
+    return windows
 
 
 def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:
@@ -185,13 +187,13 @@ def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list
     for end in ends[1:]:
         common = common[torch.isin(common, end)]
     wanted = ends[0][torch.tensor(places)]
-    found = (torch.searchsorted(common, wanted, right=True) - 1).clamp(min=0)
-    if not len(common) or len(found.unique()) < len(found):
+    borders = (torch.searchsorted(common, wanted, right=True) - 1).clamp(min=0)
+    if not len(common) or len(borders.unique()) < len(borders):
         raise UserError(
             f"the tokenizers of these models have too few common token borders in {texts[0].name}: "
             "give greater --lengths"
         )
-    cuts = common[found]
+    cuts = common[borders]
     # Of several tokens that end at one byte, take the last.
     return [(torch.searchsorted(end, cuts, right=True) - 1).tolist() for end in ends]
 

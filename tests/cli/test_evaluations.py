@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longrnn.cli.options import results_folder
-from longrnn.results import Row, read_rows
+from longrnn.results import StoredRow, read_rows
 from tests.cli.conftest import CLI
 
 
@@ -24,7 +24,7 @@ def shelf(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows(folder: Path) -> list[Row]:
+def rows(folder: Path) -> list[StoredRow]:
     return read_rows(folder / "rows.jsonl")[0]
 
 
@@ -58,4 +58,27 @@ def test_default_folders_name_models_and_mitigations() -> None:
     specs = ["runs/A", "b+state_norm(threshold=3)"]
     found = results_folder("compare", specs, "forget_more")
     assert found == Path("results/compare/a-forget_more--b-state_norm-threshold-3-forget_more")
-    assert len(results_folder("compare", specs * 9).name) < 80
+    long = [results_folder("compare", specs * n).name for n in (8, 9)]
+    assert max(map(len, long)) < 80
+    assert long[0] != long[1], "of other models"
+
+
+def test_another_text_or_option_has_a_folder_of_its_own(
+    cli: CLI, models: Path, shelf: Path
+) -> None:
+    """The report of an evaluation is not replaced by that of another; lengths share a folder."""
+    (shelf / "other.txt").write_text("".join(f"{i * 7907 % 1000} or " for i in range(300)))
+    folders = []
+    for options in (
+        "perplexity --text book.txt --lengths 64",
+        "perplexity --text book.txt --lengths 64,128",
+        "perplexity --text other.txt --lengths 64",
+        "passkey --lengths 180 --n 1 --depths 0",
+        "passkey --lengths 180 --n 1 --depths 0 --chunk-select 100",
+    ):
+        kind, *words = options.split()
+        result = cli("eval", kind, models / "text", *words)
+        assert result.code == 0, result.err
+        folders.append(Path(result.out.splitlines()[-1]).parent)
+    assert folders[0] == folders[1]
+    assert len(set(folders)) == 4

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longrnn.results import Row, read_rows
+from longrnn.results import StoredRow, read_rows
 from tests.launched import launch, launched
 from tests.training.forks import pair, run
 
@@ -28,7 +28,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def rows(folder: Path) -> list[Row]:
+def rows(folder: Path) -> list[StoredRow]:
     """The rows of a store, in an order that does not depend on who wrote them."""
     found = [row for path in folder.glob("rows*.jsonl") for row in read_rows(path)[0]]
     return sorted(found, key=lambda row: json.dumps(row, sort_keys=True))

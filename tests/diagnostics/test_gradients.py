@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from longrnn.cells import MIXERS, Edit, ScanningCell
 from longrnn.data import TASKS, Task
 from longrnn.diagnostics.gradients import factor_per_token, measure, through_time
-from longrnn.diagnostics.gradients_report import write_report
 from longrnn.diagnostics.jacobian import jacobian, spectrum
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.reporting.gradients import write_report
 from longrnn.state import leaves, tree_map, unflatten
 from tests.contracts.builders import (
     D_MODEL,

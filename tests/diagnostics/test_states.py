@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.diagnostics.observe import Observations, observe
 from longrnn.diagnostics.states import Diagnosis, Finding, diagnose, find
-from longrnn.diagnostics.states_report import write_report
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
+from longrnn.reporting.states import write_report
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.diagnostics.conftest import open_alone
 

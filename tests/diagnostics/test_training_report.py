@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longrnn.diagnostics.training_report import summary, write_report
+from longrnn.reporting.training import summary, write_report
 from longrnn.training.run import read_runs
 from tests.diagnostics.conftest import open_alone
 from tests.training.runs import tiny, train

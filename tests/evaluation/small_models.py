@@ -10,12 +10,13 @@ import torch
 
 from longrnn.config import build_config
 from longrnn.evaluation.base import Evaluation
+from longrnn.evaluation.options import EvaluationOptions
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.names import CheckpointName
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from longrnn.results import Row, read_rows
+from longrnn.results import StoredRow, read_rows
 from longrnn.text import ByteTokenizer, Tokenizer
 
 SHORT: dict[str, Any] = {"kind": "learned", "max_length": 300, "combine": "add"}
@@ -42,17 +43,20 @@ class PairTokenizer(ByteTokenizer):
         return "pairs"
 
 
-def measure(evaluation: Evaluation, folder: Path, *models: OpenCheckpoint) -> Outcome:
+def measure(
+    options: EvaluationOptions | Evaluation[Any], folder: Path, *models: OpenCheckpoint
+) -> Outcome:
     """Run one evaluation, with its store in a folder."""
+    evaluation = options if isinstance(options, Evaluation) else options.evaluation()
     return run(models, [evaluation], folder, quiet=True)[0]
 
 
 def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Any]:
     """Return cells by column, length and model."""
-    return {(cell.metric, cell.at, cell.model): cell for cell in outcome.cells}
+    return {(cell.metric, cell.at, cell.model): cell for cell in outcome.table.cells}
 
 
-def rows(folder: Path) -> list[Row]:
+def rows(folder: Path) -> list[StoredRow]:
     """Return the rows of a store, all of which must be whole."""
     found, damaged = read_rows(folder / "rows.jsonl")
     assert damaged == []

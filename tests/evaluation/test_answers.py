@@ -12,7 +12,7 @@ import torch
 
 from longrnn.data.build import build
 from longrnn.errors import UserError
-from longrnn.evaluation.answers import Answers
+from longrnn.evaluation.options import AnswerOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import proportion, ratio
 from longrnn.models import generate
@@ -77,9 +77,9 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
     """Every answer is read after all that stands before it; a document is one sample."""
     one, other = small_model("one"), small_model("other", seed=1)
     written = documents(one)
-    evaluation = Answers(data=corpus(tmp_path / "c", written))
+    evaluation = AnswerOptions(data=corpus(tmp_path / "c", written)).evaluation()
     outcome = measure(evaluation, tmp_path / "r", one, other)
-    rows = {item.key["document"]: row for item, row in outcome.found["one"]}
+    rows = {item.key["document"]: row for item, row in outcome.results["one"]}
     for number, document in enumerate(written):
         nats, tokens, right = expected(one, document)
         assert rows[number]["nats"] == pytest.approx(nats, rel=1e-5)
@@ -88,7 +88,7 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
     assert found["answers, exact match", None, "one"].estimate == proportion(2, 4)
     pairs = [(row["nats"], row["tokens"]) for row in rows.values()]
     assert found["answers, nats per token", None, "one"].estimate == pytest.approx(ratio(pairs))
-    theirs = {item.key["document"]: row for item, row in outcome.found["other"]}
+    theirs = {item.key["document"]: row for item, row in outcome.results["other"]}
     less = [(theirs[k]["nats"] - rows[k]["nats"], rows[k]["tokens"]) for k in range(4)]
     difference = found["answers, nats per token", None, "other"].difference
     assert difference == pytest.approx(ratio(less))
@@ -100,9 +100,9 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "c", [[([1] * 400, False), ([2], True)], *documents(one)])
     with pytest.raises(UserError, match="tokenizers"):
         other = small_model("b", tokenizer=PairTokenizer())
-        measure(Answers(data=folder), tmp_path / "r", one, other)
+        measure(AnswerOptions(data=folder).evaluation(), tmp_path / "r", one, other)
     short = small_model("short", position=SHORT)
-    found = measure(Answers(data=folder), tmp_path / "r", one, short)
-    assert all("300" in str(cell) for cell in found.cells if cell.model == "short")
+    found = measure(AnswerOptions(data=folder).evaluation(), tmp_path / "r", one, short)
+    assert all("300" in str(cell) for cell in found.table.cells if cell.model == "short")
     with pytest.raises(UserError, match=str(tmp_path / "d")):
-        measure(Answers(data=str(tmp_path / "d")), tmp_path / "r", one)
+        measure(AnswerOptions(data=str(tmp_path / "d")).evaluation(), tmp_path / "r", one)

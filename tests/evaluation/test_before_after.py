@@ -53,11 +53,11 @@ def test_the_loss_is_measured_where_there_are_several_windows(
     suite = write_suite(task, ByteTokenizer(), tmp_path / "out", length=128)
     losses, passkeys = suite
     assert isinstance(losses, Perplexity)
-    assert losses.lengths == [128, 256, 512]
+    assert losses.options.lengths == [128, 256, 512]
     outcome = measure(losses, tmp_path / "r", small_model("one"))
-    assert len(outcome.found["one"]) >= 5
+    assert len(outcome.results["one"]) >= 5
     assert isinstance(passkeys, PasskeyRetrieval)
-    assert passkeys.lengths == [512, 2048]
+    assert passkeys.options.lengths == [512, 2048]
     assert "--validation" in caplog.text
     task = Text(data=shelf(tmp_path, {"d": 20}))
     with pytest.raises(UserError, match="--validation"):

@@ -8,7 +8,7 @@ import torch
 
 from longrnn import load
 from longrnn import state as states
-from longrnn.evaluation.cost import Cost
+from longrnn.evaluation.options import CostOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
@@ -23,7 +23,7 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
     assert isinstance(one.model, RecurrentLM)
     windowed = Mitigated(one.model, mitigation("sliding_window(window=50)"))
     models = one, one._replace(name="windowed", model=windowed)
-    evaluation = Cost(lengths=[64, 4096], decode=2)
+    evaluation = CostOptions(lengths=[64, 4096], decode=2).evaluation()
     found = cells(measure(evaluation, tmp_path / "r", *models))
     for name, model in (("one", one.model), ("windowed", windowed)):
         size = found["state or cache, bytes", 64, name].estimate.mean
@@ -41,7 +41,7 @@ def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
     with_bytes(causal("llama", vocab_size=256, max_position_embeddings=64), tmp_path / "llama")
     model = load(f"{tmp_path / 'llama'}+beyond")
     subject = OpenCheckpoint("llama", model, ByteTokenizer())
-    found = cells(measure(Cost(lengths=[100], decode=3), tmp_path / "r", subject))
+    found = cells(measure(CostOptions(lengths=[100], decode=3), tmp_path / "r", subject))
     # Keys and values of two layers with two heads of 8, in float32, and the position.
     size = found["state or cache, bytes", 100, "llama"].estimate.mean
     assert size == 100 * 2 * 2 * 2 * 8 * 4 + 8

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
+import matplotlib
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
-from longrnn.diagnostics.curves import Panel, curves
-from longrnn.evaluation.figures import Line, heat_maps, lines
 from longrnn.intervals import proportion
+from longrnn.reporting.curves import Panel, curves
+from longrnn.reporting.figures import Line, heat_maps, lines, png
 
 
 def labels(panel: Axes, axis: str) -> list[str]:
@@ -51,13 +53,41 @@ def test_heat_maps() -> None:
 
 def test_curves() -> None:
     """Each panel has its scale and its level; lengths have labels, and grey curves no names."""
-    drawn = {"_others": ([4, 64], [2.0, 1.0]), "one": ([4, 64], [0.1, 9.0])}
-    panels = [Panel("loss", drawn), Panel("norm", drawn, log=True, level=1.5)]
+    drawn, grey = {"_one": ([4, 64], [0.1, 9.0])}, {"others": ([4, 64], [2.0, 1.0])}
+    panels = [Panel("loss", drawn, grey=grey), Panel("norm", drawn, True, level=1.5, grey=grey)]
     figure = curves(panels, across="tokens", trained=20)
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"]
     assert labels(figure.axes[1], "x") == ["4", "16", "64"]
     assert [len(panel.lines) for panel in figure.axes] == [2 + 1, 2 + 1 + 1]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_one"]
+
+
+def test_values_of_zero_have_an_axis_from_zero() -> None:
+    """An axis of shares that are all 0 ends at 1, not at a tiny number."""
+    zero = lines([Line("model", [64, 128], [proportion(0, 5)] * 2)], across="length", up="keys")
+    assert zero.axes[0].get_ylim() == pytest.approx((-0.02, 1), abs=0.4)
+    flat = curves([Panel("accuracy", {"run": ([1, 2], [0.0, 0.0])})], across="step")
+    assert flat.axes[0].get_ylim() == (-0.02, 1)
+
+
+@pytest.mark.parametrize("name", ["_run", r"$\frac$", "a_{b", "$x$ and $y$"])
+def test_names_are_drawn_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with an underscore or dollar signs, and whatever settings the current folder has."""
+    monkeypatch.setattr("matplotlib.rcParams", matplotlib.RcParams({**matplotlib.rcParams}))
+    matplotlib.rcParams["axes.facecolor"] = "red"
+    share = proportion(1, 5)
+    figures = [
+        lines([Line(name, [256], [share])], across="length", up=name),
+        heat_maps({name: {(256, "depth 0%"): share.mean}}, "length", name),
+        curves([Panel(name, {name: ([1, 2], [1.0, 2.0])})], across="step"),
+    ]
+    for figure in figures:
+        assert png(figure).startswith(b"\x89PNG")
+        assert all(panel.get_facecolor()[:3] != (1, 0, 0) for panel in figure.axes)
+    for figure in (figures[0], figures[2]):
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
 
 
 def test_long_names_are_inside_the_picture() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.evaluation.memory import Memory, remembrance
+from longrnn.evaluation.memory import remembrance
+from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
 from longrnn.inference import trie
 from longrnn.models import LanguageModel
@@ -54,21 +55,25 @@ def test_the_evaluation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{k * 7919 % 1000} " for k in range(40)))
     one = small_model("one")
     asked: dict[str, Any] = {"texts": [tmp_path / "a.txt"], "positions": [8, 20]}
-    outcome = measure(Memory(**asked, stretches=2), tmp_path / "r", one)
+    outcome = measure(MemoryOptions(**asked, stretches=2), tmp_path / "r", one)
     (document,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), one.model)
-    cell = next(c for c in outcome.cells if c.metric.endswith("20") and c.at == 4)
+    cell = next(c for c in outcome.table.cells if c.metric.endswith("20") and c.at == 4)
     pieces = [document.tokens[start : start + 20] for start in (0, 20)]
     expected = sum(naive(one.model, piece, 20, 16) for piece in pieces) / 2
     assert cell.estimate is not None
     assert cell.estimate.mean == pytest.approx(expected, abs=1e-6)
     before = (tmp_path / "r/rows.jsonl").read_bytes()
-    measure(Memory(**asked, stretches=3), tmp_path / "r", one)
+    measure(MemoryOptions(**asked, stretches=3), tmp_path / "r", one)
     after = (tmp_path / "r/rows.jsonl").read_bytes()
     assert after.startswith(before)
     assert after.count(b"\n") == 6
     other, pairs = small_model("other", seed=1), small_model("pairs", tokenizer=PairTokenizer())
-    both = measure(Memory(**asked), tmp_path / "both", one, other, pairs).cells
+    both = measure(MemoryOptions(**asked), tmp_path / "both", one, other, pairs).table.cells
     compared = {cell.model for cell in both if cell.difference is not None}
     assert compared == {"other"}, "stretches of different tokens are not paired"
     with pytest.raises(UserError, match="a.txt"):
-        measure(Memory(texts=[tmp_path / "a.txt"], positions=[2**16]), tmp_path / "long", one)
+        measure(
+            MemoryOptions(texts=[tmp_path / "a.txt"], positions=[2**16]).evaluation(),
+            tmp_path / "long",
+            one,
+        )

@@ -9,7 +9,7 @@ import pytest
 
 from longrnn.data import Passkey, prompts
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import trie
@@ -34,7 +34,7 @@ def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
         else OpenCheckpoint(f"model{number}", model, ByteTokenizer())
         for number, model in enumerate(models)
     ]
-    return run(opened, [PasskeyRetrieval(**(options or GRID))], folder, quiet=True)[0]
+    return run(opened, [PasskeyOptions(**(options or GRID)).evaluation()], folder, quiet=True)[0]
 
 
 def keys(folder: Path) -> dict[tuple[Any, ...], str]:
@@ -46,7 +46,7 @@ def test_an_oracle_is_right_everywhere_and_each_row_can_be_checked(tmp_path: Pat
     oracle = Oracle()
     found = measure(tmp_path, oracle)
     assert oracle.prompts == 18
-    assert all(cell.estimate and cell.estimate.mean == 1 for cell in found.cells)
+    assert all(cell.estimate and cell.estimate.mean == 1 for cell in found.table.cells)
     assert str(cells(found)[ALL, 160, "model0"]) == "1.00 [0.70, 1.00]"
     written = rows(tmp_path)
     assert {tuple(row["item"].values()) for row in written} == {
@@ -76,11 +76,11 @@ def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
 
 def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the batch size nor pieces change an answer."""
-    whole = measure(tmp_path / "a", Oracle()).cells
-    assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole
+    whole = measure(tmp_path / "a", Oracle()).table.cells
+    assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).table.cells == whole
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
     oracle = Oracle()
-    assert measure(tmp_path / "d", oracle).cells == whole
+    assert measure(tmp_path / "d", oracle).table.cells == whole
     assert oracle.longest == 64
 
 
@@ -99,13 +99,13 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
 
 def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     """A store is resumed after a torn line, and grows by lengths, depths, prompts and models."""
-    first = measure(tmp_path, Oracle()).cells
+    first = measure(tmp_path, Oracle()).table.cells
     path = tmp_path / "rows.jsonl"
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:10]) + lines[10][:-10])
     oracle = Oracle()
-    assert measure(tmp_path, oracle).cells == first
+    assert measure(tmp_path, oracle).table.cells == first
     assert oracle.prompts == 8
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
     more = {"lengths": [160, 300, 400], "depths": [0.0, 0.25, 0.5, 1.0], "n": 4}
@@ -114,8 +114,8 @@ def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     assert (oracle.prompts, other.prompts) == (30, 48)
     assert len(rows(tmp_path)) == 96
     oracle = Oracle()
-    assert measure(tmp_path, oracle).cells == first
-    assert measure(tmp_path, oracle, **GRID | {"lengths": [160, 160], "n": 1}).found["model0"]
+    assert measure(tmp_path, oracle).table.cells == first
+    assert measure(tmp_path, oracle, **GRID | {"lengths": [160, 160], "n": 1}).results["model0"]
     assert oracle.prompts == 0
 
 
@@ -141,7 +141,7 @@ def test_depths_of_doubled_lengths_meet(tmp_path: Path) -> None:
     """Depths that are the same position have the same key at the same token."""
     outcome = measure(tmp_path, Oracle(), lengths=[2048, 4096], depths=[0.25, 0.5, 1.0], n=3)
     found, task = keys(tmp_path), Passkey(ByteTokenizer())
-    asked = {item.spec[:3]: item.spec for item, _ in outcome.found["model0"]}
+    asked = {item.spec[:3]: item.spec for item, _ in outcome.results["model0"]}
     for index in range(3):
         for length, depth, filler in ((2048, 0.5, 1024), (4096, 0.25, 1024), (4096, 1.0, None)):
             needles = asked[length, depth, index].needles

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import Perplexity
+from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import read_documents, shared_places
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
@@ -38,9 +38,9 @@ def texts(folder: Path) -> list[Path]:
     return [folder / "a.txt", folder / "b.txt"]
 
 
-def perplexity(folder: Path, **changes: Any) -> Perplexity:
+def perplexity(folder: Path, **changes: Any) -> PerplexityOptions:
     options = {"texts": texts(folder), "lengths": [64, 256, 512], "windows": 3} | changes
-    return Perplexity(**options)
+    return PerplexityOptions(**options)
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
@@ -54,8 +54,8 @@ def test_against_all_logits_at_once(
     options: dict[str, Any] = {"lengths": [50, 150], "windows": None, "batch_size": 2}
     one = OpenCheckpoint("one", model, ByteTokenizer())
     outcome = measure(perplexity(tmp_path, **options), tmp_path / "r", one)
-    assert len(outcome.found["one"]) > 2
-    for item, row in outcome.found["one"][:5]:
+    assert len(outcome.results["one"]) > 2
+    for item, row in outcome.results["one"][:5]:
         tokens = item.spec.tokens()[None]
         with torch.no_grad():
             logits = model(tokens[:, :-1]).logits.double()
@@ -85,7 +85,7 @@ def test_columns_are_bits_over_bytes(build: Any, tmp_path: Path) -> None:
     found = cells(outcome)
     for at, samples in columns.items():
         assert found[BITS, at, "one"].estimate == pytest.approx(ratio(samples), rel=1e-5)
-    assert len(outcome.found["one"]) == 6
+    assert len(outcome.results["one"]) == 6
 
 
 @pytest.mark.parametrize("other", [PairTokenizer, byte_level])
@@ -94,7 +94,7 @@ def test_models_with_different_tokenizers_score_the_same_bytes(other: Any, tmp_p
     models = [small_model("bytes"), small_model("pairs", tokenizer=other())]
     outcome = measure(perplexity(tmp_path), tmp_path / "r", *models)
     sizes: dict[str, list[Any]] = {}
-    for name, found in outcome.found.items():
+    for name, found in outcome.results.items():
         sizes[name] = [
             [int(item.spec.document.byte_ends[end]) for end in item.spec.ends.values()]
             for item, _ in found
@@ -193,15 +193,17 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_newlines(tmp_path: Path) -> None:
     """A text of newlines is one window; the losses by position partition it."""
     outcome = measure(
-        Perplexity(texts=[], newlines=True, lengths=[150]), tmp_path / "r", small_model("one")
+        PerplexityOptions(texts=[], newlines=True, lengths=[150]).evaluation(),
+        tmp_path / "r",
+        small_model("one"),
     )
-    ((item, row),) = outcome.found["one"]
+    ((item, row),) = outcome.results["one"]
     assert item.spec.edges == [0, 16, 32, 64, 128, 150]
     bits = {at: cell.estimate.mean for (name, at, _), cell in cells(outcome).items() if at != 150}
     total = 16 * bits[16] + 16 * bits[32] + 32 * bits[64] + 64 * bits[128]
     assert total * math.log(2) == pytest.approx(sum(row["nats"][:4]))
     each = math.exp(sum(row["nats"]) / 150)
-    assert outcome.notes() == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
+    assert outcome.table.notes == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
@@ -210,7 +212,11 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("🙂" * 9)
     split = one._replace(tokenizer=byte_level())
     with pytest.raises(UserError, match="--lengths"):
-        measure(Perplexity(texts=[tmp_path / "c.txt"], lengths=[1, 4]), tmp_path / "r", split)
+        measure(
+            PerplexityOptions(texts=[tmp_path / "c.txt"], lengths=[1, 4]).evaluation(),
+            tmp_path / "r",
+            split,
+        )
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:

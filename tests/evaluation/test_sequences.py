@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn.evaluation.options import SequenceOptions
 from longrnn.evaluation.run import Outcome, run
-from longrnn.evaluation.sequences import Sequences
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import proportion
 from longrnn.models import LMOutput
@@ -52,7 +52,7 @@ def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
         OpenCheckpoint(f"model{number}", model, ByteTokenizer())
         for number, model in enumerate(models)
     ]
-    evaluation = Sequences(**TASK | {"lengths": [6], "batch_size": 8} | options)
+    evaluation = SequenceOptions(**TASK | {"lengths": [6], "batch_size": 8} | options).evaluation()
     return run(opened, [evaluation], folder, quiet=True)[0]
 
 
@@ -63,7 +63,7 @@ def test_scores(tmp_path: Path) -> None:
     found = cells(outcome)
     assert found["task, token accuracy", 6, "model0"].estimate == proportion(20, 20)
     assert found["task, exact match", 6, "model0"].estimate == proportion(20, 20)
-    swapped = [row for _, row in outcome.found["model1"]]
+    swapped = [row for _, row in outcome.results["model1"]]
     shares = {(round(row["token_accuracy"], 3), row["exact_match"]) for row in swapped}
     assert {(0.667, 0.0)} <= shares <= {(1.0, 1.0), (0.667, 0.0)}
     wrong = sum(row["exact_match"] == 0 for row in swapped)
@@ -83,7 +83,7 @@ def test_conditions(tmp_path: Path) -> None:
 def test_a_length_out_of_reach(tmp_path: Path) -> None:
     """A sequence with its answer that exceeds the model's maximum length has a reason."""
     short = small_model("short", position=SHORT)
-    evaluation = Sequences(**TASK, lengths=[100, 151], n=3)
+    evaluation = SequenceOptions(**TASK, lengths=[100, 151], n=3).evaluation()
     found = cells(run([short], [evaluation], tmp_path, quiet=True)[0])
     assert found["task, exact match", 100, "short"].estimate is not None
     assert "300" in str(found["task, exact match", 151, "short"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
@@ -77,7 +77,7 @@ def test_chunks_and_batches_of_every_size_equal_the_loop(
 def measure(output: Path, model: Any, **options: Any) -> Outcome:
     grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1], **options}
     subject = OpenCheckpoint("model", model, ByteTokenizer())
-    return run([subject], [PasskeyRetrieval(**grid)], output, quiet=True)[0]
+    return run([subject], [PasskeyOptions(**grid).evaluation()], output, quiet=True)[0]
 
 
 def test_passkeys(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_passkeys(tmp_path: Path) -> None:
     for chunk in (None, 600, 4096):
         for forgets, recalled in ((300, False), (None, True)):
             output, oracle = tmp_path / f"{chunk}-{forgets}", Oracle(forgets=forgets)
-            found = measure(output, oracle, chunk_select=chunk).found["model"]
+            found = measure(output, oracle, chunk_select=chunk).results["model"]
             assert [row["correct"] for _, row in found] == [recalled] * 6

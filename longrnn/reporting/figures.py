@@ -1,12 +1,19 @@
-"""The figures of all reports: lines with their intervals, and heat maps."""
+"""The figures of evaluations: lines with their intervals, and heat maps.
+
+Notable choices:
+- Names of models and runs are text, never mathematics between dollar signs.
+- The settings are those that matplotlib ships; a `matplotlibrc` of the user or of the current
+  folder is not used.
+"""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from textwrap import fill
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +21,7 @@ from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -36,6 +44,17 @@ class Line(NamedTuple):
     values: Sequence[Estimate]
 
 
+@contextmanager
+def default_settings() -> Iterator[None]:
+    """Draw with the settings of matplotlib itself within this context."""
+    from matplotlib import rc_context, rcdefaults
+
+    with rc_context():
+        rcdefaults()
+        yield
+
+
+@default_settings()
 def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
     """Draw lines over a logarithmic axis of tokens, with their 95 % intervals.
 
@@ -51,26 +70,30 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
     panel = figure.subplots()
     # The first lines are wide, so that one under another is still seen.
     widths = np.linspace(3, 1, len(drawn))
+    handles: list[Any] = []
     for index, line in enumerate(drawn):
         means, low, high = np.array([value[:3] for value in line.values], float).T
         bars = np.array([means - low, high - means]).clip(min=0)
         bars[~np.isfinite(bars)] = math.nan  # not drawn
-        bar = panel.errorbar(line.at, means, bars, label=labels[index], elinewidth=1, capsize=3)
+        bar = panel.errorbar(line.at, means, bars, elinewidth=1, capsize=3)
         # Ten colours, then the same with other dashes.
         style = STYLES[index // 10 % len(STYLES)]
         bar.lines[0].set(marker="o", alpha=0.8, linewidth=widths[index], linestyle=style)
+        handles.append(bar)
     places = {place for line in drawn for place in line.at}
     lengths_axis(panel, max(places), measured=places)
     values = [value.mean for line in drawn for value in line.values]
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:
-        panel.set_ylim(bottom=-0.02 * panel.get_ylim()[1])
+        top = panel.get_ylim()[1] if max(values) > 0 else 1.0
+        panel.set_ylim(-0.02 * top, top)
     panel.set(xlabel=across, ylabel=up)
-    figure.legend(loc="outside lower left", fontsize=8, frameon=False)
+    add_legend(figure, handles, labels, loc="outside lower left")
     return figure
 
 
+@default_settings()
 def heat_maps(
     models: Mapping[str, Mapping[tuple[int, str], float]], across: str, meaning: str
 ) -> Figure:
@@ -123,8 +146,24 @@ def lengths_axis(panel: Axes, length: int, least: int = 1, measured: Collection[
     panel.minorticks_off()
 
 
+def add_legend(
+    figure: Figure, handles: Sequence[Artist], labels: Iterable[str], **options: Any
+) -> None:
+    """Add a legend whose labels may begin with an underscore, which matplotlib leaves out."""
+    legend = figure.legend(handles, ["label"] * len(handles), fontsize=8, frameon=False, **options)
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_text(label)
+
+
+@default_settings()
 def png(figure: Figure) -> bytes:
     """Return a figure as the bytes of a PNG file."""
+    for axes in figure.axes:
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_parse_math(False)
+    for legend in figure.legends:
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()

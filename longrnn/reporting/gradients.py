@@ -1,18 +1,20 @@
-"""Writes the report of a gradient diagnosis."""
+"""The report of a gradient diagnosis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from longrnn.diagnostics.curves import Panel, curves
-from longrnn.diagnostics.gradients import BINS, HIGHEST, LOWEST, Row
-from longrnn.evaluation.figures import png
-from longrnn.evaluation.report import Picture, write_page
 from longrnn.files import write_atomic
+from longrnn.reporting.curves import Panel, curves
+from longrnn.reporting.figures import png
+from longrnn.reporting.pages import Picture, write_page
+
+if TYPE_CHECKING:
+    from longrnn.diagnostics.gradients import Record
 
 # The columns of the table on the terminal and in the page.
 COLUMNS = {
@@ -32,8 +34,8 @@ WEIGHTS = (
 )
 
 
-def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes `gradients.jsonl`, the pictures and `report.html`.
+def write_report(about: Mapping[str, Any], rows: Sequence[Record], folder: Path) -> list[Path]:
+    """Write `gradients.jsonl`, the pictures and `report.html`.
 
     Args:
         about: models (fingerprints by name), `task` and `length`, the first line of the record.
@@ -48,9 +50,7 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) ->
     write_atomic(record, "".join(f"{line}\n" for line in lines))
     layers = {f"{row['model']}, layer {row['layer']}": row for row in rows}
     norms = {name: (range(1, len(row["norm"]) + 1), row["norm"]) for name, row in layers.items()}
-    width = (HIGHEST - LOWEST) / BINS
-    sizes = [LOWEST + width * (place + 0.5) for place in range(BINS)]
-    weights = {name: (sizes, row["histogram"]) for name, row in layers.items()}
+    weights = {name: (row["bins"], row["histogram"]) for name, row in layers.items()}
     by_distance = curves([Panel("norm of ∂loss_T/∂h_k", norms, log=True)], across="distance T − k")
     by_size = curves([Panel("number of entries", weights)], across="log₁₀ |gradient|")
     drawn = [("norms", NORMS, by_distance), ("weights", WEIGHTS, by_size)]
@@ -59,8 +59,8 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Row], folder: Path) ->
     return [*write_page("gradients.html", folder, pictures, values), record]
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Returns the rows as texts, one per column."""
+def table(rows: Sequence[Record]) -> list[list[str]]:
+    """Return the rows as texts, one per column."""
     return [[_shown(row[name]) for name in COLUMNS] for row in rows]
 
 

@@ -1,0 +1,50 @@
+"""Pages: one HTML file with all of its pictures, which are also written beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longrnn.files import write_atomic
+
+REPORT = "report.html"
+
+
+class Picture(NamedTuple):
+    """One figure: the name of its file, what it shows, and the PNG."""
+
+    name: str
+    caption: str
+    data: bytes
+
+    def uri(self) -> str:
+        """Return the picture as a data URI."""
+        return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
+
+
+def write_page(
+    template: str, folder: Path, pictures: Sequence[Picture], values: Mapping[str, Any]
+) -> list[Path]:
+    """Write `report.html` and its pictures.
+
+    Args:
+        template: name of a file in `longrnn/reporting/templates`.
+        folder: created if it does not exist.
+        pictures: shown in this order, and also written as PNG files.
+        values: variables of the template besides `pictures`.
+
+    Returns:
+        The files, the report first.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("longrnn.reporting"), autoescape=True, undefined=StrictUndefined
+    )
+    html = environment.get_template(template).render({**values, "pictures": pictures})
+    for picture in pictures:
+        write_atomic(folder / f"{picture.name}.png", picture.data)
+    write_atomic(folder / REPORT, html)
+    return [folder / REPORT, *(folder / f"{picture.name}.png" for picture in pictures)]
