@@ -8,6 +8,7 @@
 
 #include "cell_gradient.h"
 #include "delta.h"
+#include "key_decays.h"
 #include "layers.h"
 #include "limited.h"
 #include "scan_gradient.h"

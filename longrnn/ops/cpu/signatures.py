@@ -61,6 +61,8 @@ KERNELS = {
     "scan_gradient": "ScanGradient",
     "limited_scan": "Limited",
     "delta": "Scan",
+    "key_scan": "Scan",
+    "key_delta": "Scan",
     "convolution": "Convolution",
     "gated_norm": "Gate",
     "cell": "CellCall",

@@ -50,6 +50,16 @@ inline void finish_streams() {  // before other threads read what was written
 #endif
 }
 
+template <class T> inline T lane_sum(Vec<T> v) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
+  else return _mm512_reduce_add_pd((__m512d)v);
+#endif
+  for (int w = Lane<T>::W / 2; w; w /= 2)
+    for (int i = 0; i < w; i++) v[i] += v[i + w];
+  return v[0];
+}
+
 template <class T> inline long padded(long n) { return (n + Lane<T>::W - 1) / Lane<T>::W * Lane<T>::W; }
 
 template <class T> struct Buffer {  // 64-byte aligned
@@ -64,12 +74,14 @@ template <class T> struct Buffer {  // 64-byte aligned
   operator T *() { return data; }
 };
 
-inline Vec<float> exponential(Vec<float> x) {  // relative error 2e-7
-  typedef int32_t I __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(BYTES), aligned(4), may_alias));
+
+// exp(x) = (1 + rest) 2^whole, with rest = exp(x) - 1 where whole is 0, for |x| < 0.34; relative error 2e-7.
+inline Vec<float> exponential_rest(Vec<float> x, Integers &whole) {
   x = x < -87.0f ? Vec<float>{} - 87.0f : x;
   x = x > 88.0f ? Vec<float>{} + 88.0f : x;
   const Vec<float> scaled = x * 1.44269504f;
-  const I whole = __builtin_convertvector(scaled + (scaled < 0.0f ? Vec<float>{} - 0.5f : Vec<float>{} + 0.5f), I);
+  whole = __builtin_convertvector(scaled + (scaled < 0.0f ? Vec<float>{} - 0.5f : Vec<float>{} + 0.5f), Integers);
   const Vec<float> n = __builtin_convertvector(whole, Vec<float>);
   const Vec<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -77,13 +89,21 @@ inline Vec<float> exponential(Vec<float> x) {  // relative error 2e-7
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  I bits;
+  return p * (r * r) + r;
+}
+inline Vec<float> exponential_of(Vec<float> rest, Integers whole) {
+  const Vec<float> p = rest + 1.0f;
+  Integers bits;
   std::memcpy(&bits, &p, sizeof p);
   bits += whole << 23;
   Vec<float> result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
+}
+inline Vec<float> exponential(Vec<float> x) {
+  Integers whole;
+  const Vec<float> rest = exponential_rest(x, whole);
+  return exponential_of(rest, whole);
 }
 inline Vec<double> exponential(Vec<double> x) {
   for (int i = 0; i < Lane<double>::W; i++) x[i] = std::exp(x[i]);

@@ -273,5 +273,5 @@ def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     ):
         h = torch.addcmul(torch.addcmul(added_t, rest_t, h), slow_t, h)
         states.append(h)
-    y = (torch.stack(states, 1) * C[:, :, :, None]).sum(-1)
-    return y.flatten(2)[..., None], h.flatten(1, 2)[:, :, None]
+    y = torch.stack(states, 1) @ C[..., None]
+    return y.flatten(2, 3), h.flatten(1, 2)[:, :, None]
