@@ -1,4 +1,4 @@
-"""Few tokens of the gated delta rule in C++, without gradients."""
+"""The gated delta rule in C++, without gradients: few tokens, or any number with decays per key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.cpu.library import call
 from longrnn.ops.delta import definition
-from longrnn.ops.scan.cpu import readable, refusal, scan_fields
+from longrnn.ops.scan.cpu import readable, refusal, scan_by_key, scan_fields
 from longrnn.ops.scan.definition import FEW, ScanInputs
 
 __all__ = ["delta", "refusal"]
@@ -18,8 +18,11 @@ __all__ = ["delta", "refusal"]
 def delta(inputs: ScanInputs, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.delta.definition.delta`.
 
-    It computes more than FEW tokens, whose matrix products are fast in torch, and gradients.
+    It computes more than FEW tokens with decays per head, whose matrix products are fast in torch,
+    and gradients.
     """
+    if inputs.has_key_decays and not tracked((*inputs, state)):
+        return scan_by_key(inputs, state, "key_delta")
     if inputs.x.shape[1] > FEW or tracked((*inputs, state)):
         return definition.delta(inputs, state, **options)
     state = inputs.zero_state() if state is None else state

@@ -2,7 +2,7 @@
 
 Both compute in the dtype of the state, float32 or float64, and take and return tensors of any
 dtype. The backward pass keeps the inputs and one state per SEGMENT tokens, and computes everything
-else again. It cannot itself be differentiated.
+else again. It cannot itself be differentiated. With decays per key there is no backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.checks import SEGMENT, refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
-from longrnn.ops.scan.definition import FEW, ScanInputs, reversible
+from longrnn.ops.scan import definition
+from longrnn.ops.scan.definition import FEW, ScanInputs, is_entrywise, reversible
 from longrnn.ops.scan.limit import UNLIMITED, limited
 
 # Smaller limits of a norm have squares that underflow float32.
@@ -24,8 +25,6 @@ MIN_LIMIT = 1e-6
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    if inputs.log_decay.ndim == 4:
-        return "its decays differ between the keys of a head"
     return checks.refusal((*inputs, state))
 
 
@@ -36,8 +35,12 @@ def scan(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.definition.scan`."""
+    """See `longrnn.ops.scan.definition.scan`, which computes gradients with decays per key."""
     few = inputs.x.shape[1] <= FEW
+    if inputs.has_key_decays and not tracked((*inputs, state)):
+        return reversible(scan_by_key)(inputs, state, backward=backward)
+    if inputs.has_key_decays or (is_entrywise(inputs) and not few):
+        return definition.scan(inputs, state, final=final, backward=backward)
     if state is None and (few or tracked(inputs)):
         state = inputs.zero_state()
     if tracked((*inputs, state)):
@@ -69,6 +72,18 @@ def _scan(
         fields |= {name: fields[name].flip(1) for name in ("gain", "log_decay")}
     call("scan", dtype, **fields)
     return y, y if after is None else after
+
+
+def scan_by_key(
+    inputs: ScanInputs, state: Tensor | None, kernel: str = "key_scan"
+) -> tuple[Tensor, Tensor]:
+    """A recurrence with decays per key, without gradients, by `key_scan` or `key_delta`."""
+    state = inputs.zero_state() if state is None else state
+    given, before = readable(inputs, state, state.dtype)
+    y, after = given.x.new_empty(given.x.shape), state.clone(memory_format=torch.contiguous_format)
+    fields = scan_fields(given, before)
+    call(kernel, state.dtype, **fields, y=y, final_state=after, kept=None)
+    return y, after
 
 
 def readable(
@@ -168,9 +183,10 @@ class _Scan(torch.autograd.Function):
 def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.limit.limited`.
 
-    It computes calls with gradients, and those in which squares leave the range of float32.
+    It computes calls with gradients or decays per key, and those in which squares leave the range
+    of float32.
     """
-    if tracked((*inputs, state)):
+    if tracked((*inputs, state)) or inputs.has_key_decays:
         return limited(inputs, state, limit, scan)
     dtype = state.dtype
     given, before = readable(inputs, state, dtype)

@@ -145,7 +145,7 @@ def scan(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    if _is_entrywise(inputs):
+    if is_entrywise(inputs):
         return in_segments(inputs, state, _entries, _entries, ENTRY_SEGMENT)
     chunks = _key_chunks if inputs.has_key_decays else _chunks
     return in_segments(inputs, state, loop, partial(in_chunks, chunks=chunks, size=CHUNK))
@@ -250,7 +250,7 @@ def _key_chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, T
     return (scores[..., 0, :] @ u + read).transpose(2, 3).flatten(1, 2), state
 
 
-def _is_entrywise(inputs: ScanInputs) -> bool:
+def is_entrywise(inputs: ScanInputs) -> bool:
     """Whether the entries of the state are computed one by one: there is one channel per head."""
     rows, _, heads, channels = inputs.x.shape
     if inputs.has_key_decays:
