@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
@@ -15,6 +14,7 @@ from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
+from longrnn.locks import locked
 from longrnn.models.checkpoint import read_config, save_model
 
 logger = logging.getLogger(__name__)
@@ -47,34 +47,53 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     model = load_recurrent(f"{source}+{NONE}")
     while is_adapter(folder):
         folder = resolve(base_of(folder))  # which has the tokenizer
-    recorded = str(read_config(folder).get("tokenizer"))
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    with TemporaryDirectory(dir=destination.parent, prefix=".") as drafts:
-        draft = Path(drafts) / destination.name
+    draft = destination.absolute().with_name(f".{destination.absolute().name}.partial")
+    with locked(destination, instead="choose another folder"):
+        shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
         draft.mkdir()
-        copied = [name for name in COPIED if (folder / name).is_file()]
-        for name in copied:
-            shutil.copyfile(folder / name, draft / name)
-        has_tokenizer = any(name in TOKENIZER_FILES for name in copied)
-        is_bytes = recorded == "bytes" and not has_tokenizer
-        if not has_tokenizer and (folder / recorded).exists():  # outside of the folder
-            own = load_tokenizer(folder)
-            assert isinstance(own, HFTokenizer)
-            own.save(draft)
-        if config is None:
-            save_model(model, draft, tokenizer="bytes" if is_bytes else "tokenizer.json")
-        else:
-            if is_bytes:
-                byte_level().save(draft)
-            write_atomic(draft / "config.json", config)
-            LAYOUTS[to].save(model, draft)
-        write_checksums(draft)
-        os.rename(draft, destination)
+        try:
+            tokenizer = _write_tokenizer(folder, draft, bytes_too=config is not None)
+            if config is None:
+                save_model(model, draft, tokenizer=tokenizer)
+            else:
+                write_atomic(draft / "config.json", config)
+                LAYOUTS[to].save(model, draft)
+            write_checksums(draft)
+            os.rename(draft, destination)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     sync_folder(destination.parent)
     if model.trained_under is not None and to != OURS:
         logger.warning(
             f"{source} was trained under {model.trained_under}, which the layout {to} does not "
             f"record: load it as {destination}+{model.trained_under}"
         )
+
+
+def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:
+    """Writes the tokenizer of a checkpoint into a folder.
+
+    Args:
+        source: the folder of the checkpoint.
+        destination: the folder.
+        bytes_too: whether to write a `tokenizer.json` for the tokenizer of bytes.
+
+    Returns:
+        What a configuration of longrnn is to have as its tokenizer.
+    """
+    copied = [name for name in COPIED if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, destination / name)
+    recorded = str(read_config(source).get("tokenizer"))
+    if any(name in TOKENIZER_FILES for name in copied):
+        return "tokenizer.json"
+    if recorded == "bytes" and bytes_too:
+        byte_level().save(destination)
+    elif recorded != "bytes" and (source / recorded).exists():  # outside of the folder
+        tokenizer = load_tokenizer(source)
+        assert isinstance(tokenizer, HFTokenizer)
+        tokenizer.save(destination)
+    return "bytes" if recorded == "bytes" else "tokenizer.json"

@@ -83,17 +83,25 @@ class HFTokenizer:
                 "%} and {% endgeneration %} around it, or give prompt and completion"
             )
         try:
-            found: Any = self.tokenizer.apply_chat_template(
-                [dict(one) for one in messages], return_dict=True, return_assistant_tokens_mask=True
+            encoded: Any = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                return_dict=True,
+                return_assistant_tokens_mask=True,
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(f"its chat template refuses it, {one_line(error)}") from error
-        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
         with TemporaryDirectory() as draft:
-            self.tokenizer.save_pretrained(draft)
+            try:
+                self.tokenizer.save_pretrained(draft)
+            except Exception as error:  # the tokenizers library raises bare Exception
+                code = re.search(r"os error (\d+)", str(error))
+                if code is None:
+                    raise
+                raise OSError(int(code[1]), os.strerror(int(code[1])), draft) from error
             remove_checksums(folder)
             for file in sorted(Path(draft).iterdir()):
                 write_atomic(folder / file.name, file.read_bytes())
@@ -103,10 +111,10 @@ class HFTokenizer:
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # Offsets count characters.
         bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
-        ends = [bytes_up_to[stop] for _, stop in found["offset_mapping"]]
+        ends = [bytes_up_to[stop] for _, stop in encoded["offset_mapping"]]
         return [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
 
     def fingerprint(self) -> str:
@@ -184,8 +192,8 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
         if file.is_file() and not (folder / "tokenizer_config.json").is_file():
             return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
         # transformers warns of a model type that it does not know, and would read nothing else.
-        own = read_config(folder) if (folder / "config.json").is_file() else {}
-        if own.get("model_type") == "longrnn":
+        config = read_config(folder) if (folder / "config.json").is_file() else {}
+        if config.get("model_type") == "longrnn":
             options = {**options, "config": PreTrainedConfig()}
         return HFTokenizer(
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
@@ -208,10 +216,10 @@ def own_tokenizers() -> AbstractContextManager[Any]:
 
     def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
         checkpoint = split_spec(str(name))[0]
-        is_own = checkpoint in embedded() or os.path.exists(checkpoint)
-        if options.get("trust_remote_code") and is_own:
-            found = load_tokenizer(checkpoint)
-            return (found if isinstance(found, HFTokenizer) else byte_level()).tokenizer
+        is_local = checkpoint in embedded() or os.path.exists(checkpoint)
+        if options.get("trust_remote_code") and is_local:
+            tokenizer = load_tokenizer(checkpoint)
+            return (tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 
     return patch.object(AutoTokenizer, "from_pretrained", from_pretrained)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,10 +219,34 @@ def test_conversion_overwrites_nothing_and_is_atomic(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("longrnn.hf.convert.write_atomic", full)
-    with pytest.raises(OSError, match="No space left"):
-        convert(tmp_path / "native", tmp_path / "new", to="hf")
+    with monkeypatch.context() as patch:
+        patch.setattr("longrnn.hf.convert.write_atomic", full)
+        with pytest.raises(OSError, match="No space left"):
+            convert(tmp_path / "native", tmp_path / "new", to="hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "native"]
+    (tmp_path / ".new.partial").mkdir()  # of a conversion that was killed
+    (tmp_path / ".new.partial/config.json").write_text("{")
+    convert(tmp_path / "native", tmp_path / "new", to="hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "native", "new"]
+
+
+@pytest.mark.parametrize("to", ["ours", "native", "hf"])
+def test_a_limit_on_the_size_of_files_is_reported(to: str, tmp_path: Path) -> None:
+    """Whichever library writes the file that is too large."""
+    code = """
+import resource, sys
+from pathlib import Path
+from longrnn.hf.convert import convert
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+try:
+    convert("passkey-tiny", Path(sys.argv[1]), to=sys.argv[2])
+except OSError as error:
+    print(error.strerror)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "new"), to]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "File too large\n", done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 class Evil:
