@@ -90,7 +90,7 @@ def _keep(layer: Any) -> LayerCache:
     if getattr(layer, "keys", None) is not None:
         keys, values = History(layer.keys), History(layer.values)
     conv, recurrent = (
-        tuple(() if one is None else one for one in getattr(layer, name, {}).values())
+        tuple(() if state is None else state for state in getattr(layer, name, {}).values())
         for name in ("conv_states", "recurrent_states")
     )
     return LayerCache(keys, values, conv, recurrent)

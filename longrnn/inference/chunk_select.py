@@ -6,6 +6,7 @@ states of any language model.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,19 +58,21 @@ def select(
         prefix: `(t,)` token ids that precede every chunk; t = 0 is allowed.
         batch_size: how many chunks are read at once.
     """
-    chunks = [torch.cat([prefix, one]) for one in context.split(chunk)]
+    chunks = [torch.cat([prefix, part]) for part in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
-    best: tuple[float, int, LMState] | None = None
+    best = Choice(len(chunks), entropies, model.init_state(1))
+    lowest = math.inf
     for numbers, _, read in read_texts(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        found = torch.special.entr(wide.softmax(-1)).sum(-1)
-        refuse_nonfinite(found, model, queries, read)
-        entropies[numbers] = found.double().cpu()
-        least = int(found.argmin())
-        if best is None or (float(found[least]), numbers[least]) < best[:2]:
-            best = float(found[least]), numbers[least], take(read, [least])
-    assert best is not None
-    return Choice(best[1], entropies, best[2])
+        of_batch = torch.special.entr(wide.softmax(-1)).sum(-1)
+        refuse_nonfinite(of_batch, model, queries, read)
+        entropies[numbers] = of_batch.double().cpu()
+        row = int(of_batch.argmin())
+        # Of equal entropies, that of the first chunk.
+        if (float(of_batch[row]), numbers[row]) < (lowest, best.chunk):
+            lowest = float(of_batch[row])
+            best = Choice(numbers[row], entropies, take(read, [row]))
+    return best

@@ -95,7 +95,7 @@ def complete(
     contexts = [prompt[:-1] for prompt in prompts]
     for numbers, _, state in read_texts(model, contexts, batch_size, progress, keep=0):
         last = torch.tensor([[int(prompts[i][-1])] for i in numbers], device=state.position.device)
-        found = generate(
+        generated = generate(
             model,
             last,
             state,
@@ -104,7 +104,7 @@ def complete(
             top_p=top_p,
             stop=ended,
         )
-        yield from zip(numbers, map(decode, found.tokens), strict=True)
+        yield from zip(numbers, map(decode, generated.tokens), strict=True)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ of fixed-length models" of Hugging Face transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,12 +87,14 @@ def overlapping_losses(
         size = min(context, length - begin)
         part = tokens[:, begin : begin + (count - 1) * stride + size + 1]
         windows, before = part.unfold(1, size + 1, stride).flatten(0, 1), size - scored
-        _, state = prefill(
-            model, lambda a, b, own=windows: own[:, a:b], 0, before,
-            model.init_state(len(windows)), counter, keep=0,
-        )  # fmt: skip
+        initial = model.init_state(len(windows))
+        _, state = prefill(model, partial(_columns, windows), 0, before, initial, counter, keep=0)
         for start, nats in token_losses(model, windows[:, before:], state):
             counter.advance(nats.numel(), nats.numel())
             by_text = nats.view(texts, count, -1)
             for which in range(count):
                 yield begin + before + which * stride + start, by_text[:, which]
+
+
+def _columns(tokens: Tensor, start: int, stop: int) -> Tensor:
+    return tokens[:, start:stop]

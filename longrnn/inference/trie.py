@@ -45,11 +45,29 @@ class Texts(NamedTuple):
     state: LMState
 
 
-class Row(NamedTuple):
-    """The ids of text `number` after a fork, and the state there, of one row."""
+class Branch(NamedTuple):
+    """Texts that begin with the same tokens.
+
+    Attributes:
+        numbers: their numbers, in sorted order of the texts.
+        shared: how many tokens they all share, at least.
+        read: after how many tokens `state` is, at most `fork`.
+        fork: up to where they are read together.
+        state: of one row.
+    """
+
+    numbers: list[int]
+    shared: int
+    read: int
+    fork: int
+    state: LMState
+
+
+class Remainder(NamedTuple):
+    """What is unread of text `number`, its ids from a fork on, and the state there, of one row."""
 
     number: int
-    rest: np.ndarray
+    ids: np.ndarray
     state: LMState
 
 
@@ -91,7 +109,7 @@ def prefill(
         if keep and end == stop:
             logits = kept[:, -1]
     results = [logits] if keep else [leaf for _, leaf in leaves(state.layers)]
-    if stop > start and not all(bool(one.isfinite().all()) for one in results):
+    if stop > start and not all(bool(result.isfinite().all()) for result in results):
         explain_nonfinite(model, read(start, stop), before)
     return logits, state
 
@@ -120,11 +138,11 @@ def read_texts(
     for number, text in enumerate(texts):
         equal.setdefault(np.asarray(text, dtype=ID).tobytes(), []).append(number)
     distinct = sorted(equal)
-    for found in _read_distinct(model, distinct, batch_size, progress, keep):
-        forks = [(row, i) for row, n in enumerate(found.numbers) for i in equal[distinct[n]]]
+    for read in _read_distinct(model, distinct, batch_size, progress, keep):
+        forks = [(row, i) for row, n in enumerate(read.numbers) for i in equal[distinct[n]]]
         for first in range(0, len(forks), batch_size):
             rows, numbers = zip(*forks[first : first + batch_size], strict=True)
-            yield Texts(list(numbers), found.logits[list(rows)], take(found.state, rows))
+            yield Texts(list(numbers), read.logits[list(rows)], take(read.state, rows))
 
 
 def _read_distinct(
@@ -133,57 +151,57 @@ def _read_distinct(
     """Reads distinct texts in sorted order."""
     ids = [np.frombuffer(text, ID) for text in texts]
     # How many tokens each text shares with the one before it.
-    shared = [0, *(_shared(one, other) for one, other in pairwise(ids))]
-    rows: list[Row] = []
-    # Texts that share `level` tokens, their state after `start` of them, and where they are forked.
-    stack = [(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []
+    shared = [0, *(_shared(before, after) for before, after in pairwise(ids))]
+    remainders: list[Remainder] = []
+    stack = [Branch(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []
     while stack:
-        group, level, start, fork, state = stack.pop()
-        _, state = prefill(model, _reader([ids[group[0]]]), start, fork, state, progress, keep=0)
-        for run in _runs(group, shared, level):
-            further = min((shared[number] for number in run[1:]), default=0)
+        branch = stack.pop()
+        read, fork = _reader([ids[branch.numbers[0]]]), branch.fork
+        _, state = prefill(model, read, branch.read, fork, branch.state, progress, keep=0)
+        for run in _runs(branch, shared):
             if len(run) == 1:
-                rows.append(Row(run[0], ids[run[0]][fork:], state))
-            elif (further - fork) * (len(run) - 1) >= MIN_SAVED_TOKENS:
-                stack.append((run, further, fork, further, state))
-            else:
-                stack.append((run, further, fork, fork, state))
+                remainders.append(Remainder(run[0], ids[run[0]][fork:], state))
+                continue
+            further = min(shared[number] for number in run[1:])
+            is_worth_it = (further - fork) * (len(run) - 1) >= MIN_SAVED_TOKENS
+            stack.append(Branch(run, further, fork, further if is_worth_it else fork, state))
         # Rows of as many forks as a batch has rows wait for others of similar lengths.
-        if not stack or len({id(row.state) for row in rows}) >= batch_size:
-            rows.sort(key=lambda row: len(row.rest))
-            for first in range(0, len(rows), batch_size):
-                yield from _read_rows(model, rows[first : first + batch_size], progress, keep)
-            rows = []
+        if not stack or len({id(text.state) for text in remainders}) >= batch_size:
+            remainders.sort(key=lambda text: len(text.ids))
+            for first in range(0, len(remainders), batch_size):
+                batch = remainders[first : first + batch_size]
+                yield from _read_remainders(model, batch, progress, keep)
+            remainders = []
 
 
-def _shared(one: np.ndarray, other: np.ndarray) -> int:
+def _shared(text: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two texts share, leaving at least one token of each."""
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
+    size = min(len(text), len(other))
+    differs = text[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else max(0, size - 1)
 
 
-def _runs(group: list[int], shared: list[int], level: int) -> list[list[int]]:
-    """Divides a sorted group of texts into those that share more than `level` tokens."""
-    runs = [group[:1]]
-    for number in group[1:]:
-        if shared[number] > level:
+def _runs(branch: Branch, shared: list[int]) -> list[list[int]]:
+    """Divides the texts of a branch into those that share more tokens than it does."""
+    runs = [branch.numbers[:1]]
+    for number in branch.numbers[1:]:
+        if shared[number] > branch.shared:
             runs[-1].append(number)
         else:
             runs.append([number])
     return runs
 
 
-def _read_rows(
-    model: LanguageModel, rows: list[Row], progress: Progress, keep: int
+def _read_remainders(
+    model: LanguageModel, rows: list[Remainder], progress: Progress, keep: int
 ) -> Iterator[Texts]:
-    """Reads rows, the shortest first, in one batch that each row leaves at its end."""
+    """Reads texts, the shortest first, in one batch that each row leaves at its end."""
     state, position = join([row.state for row in rows]), 0
     while rows:
-        stop = len(rows[0].rest)
-        rests = _reader([row.rest for row in rows])
-        logits, state = prefill(model, rests, position, stop, state, progress, keep=keep)
-        due = sum(len(row.rest) == stop for row in rows)
+        stop = len(rows[0].ids)
+        read = _reader([row.ids for row in rows])
+        logits, state = prefill(model, read, position, stop, state, progress, keep=keep)
+        due = sum(len(row.ids) == stop for row in rows)
         ended = take(state, range(due))
         yield Texts([row.number for row in rows[:due]], logits[:due], ended)
         if due < len(rows):
