@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from longrnn.hf.load import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
-    from longrnn.mitigations import Mitigated as Mitigated
     from longrnn.mitigations import mitigation as mitigation
     from longrnn.models import LanguageModel as LanguageModel
     from longrnn.models import LMOutput as LMOutput
@@ -54,7 +53,7 @@ _HOMES = {
     "longrnn.evaluation.run": ["evaluate"],
     "longrnn.hf.load": ["load"],
     "longrnn.hf.tokenizer": ["load_tokenizer"],
-    "longrnn.mitigations": ["MITIGATIONS", "Mitigated", "mitigation"],
+    "longrnn.mitigations": ["MITIGATIONS", "mitigation"],
     "longrnn.models": ["LMOutput", "LanguageModel", "RecurrentConfig", "RecurrentLM", "generate"],
     "longrnn.positions": ["POSITIONS"],
     "longrnn.state": ["LMState"],

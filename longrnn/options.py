@@ -38,7 +38,7 @@ class Options(BaseModel):
         extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:

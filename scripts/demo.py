@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 import typer
 
-from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
+from longrnn import LanguageModel, load_tokenizer, mitigation
 from longrnn.bundled import bundled
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
@@ -71,7 +71,7 @@ def collapse(length: int, output: Path) -> None:
     calibrated = calibrate(plain, other, "state_norm", train_length=ROW, quiet=True)
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
-        models[name] = Mitigated(plain, mitigation(options))
+        models[name] = plain.under(mitigation(options))
     loss = PerplexityOptions(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length]).evaluation()
     opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
     (outcome,), (_, report, *_) = run_and_report(opened, [loss], output / "loss")
@@ -146,7 +146,7 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     )
     models = [
         OpenCheckpoint(BROKEN, broken, tokenizer),
-        OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
+        OpenCheckpoint(REPAIRED, broken.under(mitigation(found)), tokenizer),
         open_checkpoint(HOLDING),
     ]
     prompts = PasskeyOptions(lengths=asked, n=n).evaluation()
@@ -185,7 +185,7 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         "per head": str(embedded()[BOTH] / "per_head.yaml"),
     }
     models = [
-        OpenCheckpoint(name, Mitigated(plain, mitigation(repair)), tokenizer)
+        OpenCheckpoint(name, plain.under(mitigation(repair)), tokenizer)
         for name, repair in repairs.items()
     ]
     depths = [0.1, 0.3, 0.5, 0.7, 0.9]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation
 from longrnn.mitigations.bind import Bound, bind
 from longrnn.mitigations.forget_more import ForgetMore
@@ -18,7 +16,6 @@ __all__ = [
     "Bound",
     "Chain",
     "ForgetMore",
-    "Mitigated",
     "Mitigation",
     "NoMitigation",
     "PowerDecay",
@@ -30,8 +27,3 @@ __all__ = [
     "bind",
     "mitigation",
 ]
-
-
-def Mitigated(model: Any, mitigation: Any) -> Any:  # noqa: N802
-    """`model.under(mitigation)`."""
-    return model.under(mitigation)

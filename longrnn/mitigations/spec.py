@@ -131,7 +131,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         options = parse_yaml("{" + mapping + "}")
     except ValueError:
         options = None
-    if not isinstance(options, dict) or list(options) != names:
+    if not isinstance(options, dict) or list(options) != names or "kind" in names:
         raise UserError(
             f"{match[2]!r} are not valid options of {match[1]}: write option=value, each once, "
             "where a value is a number, or a list as [1, 2]"

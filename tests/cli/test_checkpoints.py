@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longrnn import Mitigated, load, mitigation
+from longrnn import load, mitigation
 from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.opened import open_checkpoint
 from longrnn.models.checkpoint import save_model
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     folder, tokens = tmp_path / "model", random_tokens(2, 30)
     save(folder)
     own: Any = build_model("mamba2", dtype=torch.float32)
-    wanted = Mitigated(own, mitigation(WINDOW))
+    wanted = own.under(mitigation(WINDOW))
     auto: Any = AutoModelForCausalLM.from_pretrained(folder)
     opened = open_checkpoint(str(folder))
     for model in (load(folder), auto.language_model, opened.model):
@@ -56,5 +56,5 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     assert load(f"{folder}+none").fingerprint() == own.fingerprint()
     assert cli("convert", folder, "again", "--to", "ours").code == 0
     assert load("again").fingerprint() == wanted.fingerprint()
-    other = Mitigated(own, mitigation("forget_more"))
+    other = own.under(mitigation("forget_more"))
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()

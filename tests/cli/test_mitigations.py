@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longrnn import Mitigated, load, mitigation
+from longrnn import load, mitigation
 from longrnn.data.prompts import FILLER
 from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused, table
@@ -36,7 +36,7 @@ def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
 
 
 def fingerprint(spec: str) -> str:
-    return Mitigated(load(CHECKPOINT), mitigation(spec)).fingerprint()
+    return load(CHECKPOINT).under(mitigation(spec)).fingerprint()
 
 
 def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
@@ -148,6 +148,9 @@ SPECS = """
     forget_more(0.9) | '0.9' are not valid options of forget_more | option=value
     forget_more(decay_scale=[) | 'decay_scale=[' are not valid options of forget_more
     forget_more(decay_scale=0.9, decay_scale=0.8) | each once
+    forget_more(decay_scale=&a [*a]) | 'decay_scale=&a [*a]' are not valid options of forget_more
+    forget_more(self=1) | 'self': it is unknown
+    forget_more(kind=3) | 'kind=3' are not valid options of forget_more
     nowhere.yaml | nowhere.yaml | longrnn calibrate
     binary.yaml | binary.yaml
     open.yaml | open.yaml

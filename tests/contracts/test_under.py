@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from longrnn import Mitigated, mitigation
+from longrnn import mitigation
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
@@ -92,7 +92,7 @@ def test_the_given_model_does_not_change(subject: Subject) -> None:
         assert_trees_equal(run(model), expected)
         assert model.fingerprint() == known
         assert not any(model.edits)
-    assert_trees_equal(run(Mitigated(plain, mitigation("none"))), expected)
+    assert_trees_equal(run(plain.under(mitigation("none"))), expected)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import yaml
 from torch import Tensor
 
 import longrnn
-from longrnn import Mitigated
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import EVERY, METHODS, Inside, calibrate
@@ -189,7 +188,7 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
         assert calibrate(model, documents, method, **LENGTHS, quiet=True) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
-        better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
+        better.append(plain - mean_loss(model.under(mitigation(member)), tokens))
         assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
     assert min(better) >= 0
     assert better == sorted(better)
@@ -207,7 +206,7 @@ def test_more_passes_per_head_are_never_worse(documents: list[Document]) -> None
         members = calibrate(model, documents, method, **LENGTHS, quiet=True)
         changed = {tuple(head) for member in members for head in member.get("heads", [])}
         assert changed <= candidates
-        found.append((members, mean_loss(Mitigated(model, mitigation(members)), tokens)))
+        found.append((members, mean_loss(model.under(mitigation(members)), tokens)))
     (uniform, first), (_, last), again = found
     assert len(uniform) == 1
     assert first <= mean_loss(model, tokens) + TOLERANCE
@@ -291,14 +290,14 @@ def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     known = Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
     assert [part.calibration for part in read.parts()] == [known] * len(members)
     tokens = windows(LENGTH)
-    ours = Mitigated(model, longrnn.mitigation(str(path)))(tokens).logits
-    assert torch.equal(ours, Mitigated(model, mitigation(members))(tokens).logits)
+    ours = model.under(longrnn.mitigation(str(path)))(tokens).logits
+    assert torch.equal(ours, model.under(mitigation(members))(tokens).logits)
     for other in (build(seed=1), build("lstm")):
         with pytest.raises(UserError, match="model"):
-            Mitigated(other, longrnn.mitigation(path))
+            other.under(longrnn.mitigation(path))
     # Nor may it come in as a part of something else.
     with pytest.raises(UserError, match="model"):
-        Mitigated(build(seed=1), mitigation(f"none+{path}"))
+        build(seed=1).under(mitigation(f"none+{path}"))
 
 
 def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
@@ -306,10 +305,10 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
     model, path = build(), tmp_path / "diagnosis.yaml"
     spec = {"kind": "forget_more", "heads": "collapsing", "diagnosis": str(path)}
     path.write_text("collapsing: [[0, 1]]\n")
-    one = Mitigated(model, mitigation(spec))
-    assert one.fingerprint() == Mitigated(model, mitigation(spec)).fingerprint()
+    one = model.under(mitigation(spec))
+    assert one.fingerprint() == model.under(mitigation(spec)).fingerprint()
     path.write_text("collapsing: [[0, 2]]\n")
-    other = Mitigated(model, mitigation(spec))
+    other = model.under(mitigation(spec))
     assert one.fingerprint() != other.fingerprint()
 
 

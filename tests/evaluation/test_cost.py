@@ -10,7 +10,7 @@ from longrnn import load
 from longrnn import state as states
 from longrnn.evaluation.options import CostOptions
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.text import ByteTokenizer
 from tests.evaluation.small_models import SHORT, cells, measure, small_model
@@ -21,7 +21,7 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
     """A length out of reach has a reason; the state is that of the model under its mitigation."""
     one = small_model("one", position=SHORT)
     assert isinstance(one.model, RecurrentLM)
-    windowed = Mitigated(one.model, mitigation("sliding_window(window=50)"))
+    windowed = one.model.under(mitigation("sliding_window(window=50)"))
     models = one, one._replace(name="windowed", model=windowed)
     evaluation = CostOptions(lengths=[64, 4096], decode=2).evaluation()
     found = cells(measure(evaluation, tmp_path / "r", *models))

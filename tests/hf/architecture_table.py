@@ -17,7 +17,6 @@ import torch
 from longrnn import load, mitigation
 from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
-from longrnn.mitigations import Mitigated
 from longrnn.ops.rows import Rows
 from longrnn.state import expand
 from tests.hf.architectures import FEW, MANY, architecture
@@ -68,7 +67,7 @@ def measure(kind: str) -> Support:
         how if pieces else "no",
         "yes" if forks else "no",
         works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
-        works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
+        works(lambda: model.under(mitigation("state_norm(threshold=1)"))(text)),
         works(lambda: observe(model, text, [20])),
         reason(model),
     )

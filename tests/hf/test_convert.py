@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longrnn import Mitigated, load, load_tokenizer, mitigation
+from longrnn import load, load_tokenizer, mitigation
 from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.hf.foreign import ForeignLM
@@ -95,7 +95,7 @@ def test_a_mamba2_of_transformers_gives_the_same_logits(
     save_file(old, tmp_path / "theirs/model.safetensors", {"format": "pt"})
     assert torch.equal(load(tmp_path / "theirs")(text).logits, ours(text).logits)
     # It is a RecurrentLM, to which mitigations apply.
-    Mitigated(ours, mitigation("sliding_window(window=8)"))(text)
+    ours.under(mitigation("sliding_window(window=8)"))(text)
 
 
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])

@@ -22,7 +22,7 @@ from longrnn.errors import UserError
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -163,7 +163,7 @@ def test_load_understands_a_mitigation() -> None:
     """`longrnn.load` and `load_tokenizer` take what the command line takes."""
     model = load(f"passkey-tiny+{SPEC}")
     assert model.mitigation is not None
-    expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
+    expected = load_recurrent("passkey-tiny").under(mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
     with pytest.raises(UserError, match=r"give passkey-tiny\+none"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from longrnn import Mitigated, mitigation
+from longrnn import mitigation
 from longrnn.cells import MIXERS
 from longrnn.inference import engine, trie
 from longrnn.inference.engine import Pair, Score, complete, score
@@ -34,7 +34,7 @@ def under_window(kind: str) -> RecurrentLM:
     if kind != "mitigated":
         return speaking(kind)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
-    return Mitigated(speaking("mamba2"), mitigation(spec))
+    return speaking("mamba2").under(mitigation(spec))
 
 
 def words(rng: random.Random, count: int) -> Ids:

@@ -12,7 +12,7 @@ from longrnn import generate
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.foreign_load import open_hugging_face
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.architectures import architecture
@@ -20,7 +20,7 @@ from tests.hf.foreign import causal
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
-    "mitigated": lambda: Mitigated(build_model("mamba2"), mitigation("forget_more")),
+    "mitigated": lambda: build_model("mamba2").under(mitigation("forget_more")),
     "llama": lambda: ForeignLM(causal("llama")),
     "hybrid": lambda: open_hugging_face(architecture("bamba")),
 }

@@ -16,7 +16,6 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.foreign_load import open_hugging_face
-from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, leaves
@@ -89,11 +88,11 @@ def test_rates_are_never_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_a_mitigation_in_the_configuration_applies(
     spec: dict[str, Any], mixer: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same logits as `Mitigated`, in calls after a split too; weights are stored once."""
+    """The logits of `under`, in calls after a split too; weights are stored once."""
     model = build_auto(mixer, auto={"mitigation": spec})
     assert not any("_mitigated" in name for name in model.state_dict())
     tokens = random_tokens(2, 17)
-    wanted = Mitigated(model.model, mitigation(spec))(tokens).logits
+    wanted = model.model.under(mitigation(spec))(tokens).logits
     torch.testing.assert_close(model(tokens).logits, wanted)
     cache = model(tokens[:, :6]).past_key_values
     torch.testing.assert_close(model(tokens[:, 6:], past_key_values=cache).logits, wanted[:, 6:])
@@ -253,7 +252,7 @@ def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> 
     model: Any = LongRNNForCausalLM.of(plain)
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
     assert model.get_input_embeddings() is plain.embedding
-    mitigated = Mitigated(plain, mitigation("sliding_window(window=3)"))
+    mitigated = plain.under(mitigation("sliding_window(window=3)"))
     wrapped = LongRNNForCausalLM.of(mitigated)
     torch.testing.assert_close(wrapped(tokens).logits, mitigated(tokens).logits)
     assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)
