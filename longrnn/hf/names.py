@@ -85,7 +85,7 @@ class CheckpointName(NamedTuple):
     def under(self, mitigation: str | None) -> CheckpointName:
         """Return the name of the same model under a further mitigation."""
         parts = [part for part in (self.mitigation, mitigation) if part is not None]
-        return self._replace(mitigation="+".join(parts) or None)
+        return self._replace(mitigation="+".join(parts) if parts else None)
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
