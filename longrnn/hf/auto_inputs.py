@@ -83,6 +83,9 @@ def rows_of(
     Raises:
         UserError: an argument of another shape or with other values, or two that disagree.
     """
+    given = (attention_mask, position_ids, *packing.values())
+    if all(argument is None for argument in given):  # also because torch.export reads no values
+        return None, None
     shape = read.shape[:2]
     borders: dict[str, Tensor] = {}
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
