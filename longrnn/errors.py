@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# As many known names are listed in an error.
+LISTED = 16
+
 
 class UserError(ValueError):
     """Bad input. The message is one sentence that contains the remedy.
@@ -31,9 +34,13 @@ class Terminated(BaseException):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause naming the known name nearest to `name`, or all of them where none is near."""
+    """A clause naming the known name nearest to `name`, or all of a few where none is near."""
     names = sorted(known)
     if not names:
         return "leave it out, as none is known here"
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    if close := get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"did you mean {close[0]!r}?"
+    if len(names) > LISTED:
+        some = get_close_matches(name, names, n=LISTED // 2, cutoff=0)
+        return f"{len(names)} are known, such as {', '.join(some)}"
+    return f"known: {', '.join(names)}"

@@ -131,5 +131,6 @@ def validated(kind: Any, value: Any, where: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
-        names = {name: name for name in getattr(kind, "__annotations__", {})}
+        fields = getattr(kind, "__annotations__", {})
+        names = {name: name for name in fields if not name.startswith("_")}
         raise explain(error, names, where) from error

@@ -31,8 +31,12 @@ REFUSED, INTERRUPTED, UNEXPECTED, CLOSED = 2, 130, 1, 141
 # Characters of another library's message; the traceback has all of it.
 LONGEST = 300
 
-# How torch words a failed allocation, which is a plain RuntimeError on a CPU.
-_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
+# How torch words a failed allocation, which is a plain RuntimeError on a CPU, and its size.
+_NO_MEMORY = re.compile(
+    "can't allocate memory|out of memory|not enough memory|(calculation|multiplication) overflow",
+    re.IGNORECASE,
+)
+_SIZE = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGTP]iB)")
 
 
 def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:
@@ -125,8 +129,10 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
     ):
+        size = _SIZE.search(str(error))
+        wanted = "" if size is None else f" for {float(size[1]):,.15g} {size[2]}"
         return (
-            f"not enough memory{detail}: use a smaller batch size, length or model, or another "
+            f"not enough memory{wanted}: use a smaller batch size, length or model, or another "
             "device",
             REFUSED,
         )

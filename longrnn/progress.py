@@ -43,10 +43,17 @@ class Progress(tqdm):
 
     def __init__(self, title: str, total: int | None, *, unit: str, quiet: bool = False) -> None:
         self.done, self.units, self.rate_unit = 0, 0, unit
-        every = TERMINAL if sys.stderr.isatty() else FILE
+        every, columns = FILE, None
+        if sys.stderr.isatty():  # one without a size would show nothing
+            every, columns = TERMINAL, os.get_terminal_size(sys.stderr.fileno()).columns or 80
         silent = quiet or is_quiet() or not is_main()
         super().__init__(
-            desc=title, total=total, disable=silent, mininterval=every, bar_format=FORMAT
+            desc=title,
+            total=total,
+            disable=silent,
+            mininterval=every,
+            ncols=columns,
+            bar_format=FORMAT,
         )
 
     def __bool__(self) -> bool:

@@ -51,12 +51,17 @@ AGAIN = "longrnn train c.yaml"
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, ["(a/b)", "space", AGAIN]),
         (OSError("Can't load the tokenizer"), 1, ["unexpected OSError (Can't load the tokenizer)"]),
         (MemoryError(), 2, ["not enough memory: use a smaller batch size"]),
-        (torch.OutOfMemoryError("CUDA out of memory."), 2, ["not enough memory (CUDA out"]),
         (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has"),
             2,
-            ["not enough memory", "smaller batch size"],
+            ["not enough memory for 20.5 GiB: use a smaller batch size"],
         ),
+        (
+            RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 2000 bytes."),
+            2,
+            ["not enough memory for 2,000 bytes: use"],
+        ),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9]"), 2, ["memory: use a"]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

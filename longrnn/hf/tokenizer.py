@@ -94,6 +94,8 @@ class HFTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
+        for key in ("is_local", "local_files_only"):  # how it was loaded on this machine
+            self.tokenizer.init_kwargs.pop(key, None)
         with TemporaryDirectory() as draft:
             try:
                 self.tokenizer.save_pretrained(draft)

@@ -22,7 +22,7 @@ from torch import Tensor
 from longrnn import processes
 from longrnn.checksums import damage, write_checksums
 from longrnn.errors import DivergedError, UserError
-from longrnn.files import new_folder, one_line, partial_path, remove, sync_folder, write_atomic
+from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import load_model
@@ -156,22 +156,43 @@ def restore(
     target, parameters = model.state_dict(), dict(model.named_parameters())
     try:
         read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
-        weights = {name: sharded_like(whole, target[name]) for name, whole in read.items()}
-        # A checkpoint of adapters has the trained weights only.
-        model.load_state_dict(weights, strict=not adapters)
-        for name, values in content["optimizer"].items():
-            like = parameters[name]
-            optimizer.state[like] = {
-                # A number of steps has no axes and belongs to every process.
-                key: sharded_like(value, like) if value.ndim else value.to(like.device)
-                for key, value in values.items()
-            }
-    except (KeyError, RuntimeError) as error:
+        misfit = _misfit(read, target, is_whole=not adapters)
+    except KeyError as error:
+        misfit = f"{error} is not trained here"
+    if misfit is not None:
         raise UserError(
-            f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
-            f"start a new run from it with init_from={folder}"
-        ) from error
+            f"{folder} does not fit the model of this run ({misfit}): leave the model as it was, "
+            f"or start a new run from it with init_from={folder}"
+        )
+    weights = {name: sharded_like(whole, target[name]) for name, whole in read.items()}
+    model.load_state_dict(weights, strict=not adapters)
+    for name, values in content["optimizer"].items():
+        like = parameters[name]
+        optimizer.state[like] = {
+            # A number of steps has no axes and belongs to every process.
+            key: sharded_like(value, like) if value.ndim else value.to(like.device)
+            for key, value in values.items()
+        }
     return content, read_tensors(folder / f"carry-{processes.rank()}.pt")
+
+
+def _misfit(
+    read: Mapping[str, Tensor], target: Mapping[str, Tensor], *, is_whole: bool
+) -> str | None:
+    """Which stored tensor does not fit a model, in words; None if all do.
+
+    Args:
+        read: of a checkpoint; one of adapters holds the trained weights only.
+        target: of the model.
+        is_whole: whether all tensors of the model are needed.
+    """
+    for name in [*read, *(target if is_whole else ())]:
+        if name not in read or name not in target:
+            return f"{name} is only {'here' if name in target else 'there'}"
+        there, here = (" × ".join(map(str, tensors[name].shape)) for tensors in (read, target))
+        if there != here:
+            return f"{name} is {there} there and {here} here"
+    return None
 
 
 def _write(path: Path, content: Any) -> None:

@@ -197,5 +197,7 @@ def test_text_needs_no_corpus_beforehand(tmp_path: Path, monkeypatch: pytest.Mon
     second = {"task": task, "max_steps": 2, "init_from": str(tmp_path / "one")}
     train(tiny("streams", tmp_path / "two", **second))
     assert load_tokenizer(tmp_path / "two").fingerprint() == trained_bpe().fingerprint()
+    places = (tmp_path / name / "tokenizer_config.json" for name in ("bpe", "one", "two"))
+    assert len({path.read_text() for path in places}) == 1
     with pytest.raises(UserError, match=naming("tokenizer", "ids")):
         train(tiny("streams", tmp_path / "three", **second, tokenizer="bytes"))
