@@ -4,6 +4,7 @@ from longrnn.cells.base import MIXERS, Cell, EditedState
 from longrnn.cells.edit import Edit, StepChange, Steps, Update, merge
 from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
+from longrnn.cells.kda import KDA
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.mamba3 import Mamba3
 from longrnn.cells.recurrent import GRU, LSTM, RNN
@@ -14,6 +15,7 @@ from longrnn.cells.torch_cell import TorchCell
 __all__ = [
     "GRU",
     "INITS",
+    "KDA",
     "LSTM",
     "MIXERS",
     "RNN",

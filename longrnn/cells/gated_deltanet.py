@@ -139,8 +139,8 @@ class GatedDeltaNet(ScanningCell):
             mixed = rows.without_padding(mixed)
         keys = groups * self.key_dim
         q, k, v = mixed.split([keys, keys, self.n_heads * self.value_dim], dim=-1)
-        q = _unit(q.unflatten(-1, (groups, -1))) * self.key_dim**-0.5
-        k = _unit(k.unflatten(-1, (groups, -1)))
+        q = unit_vectors(q.unflatten(-1, (groups, -1))) * self.key_dim**-0.5
+        k = unit_vectors(k.unflatten(-1, (groups, -1)))
         beta = b.to(dtype).sigmoid() * self.largest_beta
         decay_dt = F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
         v, A = v.unflatten(-1, (self.n_heads, -1)), -self.A_log.to(dtype).exp()
@@ -177,5 +177,5 @@ class GatedDeltaNet(ScanningCell):
         return f"n_heads={self.n_heads}, {sizes}, backend={self.backend}"
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def unit_vectors(vectors: Tensor) -> Tensor:
     return vectors * (vectors.square().sum(-1, keepdim=True) + EPS).rsqrt()

@@ -18,7 +18,7 @@ DEFINED = {
     "orthogonal": {"rnn", "gru", "lstm"},
     "identity": {"rnn"},
     "xavier": {"rnn", "gru", "lstm"},
-    "long_memory": {"gru", "lstm", "mamba2", "mamba3", "gated_deltanet"},
+    "long_memory": {"gru", "lstm", "mamba2", "mamba3", "gated_deltanet", "kda"},
 }
 WITH_INIT = [kind for kind in MIXERS if "init" in MIXERS.complete(mixer_spec(kind))]
 STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, TorchCell)]

@@ -257,6 +257,36 @@ def gated_deltanet(
     return y, GatedDeltaNetState(seen[:, 1:], h)
 
 
+def kda(
+    mixer: Any, chain: Definition, x: Tensor, state: GatedDeltaNetState
+) -> tuple[Tensor, GatedDeltaNetState]:
+    """As in Gated DeltaNet, but every key of a head has a decay, which comes before the erasing."""
+    heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
+    sizes = [groups * n, groups * n, heads * p]
+    qkv, a, g, b = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, -1)
+    seen = torch.cat([state.conv, qkv[:, None]], dim=1)
+    qkv = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
+    q, k, v = (qkv * qkv.sigmoid()).split(sizes, dim=-1)
+    group_of_head = [head // (heads // groups) for head in range(heads)]
+    q, k = (part.view(-1, groups, n)[:, group_of_head] for part in (q, k))
+    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    beta = b.sigmoid()[..., None, None]
+    scaled, A = chain.steps(beta, -mixer.A_log.exp()[:, None, None])
+    decay_dt = (1 + (a @ mixer.decay_proj.weight.T + mixer.dt_bias).exp()).log()
+    decay_dt = decay_dt.view(-1, heads, 1, n) * (scaled / beta)
+    beta = scaled.clamp(max=2)
+    keep, factor = chain.multiplied((decay_dt * A).exp(), torch.ones_like(beta))
+    assert keep is not None
+    decayed = keep * state.ssm
+    erased = decayed - beta * (decayed @ k[..., None]) * k[..., None, :]
+    add = factor * beta * v.view(-1, heads, p, 1) * k[..., None, :]
+    h = chain.redefined(erased + add, keep, add)
+    y = (h @ q[..., None])[..., 0] / n**0.5
+    y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
+    y = (y.flatten(1) * (g @ mixer.gate_proj.weight.T).sigmoid()) @ mixer.out_proj.weight.T
+    return y, GatedDeltaNetState(seen[:, 1:], h)
+
+
 def mamba3(
     mixer: Any, chain: Definition, x: Tensor, state: Mamba3State
 ) -> tuple[Tensor, Mamba3State]:
@@ -299,6 +329,7 @@ CELLS: dict[str, Any] = {
     "rnn": rnn,
     "mamba2": mamba2,
     "gated_deltanet": gated_deltanet,
+    "kda": kda,
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import GatedDeltaNet, Mamba2, ScanningCell
+from longrnn.cells import KDA, GatedDeltaNet, Mamba2, ScanningCell
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
@@ -81,7 +82,7 @@ class SharedCell(ScanningCell):
 
     def __getattr__(self, name: str) -> Any:
         if name in self.shared:
-            return getattr(self.layer, self.shared[name])
+            return attrgetter(self.shared[name])(self.layer)
         if name == "in_proj":
             return partial(self._family.project, self.layer)
         return super().__getattr__(name)
@@ -136,6 +137,28 @@ class SharedOlmoHybrid(SharedGatedDeltaNet):
     shared: ClassVar = SharedGatedDeltaNet.shared | {"norm": "o_norm", "out_proj": "o_proj"}
 
 
+class SharedKDA(SharedCell, KDA):
+    """A `KDA` cell on the weights of a layer; see `SharedCell`."""
+
+    shared: ClassVar = {
+        "A_log": "forget_gate.A_log",
+        "dt_bias": "forget_gate.dt_bias",
+        "decay_proj": "forget_gate.f_b_proj",
+        "gate_proj": "g_b_proj",
+        "conv1d": "conv1d",
+        "norm": "o_norm",
+        "out_proj": "o_proj",
+    }
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        super().__init__(theirs, family)
+        self.n_heads, self.n_key_heads = theirs.num_heads, theirs.num_heads
+        self.key_dim, self.value_dim = theirs.head_dim, theirs.head_dim
+        self.d_conv = theirs.conv_kernel_size
+        self.in_sizes = [3 * theirs.qkv_dim, theirs.head_dim, theirs.head_dim, theirs.num_heads]
+        self.norm_eps = self.norm.variance_epsilon
+
+
 def plain_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
@@ -167,12 +190,13 @@ def _joined(*names: str) -> Callable[[Any, Tensor], Tensor]:
     """The outputs of several projections side by side."""
 
     def project(theirs: Any, x: Tensor) -> Tensor:
-        return torch.cat([getattr(theirs, name)(x) for name in names], dim=-1)
+        return torch.cat([attrgetter(name)(theirs)(x) for name in names], dim=-1)
 
     return project
 
 
 _OLMO = _joined("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+_KIMI = _joined("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj")
 _QWEN3_5 = _joined("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 # By the `model_type` of a configuration.
@@ -180,6 +204,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family("FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate),
     "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", SharedMamba2),
+    "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI),
     "minimax": Family("MiniMaxLightningAttention", LightningAttention, returns_state=True),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
     "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO),
