@@ -29,6 +29,7 @@ from longrnn.ops.delta import DELTA
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
+from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
@@ -58,7 +59,7 @@ class KDA(ScanningCell):
         rank: of the projections of the decays and of the gate; null for value_dim.
         d_conv: width of the convolution.
         norm_eps: added to the mean square in the norm of the output.
-        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.operation`.
+        backend: `auto`, `torch` or `fla`; see `longrnn.ops.operation`.
         init: see `longrnn.cells.init`: `default` or `long_memory`.
     """
 
@@ -118,6 +119,11 @@ class KDA(ScanningCell):
         self.out_proj = Linear(values, d_model, bias=False)
         initialise(self, init)
 
+    @classmethod
+    def backends(cls) -> list[str]:
+        # The kernels for a CPU have one decay per head.
+        return [name for name in super().backends() if name != "cpu"]
+
     def before(
         self, x: Tensor, state: GatedDeltaNetState, rows: Rows | None
     ) -> tuple[Steps, KDARest]:
@@ -132,7 +138,9 @@ class KDA(ScanningCell):
         q = unit_vectors(q.unflatten(-1, (self.n_key_heads, -1))) * self.key_dim**-0.5
         k = unit_vectors(k.unflatten(-1, (self.n_key_heads, -1)))
         v = v.unflatten(-1, (self.n_heads, -1))
-        decay_dt = F.softplus(self.decay_proj(a).to(dtype) + self.dt_bias.to(dtype))
+        with without_autocast(a):  # which would round the decays
+            decay_dt = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
+        decay_dt = F.softplus(decay_dt + self.dt_bias.to(dtype))
         # Flat, because a Hugging Face layer has further axes of length 1.
         A = -self.A_log.to(dtype).exp().flatten()
         steps = Steps(v, b.to(dtype).sigmoid(), A, decay_dt.unflatten(-1, (self.n_heads, -1)))

@@ -21,6 +21,7 @@ def run(*arguments: Any) -> str:
 
 KINDS = {
     "falcon_h1": "mamba2",
+    "kimi_linear": "kda",
     "minimax": "LightningAttention",
     "qwen3_next": "gated_deltanet",
     "recurrent_gemma": "RGLRU",
