@@ -208,3 +208,30 @@ def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
         _, exact = by_token("scan", inputs, exact)
     found = repeated(before, after, total, torch.tensor([5, 1]))
     assert_near([found[0], found[1]], [exact[0], after[1]], 1e-10)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("sizes", [Sizes(1, 5, 2, 2, 1, 2), Sizes(1, 5, 2, 1, 1, 2)], ids=str)
+def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) -> None:
+    inputs, state = drawn(sizes, operation, per_key=True, starts=False)
+    inputs = inputs._replace(log_decay=inputs.log_decay.clamp(-2.0, -0.01))
+    tensors = [given.requires_grad_() for given in (*inputs, state)]
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return OPERATIONS[operation]("torch", ScanInputs(*tensors[:5]), tensors[5])
+
+    assert torch.autograd.gradgradcheck(run, tensors)
+    values, tangents = tuple(tensors), tuple(torch.ones_like(given) for given in tensors)
+    _, forward = torch.func.jvp(run, values, tangents)
+    _, reverse = torch.autograd.functional.jvp(run, values, tangents)
+    assert_near([*forward], [*reverse], 1e-10)
+
+
+@every_backend
+def test_chosen_heads_are_computed_as_among_all(backend: str) -> None:
+    for sizes in SIZES[2:6]:
+        inputs, state = drawn(sizes, "scan", per_key=True, starts=False)
+        y, after = SCAN(backend, inputs, state)
+        heads = torch.arange(sizes.heads - 1, -1, -2)
+        chosen = SCAN(backend, inputs.heads(heads), state[:, heads])
+        assert_near([*chosen], [y[:, :, heads], after[:, heads]], 1e-12)

@@ -171,8 +171,10 @@ def in_segments(
     with own_precision(memory):
         if time <= FEW:
             return few(inputs, memory)
-        for start in range(0, time, length):
-            y, memory = compute(inputs.slice(start, start + length), memory)
+        # The gradient of a slice would be a tensor as long as the whole call.
+        parts = zip(*(tensor.split(length, 1) for tensor in inputs), strict=True)
+        for part in parts:
+            y, memory = compute(ScanInputs(*part), memory)
             outputs.append(y)
     return torch.cat(outputs, dim=1), memory
 
@@ -263,15 +265,56 @@ def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     groups = inputs.B.shape[2]
     x, gain, log_decay, B, C = inputs.to(state.dtype)
     log_decay = log_decay if inputs.has_key_decays else log_decay[..., None]
-    slow, rest = decay_parts(log_decay.unflatten(2, (groups, -1)))  # b t g r n
+    whole, rest = decay_parts(log_decay.unflatten(2, (groups, -1)))  # b t g r n
     u = (x[..., 0] * gain).unflatten(2, (groups, -1))
     added = u[..., None] * B[:, :, :, None]
-    h = state[:, :, 0].unflatten(1, (groups, -1))
-    states = []
-    for slow_t, rest_t, added_t in zip(
-        slow.unbind(1), rest.unbind(1), added.unbind(1), strict=True
-    ):
-        h = torch.addcmul(torch.addcmul(added_t, rest_t, h), slow_t, h)
+    before = state[:, :, 0].unflatten(1, (groups, -1))
+    compute = _states if is_transformed() else _States.apply
+    states = compute(whole, rest, added, before)
+    y = states @ C[..., None]
+    return y.flatten(2, 3), states[:, -1].flatten(1, 2)[:, :, None].clone()
+
+
+def _states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
+    """h_t = whole_t h_{t−1} + (rest_t h_{t−1} + added_t) of all tokens.
+
+    Args:
+        whole: `(b, t, …)`, and so are rest and added.
+        rest: the decay is whole + rest.
+        added: to the state.
+        before: `(b, …)`, the state before the first token.
+    """
+    states, h = [], before
+    per_token = zip(whole.unbind(1), rest.unbind(1), added.unbind(1), strict=True)
+    for whole_t, rest_t, added_t in per_token:
+        h = torch.addcmul(torch.addcmul(added_t, rest_t, h), whole_t, h)
         states.append(h)
-    y = torch.stack(states, 1) @ C[..., None]
-    return y.flatten(2, 3), h.flatten(1, 2)[:, :, None]
+    return torch.stack(states, 1)
+
+
+class _States(torch.autograd.Function):
+    """`_states`, whose backward pass is itself one, from the last token to the first.
+
+    Autograd would record some operations per token, which take most of the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
+        states = _states(whole, rest, added, before)
+        ctx.save_for_backward(whole, rest, before, states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        whole, rest, before, states = ctx.saved_tensors
+        # The gradient by a state decays by the factor of the token after it.
+        later_whole, later_rest = (
+            torch.cat([torch.zeros_like(part[:, :1]), part.flip(1)[:, :-1]], 1)
+            for part in (whole, rest)
+        )
+        start = torch.zeros_like(before)
+        grad_added = _States.apply(later_whole, later_rest, grad.flip(1), start).flip(1)
+        previous = torch.cat([before[:, None], states[:, :-1]], 1)
+        grad_rest = (grad_added * previous).sum_to_size(rest.shape)
+        grad_before = whole[:, 0] * grad_added[:, 0] + rest[:, 0] * grad_added[:, 0]
+        return None, grad_rest, grad_added, grad_before
