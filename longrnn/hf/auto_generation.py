@@ -156,6 +156,11 @@ class RecurrentGeneration:
             UserError: another cache, or padding after which a row cannot be continued.
         """
         mask = model_kwargs.get("attention_mask")
+        if mask is not None and bool((mask > 1).any()):
+            raise UserError(
+                "the attention_mask counts documents, and generate continues one document per row: "
+                "give an attention_mask of 0 and 1"
+            )
         if mask is not None and not bool(mask[:, -1].all()):
             raise UserError(
                 "the attention_mask has padding on the right, and a row is continued after its "

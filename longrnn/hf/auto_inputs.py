@@ -16,7 +16,8 @@ from longrnn.state import LMState
 
 # Arguments of the loss; how documents are packed; and lengths that follow from that.
 KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "output_attentions"}
-KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k"}
+PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+KNOWN |= {*PACKING, "max_length_q", "max_length_k"}
 # Arguments of other models, and what to do instead.
 INSTEAD = {
     "cache_params": "give the cache as past_key_values",
@@ -87,28 +88,33 @@ def rows_of(
     if all(argument is None for argument in given):  # also because torch.export reads no values
         return None, None
     shape = read.shape[:2]
-    borders: dict[str, Tensor] = {}
+    packing = {name: packing[name] for name in PACKING if packing.get(name) is not None}
+    if attention_mask is None and position_ids is None and not packing:
+        return None, None
+    columns = torch.arange(shape[1], device=read.device)
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
+    borders: dict[str, Tensor] = {}  # true at the first token of a document after the first
     if attention_mask is not None:
-        counts = attention_mask.long()
-        fits = attention_mask.ndim == 2 and counts[:, -shape[1] :].shape == shape
-        if not fits or bool((counts < 0).any() | (counts != attention_mask).any()):
+        counts = attention_mask[:, -shape[1] :]
+        fits = attention_mask.ndim == 2 and counts.shape == shape
+        if not fits or bool((counts < 0).any() | (counts != counts.long()).any()):
             raise UserError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(shape)} "
                 "tokens were given: give one row per sequence and one column per token, 0 for "
                 "padding and 1 for a token, or the number of its document"
             )
+        is_token = counts > 0
         if bool((counts > 1).any()):
-            borders["attention_mask"] = _changes(counts, counts > 0)[:, -shape[1] :]
-        is_token = counts[:, -shape[1] :] > 0
-    before = _previous_token(is_token)
+            borders["attention_mask"] = _changes(attention_mask, attention_mask > 0)[:, -shape[1] :]
     starts = torch.zeros_like(is_token)
     if position_ids is not None:
         positions = _by_token("position_ids", position_ids, shape)
-        columns = torch.arange(shape[1], device=read.device) - before
+        before = _previous_token(is_token)
         step = positions - positions.gather(1, before.clamp(min=0))
         first = state.position[:, None] if is_positioned else positions
-        is_next = torch.where(before < 0, positions == first, (step == 1) | (step == columns))
+        is_next = torch.where(
+            before < 0, positions == first, (step == 1) | (step == columns - before)
+        )
         starts = is_token & (positions == 0)
         if bool((is_token & ~starts & ~(is_next & (positions > 0))).any()):
             raise UserError(
@@ -117,24 +123,27 @@ def rows_of(
                 "such positions, or leave them out"
             )
         borders["position_ids"] = starts & (before >= 0)
-    if packing.get("seq_idx") is not None:
-        numbers = _by_token("seq_idx", packing["seq_idx"], shape)
-        borders["seq_idx"] = _changes(numbers, is_token)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if packing.get(name) is not None:
-            borders[name] = _offsets(name, packing[name], shape).to(read.device)
-    names = list(borders)
-    for name in names[1:]:
-        if not torch.equal(borders[name], borders[names[0]]):
+    for name, given in packing.items():
+        numbers = given
+        if name != "seq_idx":
+            offsets = given.flatten().tolist()
+            ends = [len(read), *offsets[:1], *offsets[-1:]]
+            if offsets != sorted(offsets) or ends != [1, 0, shape[1]]:
+                raise UserError(
+                    f"{name} is {reprlib.repr(offsets)}, and {tuple(shape)} tokens were given: "
+                    "give one row, the first token of each document, and the number of tokens"
+                )
+            numbers = torch.bucketize(columns, given.flatten().to(columns), right=True)[None]
+        borders[name] = _changes(_by_token(name, numbers, shape), is_token)
+    for name, border in borders.items():
+        other = next(iter(borders))
+        if not torch.equal(border, borders[other]):
             raise UserError(
-                f"{names[0]} and {name} disagree about where documents begin: give one of them"
+                f"{other} and {name} disagree about where documents begin: give one of them"
             )
-    if names:
-        starts = starts | borders[names[0]]
+        starts = starts | border
     padded = None if bool(is_token.all()) else is_token
-    has_starts = bool(starts.any())
-    rows = None if padded is None and not has_starts else Rows(padded, starts)
-    return padded, rows
+    return padded, None if padded is None and not bool(starts.any()) else Rows(padded, starts)
 
 
 def _previous_token(is_token: Tensor) -> Tensor:
@@ -158,19 +167,6 @@ def _by_token(name: str, values: Tensor, shape: torch.Size) -> Tensor:
             "one value per token"
         )
     return values.expand(shape)
-
-
-def _offsets(name: str, offsets: Tensor, shape: torch.Size) -> Tensor:
-    """`(1, t)` bool, true where a document after the first one begins."""
-    values = offsets.flatten().tolist()
-    if shape[0] != 1 or values != sorted(values) or [*values[:1], *values[-1:]] != [0, shape[1]]:
-        raise UserError(
-            f"{name} is {reprlib.repr(values)}, and {tuple(shape)} tokens were given: give one row "
-            "of tokens, 0, the place where each further document begins, and the number of tokens"
-        )
-    border = torch.zeros(shape, dtype=torch.bool)
-    border[0, [place for place in values[1:-1] if 0 < place < shape[1]]] = True
-    return border
 
 
 def labels_without_padding(

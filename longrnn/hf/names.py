@@ -20,7 +20,6 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.models.checkpoint import DTYPES
 from longrnn.options import Tokens, validated
-from longrnn.units import parse_length
 
 # The mitigation that changes nothing.
 NONE = "none"
@@ -175,13 +174,9 @@ def training_length(checkpoint: str) -> int | None:
     return validated(dict[str, Tokens], read_recorded(folder).get("length", {}), source).get("max")
 
 
-def required_training_length(checkpoint: str, given: str | None = None) -> int:
-    """Returns the length that the user gives, such as `4k`, or else the `training_length`.
-
-    Raises:
-        UserError: `given` is not a valid length, or the length is not known.
-    """
-    length = training_length(checkpoint) if given is None else parse_length(given)
+def required_training_length(checkpoint: str) -> int:
+    """Returns the `training_length`, or raises a UserError if it is not known."""
+    length = training_length(checkpoint)
     if length is None:
         raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
     return length

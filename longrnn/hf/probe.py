@@ -29,11 +29,11 @@ class ExpertChoices(TorchFunctionMode):
         super().__init__()
         self.recorded: list[Tensor] = []
         self.piece: slice | None = None
-        self.calls = 0
+        self.remaining = iter(self.recorded)
 
     def replay(self, start: int, stop: int) -> ExpertChoices:
         """Return this mode for a call with the tokens from `start` up to `stop` of each row."""
-        self.piece, self.calls = slice(start, stop), 0
+        self.piece, self.remaining = slice(start, stop), iter(self.recorded)
         return self
 
     def __torch_function__(
@@ -42,21 +42,17 @@ class ExpertChoices(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        scores = args[0] if args else kwargs["input"]
-        if scores.shape[:-1] != result.indices.shape[:-1]:
-            return result
         if self.piece is None:
             self.recorded.append(result.indices)
             return result
-        recorded = self.recorded[self.calls] if self.calls < len(self.recorded) else result.indices
-        self.calls += 1
-        of_token = recorded.shape[1:] if len(recorded) == ROWS * TIME else recorded.shape[2:]
-        if recorded.numel() != ROWS * TIME * of_token.numel():
+        whole = next(self.remaining, result.indices)
+        scores = args[0] if args else kwargs["input"]
+        if whole.numel() % (ROWS * TIME) or scores.shape[:-1] != result.indices.shape[:-1]:
             return result  # not a choice for each token
-        by_row = recorded.view(ROWS, TIME, *of_token)[:, self.piece]
-        if by_row.numel() != result.indices.numel():
+        indices = whole.reshape(ROWS, TIME, -1)[:, self.piece]
+        if indices.numel() != result.indices.numel():
             return result
-        indices = by_row.reshape(result.indices.shape)
+        indices = indices.reshape(result.indices.shape)
         return torch.return_types.topk((scores.gather(-1, indices), indices))  # pyright: ignore
 
 

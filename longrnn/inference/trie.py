@@ -31,7 +31,7 @@ MIN_SAVED_TOKENS = 256
 ID = np.dtype(np.int32)
 
 
-class Texts(NamedTuple):
+class ReadTexts(NamedTuple):
     """Texts of which all tokens have been read.
 
     Attributes:
@@ -121,7 +121,7 @@ def read_texts(
     progress: Progress,
     *,
     keep: int = 1,
-) -> Iterator[Texts]:
+) -> Iterator[ReadTexts]:
     """Reads texts from the initial state, of which equal ones are read once and forked.
 
     Args:
@@ -142,12 +142,12 @@ def read_texts(
         forks = [(row, i) for row, n in enumerate(read.numbers) for i in equal[distinct[n]]]
         for first in range(0, len(forks), batch_size):
             rows, numbers = zip(*forks[first : first + batch_size], strict=True)
-            yield Texts(list(numbers), read.logits[list(rows)], take(read.state, rows))
+            yield ReadTexts(list(numbers), read.logits[list(rows)], take(read.state, rows))
 
 
 def _read_distinct(
     model: LanguageModel, texts: Sequence[bytes], batch_size: int, progress: Progress, keep: int
-) -> Iterator[Texts]:
+) -> Iterator[ReadTexts]:
     """Reads distinct texts in sorted order."""
     ids = [np.frombuffer(text, ID) for text in texts]
     # How many tokens each text shares with the one before it.
@@ -194,7 +194,7 @@ def _runs(branch: Branch, shared: list[int]) -> list[list[int]]:
 
 def _read_remainders(
     model: LanguageModel, rows: list[Remainder], progress: Progress, keep: int
-) -> Iterator[Texts]:
+) -> Iterator[ReadTexts]:
     """Reads texts, the shortest first, in one batch that each row leaves at its end."""
     state, position = join([row.state for row in rows]), 0
     while rows:
@@ -203,7 +203,7 @@ def _read_remainders(
         logits, state = prefill(model, read, position, stop, state, progress, keep=keep)
         due = sum(len(row.ids) == stop for row in rows)
         ended = take(state, range(due))
-        yield Texts([row.number for row in rows[:due]], logits[:due], ended)
+        yield ReadTexts([row.number for row in rows[:due]], logits[:due], ended)
         if due < len(rows):
             state = take(state, range(due, len(rows)))
         rows, position = rows[due:], stop

@@ -181,6 +181,7 @@ POSITIONS_OF_ONE = {"position_ids": torch.tensor([[0, 1, 2]])}
         ({"cu_seq_lens_q": torch.tensor([0, 2])}, "cu_seq_lens_q"),
         ({"cu_seq_lens_k": torch.tensor([0, 2, 1, 3])}, "cu_seq_lens_k"),
         ({"seq_idx": torch.tensor([[0, 1]])}, "seq_idx"),
+        ({"input_ids": random_tokens(2, 2), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "one row"),
         ({"seq_idx": torch.tensor([[0, 0, 1]]), **POSITIONS_OF_ONE}, "disagree"),
         ({"attention_mask": torch.tensor([[1, 2, 2]]), **POSITIONS_OF_ONE}, "disagree"),
         ({"cache_params": None}, "past_key_values"),
