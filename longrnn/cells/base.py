@@ -27,6 +27,14 @@ class EditedState(NamedTuple):
     recent: PyTree
 
 
+class KnownLike(NamedTuple):
+    """What `Cell.like` returned: the plain state, the edit, and the state with its window."""
+
+    plain: PyTree
+    edit: Edit
+    edited: EditedState
+
+
 class Cell(nn.Module, ABC):
     """A recurrent cell over a whole sequence.
 
@@ -58,8 +66,8 @@ class Cell(nn.Module, ABC):
     gated = True
     diagonal = True
     recurrence: nn.Module
-    # What `like` found for a state and an edit, because it is needed per token.
-    _known_like: tuple[PyTree, Edit, PyTree] | None = None
+    # The last result of `like`, because it is needed per token.
+    _known_like: KnownLike | None = None
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -145,14 +153,15 @@ class Cell(nn.Module, ABC):
 
     def like(self, edit: Edit | None) -> PyTree:
         """A state of one row without batch axis, for comparisons of structure, sizes and dtypes."""
-        own = self.state_like()
+        plain = self.state_like()
         if edit is None or edit.window is None:
-            return own
+            return plain
         known = self._known_like
-        if known is None or known[0] is not own or known[1] is not edit:
+        if known is None or known.plain is not plain or known.edit is not edit:
             recent = tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit))
-            self._known_like = known = own, edit, EditedState(own, recent)
-        return known[2]
+            known = KnownLike(plain, edit, EditedState(plain, recent))
+            self._known_like = known
+        return known.edited
 
     def init_time_scales(self, scales: Tensor) -> bool:
         """Initialises the gate that decides how long a new cell remembers, if it has one.

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import Memory, Recurrence, ScanningCell, check_sizes, divided
+from longrnn.cells.recurrence import Memory, Recurrence
+from longrnn.cells.scanning import ScanningCell, check_sizes, divided
 from longrnn.errors import UserError
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -221,10 +222,12 @@ class Mamba3(ScanningCell):
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
         return self.out_proj(y), rest.state._replace(ssm=memory)
 
-    def _by_head(self, one: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
+    def _by_head(self, vectors: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
         """Norm and bias of B or C, `(b, t, h, n)`."""
-        normed = rms_norm(one.unflatten(-1, (self.n_groups, -1)), own_weight(norm), self.norm_eps)
-        return normed.repeat_interleave(self.n_heads // self.n_groups, 2) + bias.to(one)
+        normed = rms_norm(
+            vectors.unflatten(-1, (self.n_groups, -1)), own_weight(norm), self.norm_eps
+        )
+        return normed.repeat_interleave(self.n_heads // self.n_groups, 2) + bias.to(vectors)
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
@@ -271,7 +274,7 @@ def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:
 
 def _rotated(vectors: Tensor, angle: Tensor) -> Tensor:
     """`(b, t, h, n)` with the first pairs of entries rotated by `(b, t, h, a)`."""
-    cos, sin = (one.to(vectors) for one in (angle.cos(), angle.sin()))
+    cos, sin = angle.cos().to(vectors), angle.sin().to(vectors)
     even, odd = vectors[..., : 2 * angle.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
     return torch.cat([rotated, vectors[..., 2 * angle.shape[-1] :]], -1)

@@ -4,94 +4,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import isfinite
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.recurrence import Memory, Recurrence, head_index
 from longrnn.errors import UserError, nearest
 from longrnn.ops.operation import Implementation, Operation
+from longrnn.ops.recent import Recent
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import Recent, no_tokens, state_of, windowed
+from longrnn.ops.window import no_tokens, state_of
 from longrnn.state import PyTree, reset
 
 # The stages of an edit that `ScanningCell.run` computes.
 STAGES = frozenset({"steps", "keep", "add", "limit", "window", "heads"})
 NO_EDIT = Edit()
-
-
-class Memory(NamedTuple):
-    """What recurs.
-
-    Attributes:
-        state: `(b, h, p, n)`. The entries of windowed heads are neither read nor changed.
-        recent: the last inputs of the windowed heads; None without a window.
-    """
-
-    state: Tensor
-    recent: Recent | None
-
-
-class Recurrence(nn.Module):
-    """Stage 3: the recurrence, with a limit of norms or a window. It has no weights."""
-
-    def forward(
-        self,
-        inputs: Any,
-        memory: Memory,
-        edit: Edit,
-        operation: Operation,
-        backend: str,
-        rows: Rows | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """Runs the recurrence.
-
-        Args:
-            inputs: `ScanInputs` after stage 2.
-            memory: before the first token.
-            edit: `limit`, `window` and `heads` are read.
-            operation: the plain recurrence.
-            backend: see `Operation.choose`.
-            rows: where documents and padding begin.
-
-        Returns:
-            y `(b, t, h, p)`, and the memory after the last token.
-        """
-        state, recent = memory
-        if edit.window is None or recent is None:
-            y, state = _plain(inputs, state, edit.limit, operation, backend)
-            return y, Memory(state, recent)
-        if edit.heads is None:
-            y, recent = windowed(inputs, recent, edit.window, operation.bound(backend), rows)
-            return y, Memory(state, recent)
-        inside, outside = _index(edit.heads, state), _index(~edit.heads, state)
-        y_inside, recent = windowed(
-            inputs.heads(inside), recent, edit.window, operation.bound(backend), rows
-        )
-        limit = None if edit.limit is None else edit.limit[..., outside]
-        others = state.index_select(1, outside)
-        y_outside, others = _plain(inputs.heads(outside), others, limit, operation, backend)
-        order = torch.cat([inside, outside]).argsort()
-        y = torch.cat([y_inside, y_outside], 2).index_select(2, order)
-        return y, Memory(state.index_copy(1, outside, others), recent)
-
-
-def _index(heads: Tensor, like: Tensor) -> Tensor:
-    """The numbers of the chosen heads, on the device of `like`."""
-    return heads.nonzero()[:, 0].to(like.device)
-
-
-def _plain(
-    inputs: ScanInputs, state: Tensor, limit: Tensor | None, operation: Operation, backend: str
-) -> tuple[Tensor, Tensor]:
-    if limit is None:
-        return operation(backend, inputs, state)
-    assert operation.limited is not None
-    return operation.limited(backend, inputs, state, limit)
 
 
 class ScanningCell(Cell):
@@ -261,13 +193,13 @@ class ScanningCell(Cell):
         of_windows = state_of(state.recent, self._windowed(edit))
         if edit.heads is None:
             return of_windows
-        inside = _index(edit.heads, of_windows)
+        inside = head_index(edit.heads, of_windows)
         return self.own_memory(state.state).index_copy(1, inside, of_windows)
 
     def _windowed(self, edit: Edit) -> ScanInputs:
         """`inputs_like` of the windowed heads."""
         like = self.inputs_like()
-        return like if edit.heads is None else like.heads(_index(edit.heads, like.x))
+        return like if edit.heads is None else like.heads(head_index(edit.heads, like.x))
 
     def extra_repr(self) -> str:
         return f"n_heads={self.n_heads}, backend={self.backend}"

@@ -29,7 +29,8 @@ def doctor() -> None:
 
     from longrnn.cells.self_test import CELLS, backends
 
-    for name, value in {**{one: _version(one) for one in PACKAGES}, **_machine()}.items():
+    versions = {package: _version(package) for package in PACKAGES}
+    for name, value in (versions | _machine()).items():
         typer.echo(f"{name:<14}{value}")
     typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
     failed = []
@@ -58,8 +59,8 @@ def _version(name: str) -> str:
 def _machine() -> dict[str, str]:
     import torch
 
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    gpus = [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, sm_{g.major}{g.minor}" for g in found]
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, sm_{g.major}{g.minor}" for g in devices]
     return {
         "processor": f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores",
         "threads": f"{torch.get_num_threads()} of torch (OMP_NUM_THREADS)",

@@ -109,9 +109,9 @@ def token_cross_entropy(
     with without_autocast(hidden):
         logits_of = _logits_in(wide, head.to(dtype))
         for x, target in pairs:
-            found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None)
-            losses.append(found.losses.masked_fill(target < 0, 0))
-            predictions.append(found.predictions)
+            result = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None)
+            losses.append(result.losses.masked_fill(target < 0, 0))
+            predictions.append(result.predictions)
     return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
 
 
@@ -164,11 +164,11 @@ def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _RowL
     probabilities = logits.softmax(-1)
     # −log of the largest probability, which is never small, and the distance to it.
     losses = (largest - target_logits) - probabilities.gather(1, most_likely).log()
-    found = losses[:, 0], most_likely[:, 0]
+    loss, prediction = losses[:, 0], most_likely[:, 0]
     if dtype is None:
-        return _RowLosses(*found, None)
+        return _RowLosses(loss, prediction, None)
     probabilities.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
-    return _RowLosses(*found, probabilities.to(dtype))
+    return _RowLosses(loss, prediction, probabilities.to(dtype))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -202,10 +202,10 @@ class _HeadLoss(torch.autograd.Function):
                 x, weight = hidden[part].to(dtype), relative[part, None]
                 broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
                 x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
-                found = _losses(logits_of(x), targets[part].clamp(min=0), trained)
-                predictions[part] = found.predictions
-                loss += (found.losses * weight[:, 0]).sum()
-                gradient = found.gradient
+                result = _losses(logits_of(x), targets[part].clamp(min=0), trained)
+                predictions[part] = result.predictions
+                loss += (result.losses * weight[:, 0]).sum()
+                gradient = result.gradient
                 if gradient is None:
                     continue
                 if grad_hidden is not None:

@@ -17,9 +17,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     torch's own would keep the normed tensor beside the input.
     """
     if torch.is_grad_enabled() and not is_transformed():
-        found = checkpoint(_rms_norm, x, weight, eps, use_reentrant=False, preserve_rng_state=False)
-        assert found is not None
-        return found
+        normed = checkpoint(
+            _rms_norm, x, weight, eps, use_reentrant=False, preserve_rng_state=False
+        )
+        assert normed is not None
+        return normed
     return _rms_norm(x, weight, eps)
 
 

@@ -128,12 +128,13 @@ class Rows:
         if self._is_token is None:
             return hidden
         index = self._is_token.cumsum(1) - 1 - self.first_kept(keep)
-        index, is_token = (one[:, self.shape[1] - keep :] for one in (index, self._is_token))
+        index = index[:, self.shape[1] - keep :]
+        is_token = self._is_token[:, self.shape[1] - keep :]
         index = index.clamp(0, max(0, hidden.shape[1] - 1))[..., None]
         if not hidden.shape[1]:
             return hidden.new_zeros(len(hidden), keep, hidden.shape[2])
-        found = hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
-        return torch.where(is_token[..., None], found, 0)
+        restored = hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+        return torch.where(is_token[..., None], restored, 0)
 
     @cached_property
     def is_padding(self) -> Tensor:
@@ -186,11 +187,9 @@ class Rows:
         # A row without tokens keeps its values, though a document begins at none of its tokens.
         since = self.since_start.gather(1, (self.count - 1).clamp(min=0)[:, None])
         missing = (index < 0) | (count - 1 - place > since)
-        index, missing = (
-            one.view(len(values), count, *[1] * (values.ndim - 2))
-            for one in (index.clamp(min=0), missing)
-        )
-        return torch.where(missing, 0, values.gather(1, index.expand(-1, -1, *values.shape[2:])))
+        shape = (len(values), count, *[1] * (values.ndim - 2))
+        index = index.clamp(min=0).view(shape).expand(-1, -1, *values.shape[2:])
+        return torch.where(missing.view(shape), 0, values.gather(1, index))
 
 
 def run_documents(

@@ -19,16 +19,15 @@ short calls are written behind the inputs before them, into memory that no other
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from threading import Lock
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from longrnn.ops.precision import own_precision
+from longrnn.ops.recent import Recent, extended
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.decays import key_decays
 from longrnn.ops.scan.definition import NEVER, ScanInputs
@@ -43,67 +42,6 @@ AT_ONCE = 1024
 Scan = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-class Recent(NamedTuple):
-    """Inputs of the last tokens, at most w, flat by head or group; the newest is the last.
-
-    Attributes:
-        x: `(b, l, h p)`.
-        gain: `(b, l, h)`.
-        log_decay: `(b, l, h)`, or per key `(b, l, h n)`.
-        B: `(b, l, g n)`.
-    """
-
-    x: History
-    gain: History
-    log_decay: History
-    B: History
-
-
-@dataclass
-class _Room:
-    """Memory of a `Recent`, `(b, tokens, …)` each, of which the first `used` tokens are written."""
-
-    parts: list[Tensor]
-    used: int
-
-
-# The memory that `Recent.x` is a part of, and whose end it may reach.
-_ROOMS = WeakTensorKeyDictionary()
-_CLAIMING = Lock()
-
-
-def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
-    """Remembers `count` more tokens, of which the inputs are to be written.
-
-    What a state holds is never written again: the tokens are behind the end of every state that
-    shares the memory. If another call has continued this state, its tokens are copied.
-
-    Returns:
-        The tokens of `recent` and the new ones, and the last w of them, all parts of one memory.
-    """
-    before = [one.entries for one in recent]
-    known = before[0].shape[1]
-    with _CLAIMING:
-        room: _Room | None = _ROOMS.get(before[0])
-        start = 0 if room is None else int(before[0].storage_offset()) // before[0].shape[2]
-        stop = start + known + count
-        if room is None or room.used != start + known or stop > room.parts[0].shape[1]:
-            start, stop = 0, known + count
-            room = _Room([_copied(one, stop + max(16, known // 4)) for one in before], stop)
-        room.used = stop
-    first = max(start, stop - w)
-    after = Recent(*(History(one[:, first:stop]) for one in room.parts))
-    _ROOMS[after.x.entries] = room
-    return [one[:, start:stop] for one in room.parts], after
-
-
-def _copied(one: Tensor, capacity: int) -> Tensor:
-    with torch.inference_mode(False):  # a later call may write to it outside of this mode
-        copied = torch.empty(len(one), capacity, one.shape[2], dtype=one.dtype, device=one.device)
-    copied.data[:, : one.shape[1]] = one
-    return copied
-
-
 class _Inputs(NamedTuple):
     """`Recent` by head: x `(b, l, h, p)`, gain `(b, l, h)`, log_decay `(b, l, h)` or, per key,
     `(b, l, h, n)`, B `(b, l, g, n)`."""
@@ -113,15 +51,31 @@ class _Inputs(NamedTuple):
     log_decay: Tensor
     B: Tensor
 
+    @classmethod
+    def of(cls, inputs: ScanInputs) -> _Inputs:
+        """Those of the recurrence, without C."""
+        return cls(inputs.x, inputs.gain, inputs.log_decay, inputs.B)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> _Inputs:
+        """The same change of all tensors."""
+        return _Inputs(change(self.x), change(self.gain), change(self.log_decay), change(self.B))
+
     def slice(self, start: int, stop: int) -> _Inputs:
-        return _Inputs(*(one[:, start:stop] for one in self))
+        return self.each(lambda tensor: tensor[:, start:stop])
+
+    def read_by(self, C: Tensor) -> ScanInputs:
+        """The inputs of the recurrence."""
+        return ScanInputs(self.x, self.gain, self.log_decay, self.B, C)
+
+    def flat(self) -> Recent:
+        """As they are remembered."""
+        x, gain, log_decay, B = (History(tensor.flatten(2)) for tensor in self)
+        return Recent(x, gain, log_decay, B)
 
 
 def no_tokens(like: ScanInputs, rows: int) -> Recent:
     """What is remembered before the first token; `like` gives sizes, dtypes and device."""
-    widths = (one.shape[2:].numel() for one in like[:4])
-    pairs = zip(like[:4], widths, strict=True)
-    return Recent(*(History(one.new_zeros(rows, 0, width)) for one, width in pairs))
+    return _Inputs.of(like).each(lambda tensor: tensor.new_zeros(rows, 0, *tensor.shape[2:])).flat()
 
 
 def windowed(
@@ -140,8 +94,10 @@ def windowed(
         y `(b, t, h, p)` in the dtype of the decays, and the inputs of the last w tokens.
     """
     # Under autocast inputs may be narrower than what is remembered, whose dtype stays.
-    pairs = zip(inputs, (*recent, recent.B), strict=True)
-    inputs = ScanInputs(*(one.to(old.entries.dtype) for one, old in pairs))
+    x, gain, log_decay, B = (
+        new.to(old.entries.dtype) for new, old in zip(_Inputs.of(inputs), recent, strict=True)
+    )
+    inputs = ScanInputs(x, gain, log_decay, B, inputs.C.to(B.dtype))
     with own_precision(inputs.gain):
         return _windowed(inputs, recent, w, scan, rows)
 
@@ -149,14 +105,14 @@ def windowed(
 def _windowed(
     inputs: ScanInputs, recent: Recent, w: int, scan: Scan, rows: Rows | None
 ) -> tuple[Tensor, Recent]:
-    time, given = inputs.x.shape[1], _Inputs(*inputs[:4])
-    tensors = (*given, *(one.entries for one in recent))
-    tracked = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    time, given = inputs.x.shape[1], _Inputs.of(inputs)
+    tensors = [*given, *(history.entries for history in recent)]
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if time <= FEW and rows is None and not tracked and not is_transformed():
         whole, after = extended(recent, time, w)
-        for one, new in zip(whole, given, strict=True):
+        for remembered, new in zip(whole, given, strict=True):
             # `data`, because a graph may hold the tokens before these.
-            one.data[:, -time:] = new.flatten(2)
+            remembered.data[:, -time:] = new.flatten(2)
         both = after if time == 1 else Recent(*map(History, whole))
         return _attention(_by_head(both, given), inputs.C, w), after
     before = _by_head(recent, given)
@@ -164,26 +120,24 @@ def _windowed(
     before = before.slice(max(0, before.x.shape[1] - w), before.x.shape[1])
     known = before.x.shape[1]
     last = _last(before, given, w, rows)
-    after = Recent(*(History(one.flatten(2)) for one in last))
+    after = last.flat()
     if time <= FEW:
         return _attention(_joined(before, given), inputs.C, w), after
-    before, given = (
-        one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given)
-    )
+    before = before._replace(log_decay=before.log_decay.clamp(min=NEVER))
+    given = given._replace(log_decay=given.log_decay.clamp(min=NEVER))
     if known + time <= w:  # nothing leaves the window
-        return scan(ScanInputs(*given, inputs.C), _sum(_decayed_to_end(before)), final=False)[
-            0
-        ], after
+        start = _sum(_decayed_to_end(before))
+        return scan(given.read_by(inputs.C), start, final=False)[0], after
     if known < w:
-        before = _Inputs(*(_front(one, w - known) for one in before))
+        before = before.each(partial(_front, count=w - known))
     outputs, start = [], 0
     while start < time:  # some whole blocks at once, or the last tokens
         count = max(1, min(AT_ONCE // w, (time - start) // w))
         new = given.slice(start, start + count * w)
         old = before if count == 1 else _joined(before, new.slice(0, (count - 1) * w))
-        old = _Inputs(*(_cut(one, count) for one in old))
-        blocks = ScanInputs(*new, inputs.C[:, start : start + count * w])
-        y = _block(old, ScanInputs(*(_cut(one, count) for one in blocks)), scan)
+        cut = partial(_cut, count=count)
+        C = cut(inputs.C[:, start : start + count * w])
+        y = _block(old.each(cut), new.each(cut).read_by(C), scan)
         outputs.append(y.unflatten(0, (-1, count)).flatten(1, 2))
         before, start = new.slice((count - 1) * w, count * w), start + count * w
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], after
@@ -196,32 +150,38 @@ def _last(before: _Inputs, given: _Inputs, w: int, rows: Rows | None) -> _Inputs
         before = before.slice(max(0, known + min(time, w) - w), known)
         return _joined(before, given.slice(max(0, time - w), time))
     both = _joined(before, given)
-    return _Inputs(*(rows.last(one, min(w, one.shape[1])) for one in both))
+    return both.each(lambda tensor: rows.last(tensor, min(w, tensor.shape[1])))
 
 
 def _joined(before: _Inputs, given: _Inputs) -> _Inputs:
-    return _Inputs(*(torch.cat(pair, dim=1) for pair in zip(before, given, strict=True)))
+    x, gain, log_decay, B = (
+        torch.cat([old, new], dim=1) for old, new in zip(before, given, strict=True)
+    )
+    return _Inputs(x, gain, log_decay, B)
 
 
-def _cut(one: Tensor, count: int) -> Tensor:
+def _cut(tokens: Tensor, count: int) -> Tensor:
     """`count` blocks of tokens as rows of a batch: `(b count, w, …)` from `(b, count w, …)`."""
-    return one.unflatten(1, (count, -1)).flatten(0, 1)
+    return tokens.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def state_of(recent: Recent, like: ScanInputs) -> Tensor:
     """The state after the last token of `recent`, `(b, h, p, n)`; `like` gives the sizes."""
     with own_precision(like.gain):
-        return _sum(_decayed_to_end(_by_head(recent, _Inputs(*like[:4]))))
+        return _sum(_decayed_to_end(_by_head(recent, _Inputs.of(like))))
 
 
 def _by_head(recent: Recent, like: _Inputs) -> _Inputs:
-    pairs = zip(recent, like, strict=True)
-    return _Inputs(*(one.entries.unflatten(-1, like.shape[2:]) for one, like in pairs))
+    x, gain, log_decay, B = (
+        history.entries.unflatten(-1, tensor.shape[2:])
+        for history, tensor in zip(recent, like, strict=True)
+    )
+    return _Inputs(x, gain, log_decay, B)
 
 
-def _front(one: Tensor, count: int) -> Tensor:
-    """`one` `(b, l, …)` with `count` zeros in front of its tokens."""
-    return F.pad(one, (0, 0) * (one.ndim - 2) + (count, 0)) if count else one
+def _front(tokens: Tensor, count: int) -> Tensor:
+    """Tokens `(b, l, …)` with `count` zeros in front."""
+    return F.pad(tokens, (0, 0) * (tokens.ndim - 2) + (count, 0)) if count else tokens
 
 
 def _decayed_to_end(inputs: _Inputs) -> _Inputs:

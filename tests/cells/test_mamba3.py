@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.mamba3 import Mamba3, Trapezoid, TrapezoidInputs
-from longrnn.cells.scanning import Memory
+from longrnn.cells.recurrence import Memory
 from longrnn.ops.scan import SCAN
 from tests.contracts.builders import assert_near, generator, random_tree
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from longrnn.ops.cpu.checks import MIXED, SEGMENT, refusal, tracked
 from longrnn.ops.cpu.library import SUFFIXES, call, pack
 from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
-from longrnn.ops.window import Recent, extended
+from longrnn.ops.recent import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
 # less time in torch than the call.

@@ -77,7 +77,8 @@ class ScanInputs(NamedTuple):
         Args:
             index: `(k,)` int64.
         """
-        x, gain, log_decay = (tensor.index_select(2, index) for tensor in self[:3])
+        x, gain = self.x.index_select(2, index), self.gain.index_select(2, index)
+        log_decay = self.log_decay.index_select(2, index)
         B, C = self.B, self.C
         if B.shape[2] > 1:
             group = index // (self.x.shape[2] // B.shape[2])
@@ -123,7 +124,7 @@ def reversible(scan: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
     ) -> tuple[Tensor, Tensor]:
         if not backward:
             return scan(inputs, state, **others)
-        y, after = scan(ScanInputs(*(one.flip(1) for one in inputs)), state, **others)
+        y, after = scan(ScanInputs(*(tensor.flip(1) for tensor in inputs)), state, **others)
         return y.flip(1), after
 
     return directed

@@ -1,0 +1,76 @@
+"""The inputs of the last tokens, which a state with a window remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from longrnn.state import History
+
+
+class Recent(NamedTuple):
+    """Inputs of the last tokens, at most w, flat by head or group; the newest is the last.
+
+    Attributes:
+        x: `(b, l, h p)`.
+        gain: `(b, l, h)`.
+        log_decay: `(b, l, h)`, or per key `(b, l, h n)`.
+        B: `(b, l, g n)`.
+    """
+
+    x: History
+    gain: History
+    log_decay: History
+    B: History
+
+
+@dataclass
+class _Room:
+    """Memory of a `Recent`, `(b, tokens, …)` each, of which the first `used` tokens are written."""
+
+    parts: list[Tensor]
+    used: int
+
+
+# The memory that `Recent.x` is a part of, and whose end it may reach.
+_ROOMS = WeakTensorKeyDictionary()
+_CLAIMING = Lock()
+
+
+def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
+    """Remembers `count` more tokens, of which the inputs are to be written.
+
+    What a state holds is never written again: the tokens are behind the end of every state that
+    shares the memory. If another call has continued this state, its tokens are copied.
+
+    Returns:
+        The tokens of `recent` and the new ones, and the last w of them, all parts of one memory.
+    """
+    before = [history.entries for history in recent]
+    known = before[0].shape[1]
+    with _CLAIMING:
+        room: _Room | None = _ROOMS.get(before[0])
+        start = 0 if room is None else int(before[0].storage_offset()) // before[0].shape[2]
+        stop = start + known + count
+        if room is None or room.used != start + known or stop > room.parts[0].shape[1]:
+            start, stop = 0, known + count
+            capacity = stop + max(16, known // 4)
+            room = _Room([_copied(part, capacity) for part in before], stop)
+        room.used = stop
+    first = max(start, stop - w)
+    after = Recent(*(History(part[:, first:stop]) for part in room.parts))
+    _ROOMS[after.x.entries] = room
+    return [part[:, start:stop] for part in room.parts], after
+
+
+def _copied(part: Tensor, capacity: int) -> Tensor:
+    rows, known, width = part.shape
+    with torch.inference_mode(False):  # a later call may write to it outside of this mode
+        copied = torch.empty(rows, capacity, width, dtype=part.dtype, device=part.device)
+    copied.data[:, :known] = part
+    return copied
