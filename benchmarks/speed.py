@@ -9,7 +9,7 @@ of a case are interleaved in one process, and outputs are compared before anythi
 | decode | one token per call; bound: reading all weights once per token |
 | train | forward, backward and optimizer step, in float32 |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
-| delta | a Gated DeltaNet layer, beside that of Qwen3-Next in transformers without Triton |
+| layer | a Gated DeltaNet and a Mamba layer, beside those of transformers without GPU kernels |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
 
@@ -17,16 +17,17 @@ Examples:
     python -m benchmarks.speed prefill decode --threads 1 --json speed.json
     python -m benchmarks.speed train --layers 12 --d-model 512 --vocab 256 --repeats 7 --threads 1
     python -m benchmarks.speed mitigations --layers 2 --tokens 2048 --repeats 11 --threads 1
-    python -m benchmarks.speed delta --d-model 1024 --steps 16 --repeats 9 --threads 1
+    python -m benchmarks.speed layer --d-model 1024 --steps 16 --repeats 9 --threads 1
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 from benchmarks.models import Llama, build, draw, products, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
-from longrnn.cells import GatedDeltaNet
+from longrnn.cells import Cell, GatedDeltaNet, Mamba
 from longrnn.hf.foreign_load import quietly
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
@@ -230,8 +231,17 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     yield title, report(title, args.steps, interleaved(calls, args.repeats))
 
 
-@torch.inference_mode()
-def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+class LayerPair(NamedTuple):
+    """A layer of longrnn, and that of transformers, with a cache for it, of the same sizes."""
+
+    title: str
+    ours: Cell
+    theirs: nn.Module
+    cache: Any
+
+
+def delta_pair(d_model: int) -> LayerPair:
+    """A Gated DeltaNet as in Qwen3-Next."""
     from transformers import DynamicCache, Qwen3NextConfig
 
     with quietly():
@@ -240,13 +250,13 @@ def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         rule = getattr(module, name)  # wrapped, so that Triton kernels take its place
         setattr(module, name, getattr(rule, "__wrapped__", rule))
-    heads = max(2, args.d_model // 64)
+    heads = max(2, d_model // 64)
     keys, size = heads // 2, 128
     cell = GatedDeltaNet(
-        args.d_model, args.d_model, n_heads=heads, n_key_heads=keys, key_dim=size, value_dim=size
+        d_model, d_model, n_heads=heads, n_key_heads=keys, key_dim=size, value_dim=size
     )
     config = Qwen3NextConfig(
-        hidden_size=args.d_model,
+        hidden_size=d_model,
         num_hidden_layers=1,
         layer_types=["linear_attention"],
         linear_num_value_heads=heads,
@@ -254,27 +264,46 @@ def delta(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         linear_key_head_dim=size,
         linear_value_head_dim=size,
     )
-    theirs, cache = module.Qwen3NextGatedDeltaNet(config, 0), DynamicCache(config=config)
-    text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
-    state = cell(text, cell.init_state(1))[1]
-    theirs(text, cache_params=cache)
+    theirs = module.Qwen3NextGatedDeltaNet(config, 0)
+    return LayerPair("Gated DeltaNet", cell, theirs, DynamicCache(config=config))
 
-    def decode() -> None:
-        after = state
-        for token in text[:, : args.steps].split(1, dim=1):
-            _, after = cell(token, after)
 
-    def decode_theirs() -> None:
-        for token in text[:, : args.steps].split(1, dim=1):
-            theirs(token, cache_params=cache)
+def mamba_pair(d_model: int) -> LayerPair:
+    """A Mamba with the weights of a `MambaMixer`."""
+    from transformers import DynamicCache, MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
 
-    calls = {"longrnn": lambda: cell(text, state), "transformers": lambda: theirs(text)}
-    for title, tokens, timed in (
-        (f"Gated DeltaNet layer, prefill of {text.shape[1]:,} tokens", text.shape[1], calls),
-        ("Gated DeltaNet layer, decoding", args.steps,
-         {"longrnn": decode, "transformers": decode_theirs}),
-    ):  # fmt: skip
-        yield title, report(title, tokens, interleaved(timed, args.repeats))
+    config = MambaConfig(hidden_size=d_model, num_hidden_layers=1)
+    theirs, cell = MambaMixer(config, 0).eval(), Mamba(d_model, d_model)
+    cell.load_state_dict(theirs.state_dict())
+    return LayerPair("Mamba", cell, theirs, DynamicCache(config=config))
+
+
+@torch.inference_mode()
+def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    for title, cell, theirs, cache in (delta_pair(args.d_model), mamba_pair(args.d_model)):
+        text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
+        state = cell(text, cell.init_state(1))[1]
+        theirs(text, cache_params=cache)
+        tokens = text[:, : args.steps].split(1, dim=1)
+
+        def decode(cell: Cell = cell, state: Any = state, tokens: Any = tokens) -> None:
+            for token in tokens:
+                _, state = cell(token, state)
+
+        def decode_theirs(theirs: Any = theirs, cache: Any = cache, tokens: Any = tokens) -> None:
+            for token in tokens:
+                theirs(token, cache_params=cache)
+
+        prefill: dict[str, Callable[[], object]] = {
+            "longrnn": partial(cell, text, state),
+            "transformers": partial(theirs, text),
+        }
+        decoding = {"longrnn": decode, "transformers": decode_theirs}
+        name = f"{title} layer, prefill of {text.shape[1]:,} tokens"
+        yield name, report(name, text.shape[1], interleaved(prefill, args.repeats))
+        name = f"{title} layer, decoding"
+        yield name, report(name, args.steps, interleaved(decoding, args.repeats))
 
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] = {
@@ -282,7 +311,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] 
     "decode": decode,
     "train": train,
     "mitigations": mitigations,
-    "delta": delta,
+    "layer": layer,
 }
 
 

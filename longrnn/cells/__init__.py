@@ -5,6 +5,7 @@ from longrnn.cells.edit import Edit, StepChange, Steps, Update, merge
 from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
 from longrnn.cells.kda import KDA
+from longrnn.cells.mamba import Mamba
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.mamba3 import Mamba3
 from longrnn.cells.recurrent import GRU, LSTM, RNN
@@ -23,6 +24,7 @@ __all__ = [
     "Edit",
     "EditedState",
     "GatedDeltaNet",
+    "Mamba",
     "Mamba2",
     "Mamba3",
     "ScanningCell",

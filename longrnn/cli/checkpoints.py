@@ -84,15 +84,15 @@ class Conversion(Options):
     """What is written in which layout."""
 
     source: Annotated[str, Argument("SOURCE")]
-    """A Mamba-2 checkpoint: a name, or a folder in any of the layouts."""
+    """A Mamba checkpoint: a name, or a folder in any of the layouts."""
     destination: Annotated[Path, Argument("DESTINATION")]
     """A new folder; the tokenizer is copied too."""
     to: str
-    """Layout to write: ours, native (mamba-ssm), or hf (Mamba2ForCausalLM of transformers)."""
+    """Layout to write: ours, native (mamba-ssm), or hf (transformers)."""
 
 
 def convert(conversion: Conversion) -> None:
-    """Write a Mamba-2 checkpoint in another layout; the weights stay bit for bit the same.
+    """Write a Mamba-1 or 2 checkpoint in another layout; the weights stay bit for bit the same.
 
     An adapter (LoRA) is merged into its base model.
 

@@ -1,4 +1,4 @@
-"""Converts Mamba-2 checkpoints between the layouts of longrnn, mamba-ssm and transformers."""
+"""Converts Mamba checkpoints between the layouts of longrnn, mamba-ssm and transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     Args:
         source: a checkpoint, as `load` takes it; an adapter is merged into its base in float32.
         destination: a folder that does not exist or is empty; it appears complete or not at all.
-        to: `ours`, `native` (mamba-ssm) or `hf` (Mamba2ForCausalLM of transformers).
+        to: `ours`, `native` (mamba-ssm) or `hf` (transformers' MambaForCausalLM,
+            FalconMambaForCausalLM or Mamba2ForCausalLM).
 
     Raises:
         UserError: the checkpoint cannot be loaded or the layout does not support it; or the

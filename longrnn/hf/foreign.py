@@ -42,7 +42,7 @@ SEGMENT_TOKENS = 1024
 # Names under which models take a cache and return it.
 CACHES = ("past_key_values", "cache_params")
 # Architectures known to continue a state with one token at a time only.
-ONE_TOKEN = ("falcon_mamba", "jamba", "mamba")
+ONE_TOKEN = ("falcon_mamba", "jamba", "mamba", "zamba")
 # Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # Rotary scalings under which the rotation of a token depends on the length of the text.
@@ -80,7 +80,7 @@ class ForeignLM(LanguageModel):
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
-        self.tokens_together = self.kind not in ONE_TOKEN
+        self.tokens_together = bool(self.cells) or self.kind not in ONE_TOKEN
         reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)

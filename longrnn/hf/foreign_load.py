@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.families import UnsupportedLayerError, wide_weights
+from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.model import HybridLM, recurrent_layers, restore_layers
+from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
 from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""Layouts of Mamba-2 checkpoints: those of mamba-ssm and of transformers, to and from ours.
+"""Layouts of Mamba checkpoints: those of mamba-ssm and of transformers, to and from ours.
 
-Each stores a `RecurrentLM` of `mamba2` cells under other names. A checkpoint that `RecurrentLM`
-cannot compute exactly is refused, never approximated.
+Each stores a `RecurrentLM` of `mamba` or `mamba2` cells under other names. A checkpoint that
+`RecurrentLM` cannot compute exactly is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells import MIXERS
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
+from longrnn.hf.cell_names import CELLS, MODEL_TYPES, NATIVE_LAYERS
 from longrnn.models.checkpoint import build_model, read_weights, rename_weights
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 if TYPE_CHECKING:
-    from transformers import Mamba2Config, PreTrainedModel
+    from transformers import PreTrainedModel
 
-# Options of the model and of its cells: ours, and their names in mamba-ssm and in transformers.
+# Options of the model: ours, and their names in mamba-ssm and in transformers.
 MODEL = {
     "vocab_size": ("vocab_size", "vocab_size"),
     "d_model": ("d_model", "hidden_size"),
@@ -35,36 +36,15 @@ MODEL = {
     "tie_embeddings": ("tie_embeddings", "tie_word_embeddings"),
     "residual_in_fp32": ("residual_in_fp32", "residual_in_fp32"),
 }
-CELL = {
-    "d_state": ("d_state", "state_size"),
-    "head_dim": ("headdim", "head_dim"),
-    "expand": ("expand", "expand"),
-    "n_groups": ("ngroups", "n_groups"),
-    "d_conv": ("d_conv", "conv_kernel"),
-    "bias": ("bias", "use_bias"),
-    "conv_bias": ("conv_bias", "use_conv_bias"),
-    "dt_limit": ("dt_limit", "time_step_limit"),
-}
-# What a configuration of mamba-ssm has by default.
+# What a configuration of mamba-ssm has by default, and what it must have for ours to compute the
+# same.
 NATIVE_DEFAULTS = {"tie_embeddings": True, "residual_in_fp32": True, "pad_vocab_size_multiple": 8}
-# What it and its `ssm_cfg` must have for ours to compute the same.
 NATIVE_FIXED = {"d_intermediate": 0, "attn_layer_idx": [], "rms_norm": True}
-NATIVE_CELL_FIXED = {
-    "layer": "Mamba2",
-    "rmsnorm": True,
-    "norm_before_gate": False,
-    "D_has_hdim": False,
-    "d_ssm": None,
-}
-# Options of initialisation and implementation, which do not change the result.
-NATIVE_IGNORED = ("A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min")
-# And those of the place of the weights and of their distribution over processes.
-NATIVE_IGNORED += ("device", "dtype", "process_group", "sequence_parallel", "use_mem_eff_path")
 NATIVE_EPS = 1e-5  # fixed in mamba-ssm's code
 
 
 class Layout(NamedTuple):
-    """A file format of Mamba-2 checkpoints.
+    """A file format of Mamba checkpoints.
 
     Attributes:
         names: prefixes of weight names, from ours to those of the layout.
@@ -129,86 +109,112 @@ class Layout(NamedTuple):
 
 
 def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
-    options = config.get("ssm_cfg") or {}
-    cell = {"layer": "Mamba1", **options}
-    for given, fixed in ((config, NATIVE_FIXED), (cell, NATIVE_CELL_FIXED)):
+    given = {"layer": "Mamba1", **(config.get("ssm_cfg") or {})}
+    if given["layer"] not in NATIVE_LAYERS:
+        raise UserError(
+            f"{source} has layer = {given['layer']!r}, and longrnn computes only "
+            f"{' and '.join(NATIVE_LAYERS)}: load this checkpoint with mamba-ssm"
+        )
+    kind = NATIVE_LAYERS[given["layer"]]
+    names = CELLS[kind]
+    for content, fixed in ((config, NATIVE_FIXED), (given, names.native_fixed)):
         for key, value in fixed.items():
-            if given.get(key, value) != value:
+            if content.get(key, value) != value:
                 raise UserError(
-                    f"{source} has {key} = {given[key]!r}, and longrnn computes only {key} = "
+                    f"{source} has {key} = {content[key]!r}, and longrnn computes only {key} = "
                     f"{value!r}: load this checkpoint with mamba-ssm"
                 )
-    names = {theirs: ours for ours, (theirs, _) in CELL.items()}
-    without_effect = {*NATIVE_CELL_FIXED, *NATIVE_IGNORED}
-    ours: Any = {names.get(key, key): options[key] for key in options if key not in without_effect}
-    given = {**NATIVE_DEFAULTS, **config}
-    model = {name: given.get(theirs) for name, (theirs, _) in MODEL.items()}
-    size, multiple = given.get("vocab_size"), given["pad_vocab_size_multiple"]
+    ours = {theirs: name for name, (theirs, _) in names.options.items()}
+    without_effect = {*names.native_fixed, *names.native_ignored.split(), "device", "dtype"}
+    options = {ours.get(key, key): given[key] for key in given if key not in without_effect}
+    whole = NATIVE_DEFAULTS | dict(config)
+    model = {name: whole.get(theirs) for name, (theirs, _) in MODEL.items()}
+    size, multiple = whole.get("vocab_size"), whole["pad_vocab_size_multiple"]
     if not isinstance(size, int) or not isinstance(multiple, int) or multiple < 1:
         raise UserError(
             f"{source} has vocab_size = {size!r} and pad_vocab_size_multiple = {multiple!r}: give "
             "whole numbers of at least 1"
         )
     model["vocab_size"] = -(-size // multiple) * multiple
-    return _configuration(model | {"norm_eps": NATIVE_EPS}, ours, source)
+    return _configuration(model | {"norm_eps": NATIVE_EPS}, kind, options, source)
 
 
 def _write_native(model: RecurrentLM) -> str:
-    options = _cell_options(model, "mamba-ssm", NATIVE_EPS)
+    kind, options = _cell_options(model, "mamba-ssm", NATIVE_EPS)
+    if options.get("select_norm_eps") is not None:
+        raise UserError(
+            "mamba-ssm has no norms of dt, B and C, and this model has select_norm_eps: convert it "
+            "to ours or hf"
+        )
+    names = CELLS[kind]
     content = {theirs: getattr(model.config, name) for name, (theirs, _) in MODEL.items()}
+    layer = {"layer": names.native_fixed["layer"]}
     content |= {
-        "ssm_cfg": {"layer": "Mamba2"} | {CELL[name][0]: options[name] for name in CELL},
+        "ssm_cfg": layer | {theirs: options[name] for name, (theirs, _) in names.options.items()},
         "pad_vocab_size_multiple": 1,
     }
     return json.dumps(content | NATIVE_FIXED, indent=2) + "\n"
 
 
-def _read_hugging_face(_: Mapping[str, Any], source: str) -> RecurrentConfig:
-    from transformers import Mamba2Config
+def _read_hugging_face(config: Mapping[str, Any], source: str) -> RecurrentConfig:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    kind = MODEL_TYPES[config["model_type"]]
     # transformers fills in missing values and refuses values that contradict each other.
-    whole = Mamba2Config.from_json_file(source)
+    whole: Any = CONFIG_MAPPING[config["model_type"]].from_json_file(source)
     if whole.hidden_act not in ("silu", "swish"):
         raise UserError(
             f"{source} has hidden_act {whole.hidden_act!r}, and longrnn supports only silu: load "
             "this checkpoint with transformers"
         )
-    options = {name: getattr(whole, theirs) for name, (_, theirs) in CELL.items()}
+    options = {name: getattr(whole, theirs) for name, (_, theirs) in CELLS[kind].options.items()}
     eps = {"norm_eps": whole.layer_norm_epsilon}
+    if kind == "mamba2":
+        options |= eps
+    else:  # its `expand` has no effect beside an `intermediate_size`
+        quotient = whole.intermediate_size / whole.hidden_size
+        options["expand"] = int(quotient) if quotient.is_integer() else quotient
+        options["select_norm_eps"] = getattr(whole, "mixer_rms_eps", None)
     model = {name: getattr(whole, theirs) for name, (_, theirs) in MODEL.items()}
-    return _configuration(model | eps, options | eps, source)
+    return _configuration(model | eps, kind, options, source)
 
 
-def _hugging_face_config(model: RecurrentLM) -> Mamba2Config:
-    from transformers import Mamba2Config
+def _hugging_face_config(model: RecurrentLM) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = model.config
-    options = _cell_options(model, "transformers", config.norm_eps)
-    return Mamba2Config(
-        num_heads=options["expand"] * config.d_model // options["head_dim"],
+    kind, options = _cell_options(model, "transformers", config.norm_eps)
+    model_type, more = kind, {}
+    if kind == "mamba2":
+        more["num_heads"] = options["expand"] * config.d_model // options["head_dim"]
+    elif options["select_norm_eps"] is not None:
+        model_type, more["mixer_rms_eps"] = "falcon_mamba", options["select_norm_eps"]
+    return CONFIG_MAPPING[model_type](
         layer_norm_epsilon=config.norm_eps,
-        architectures=["Mamba2ForCausalLM"],
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
         dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
         # The defaults belong to the vocabulary of another model.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **more,
         **{theirs: getattr(config, name) for name, (_, theirs) in MODEL.items()},
-        **{theirs: options[name] for name, (_, theirs) in CELL.items()},
+        **{theirs: options[name] for name, (_, theirs) in CELLS[kind].options.items()},
     )
 
 
 def as_hugging_face(model: RecurrentLM) -> PreTrainedModel:
-    """Returns a copy of a model as a `Mamba2ForCausalLM`, or raises the UserError of `write`."""
-    from transformers import Mamba2ForCausalLM
+    """Returns a copy of a model as one of transformers, or raises the UserError of `write`."""
+    from transformers import AutoModelForCausalLM
 
-    theirs = Mamba2ForCausalLM(_hugging_face_config(model))
+    theirs = AutoModelForCausalLM.from_config(_hugging_face_config(model))
     theirs.load_state_dict(LAYOUTS["hf"].rename(model.state_dict()))
     return theirs
 
 
 def _configuration(
-    config: Mapping[str, Any], options: Mapping[str, Any], source: str
+    config: Mapping[str, Any], kind: str, options: Mapping[str, Any], source: str
 ) -> RecurrentConfig:
     """Return our configuration; options of the cell that have their default value are left out."""
     given = dict(options)
@@ -216,14 +222,26 @@ def _configuration(
         # dt is never below 0: limits of 0 and infinity do not limit it.
         limit = [float(bound) for bound in given["dt_limit"]]
         given["dt_limit"] = None if limit == [0, math.inf] else limit
-    defaults = Mamba2.__init__.__kwdefaults__ or {}
+    if given.get("dt_rank") in ("auto", _default_rank(config["d_model"])):
+        given["dt_rank"] = None
+    defaults = _defaults(kind)
     spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
-    mixer = {"mixer": {"kind": "mamba2", **spelled}}
+    mixer = {"mixer": {"kind": kind, **spelled}}
     return build_config(RecurrentConfig, {**config, **mixer}, source=source)
 
 
-def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]:
-    """Returns the options of the cells, which are the same in all layers.
+def _defaults(kind: str) -> dict[str, Any]:
+    """The options of a kind of cell."""
+    return MIXERS[kind].__init__.__kwdefaults__ or {}
+
+
+def _default_rank(d_model: int) -> int:
+    """The length of δ in a Mamba cell where none is given."""
+    return -(-d_model // 16)
+
+
+def _cell_options(model: RecurrentLM, reader: str, eps: float) -> tuple[str, dict[str, Any]]:
+    """Returns the kind and the options of the cells, which are the same in all layers.
 
     Args:
         model: the model to write.
@@ -231,23 +249,26 @@ def _cell_options(model: RecurrentLM, reader: str, eps: float) -> dict[str, Any]
         eps: the norm_eps that the reader has for blocks and cells alike.
 
     Raises:
-        UserError: the model is not one that a published Mamba-2 checkpoint can describe.
+        UserError: the model is not one that a published checkpoint can describe.
     """
     config = model.config
-    options = (Mamba2.__init__.__kwdefaults__ or {}) | config.mixer
-    kinds = config.mixer["kind"], config.block, config.position["kind"]
-    if kinds != ("mamba2", "residual", "none"):
+    kind = config.mixer["kind"]
+    if kind not in CELLS or (config.block, config.position["kind"]) != ("residual", "none"):
         raise UserError(
-            f"{reader} does not support {kinds[0]} cells in {kinds[1]} blocks with {kinds[2]} "
-            "positions: give a model of mamba2 cells in residual blocks without positions"
+            f"{reader} does not support {kind} cells in {config.block} blocks with "
+            f"{config.position['kind']} positions: give a model of {' or '.join(CELLS)} cells in "
+            "residual blocks without positions"
         )
-    if {config.norm_eps, options["norm_eps"]} != {eps}:
+    options = _defaults(kind) | config.mixer
+    if {config.norm_eps, options.get("norm_eps", eps)} != {eps}:
         raise UserError(
             f"{reader} computes all norms with norm_eps = {eps}, and this model has "
-            f"{config.norm_eps} in its blocks and {options['norm_eps']} in its cells: convert it "
-            "to ours"
+            f"{config.norm_eps} in its blocks and {options.get('norm_eps', eps)} in its cells: "
+            "convert it to ours"
         )
-    return options | {"dt_limit": options["dt_limit"] or (0.0, math.inf)}
+    options["dt_limit"] = options.get("dt_limit") or (0.0, math.inf)
+    options["dt_rank"] = options.get("dt_rank") or _default_rank(config.d_model)
+    return kind, options
 
 
 NAMES = {"blocks.": "backbone.layers.", "norm.": "backbone.norm_f.", "head.": "lm_head."}
@@ -261,7 +282,7 @@ LAYOUTS = {
     ),
     "hf": Layout(
         NAMES | {"embedding.": "backbone.embeddings."},
-        lambda config: config.get("model_type") == "mamba2",
+        lambda config: config.get("model_type") in MODEL_TYPES,
         _read_hugging_face,
         lambda model: _hugging_face_config(model).to_json_string(),
         "model.safetensors",

@@ -66,14 +66,15 @@ def load(
 
     Args:
         name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder with a
-            checkpoint of `longrnn train`, a Mamba-2 in the layout of mamba-ssm or transformers, or
-            any other causal Hugging Face language model; or `organisation/model` on the Hub. A
-            mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
-            `CHECKPOINT+float32`, unless a path with that whole name exists.
+            checkpoint of `longrnn train`, a Mamba-1 or 2 in the layout of mamba-ssm or
+            transformers, or any other causal Hugging Face language model; or
+            `organisation/model` on the Hub. A mitigation may follow after a plus,
+            `CHECKPOINT+MITIGATION`, and before it a dtype, `CHECKPOINT+float32`, unless a path
+            with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
         dtype: None for that of the checkpoint, and float32 for an adapter. The parameters that set
-            the time scales of a Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype:
+            the time scales (A_log, dt_bias, D) are never rounded to a narrower dtype:
             published checkpoints store them in float32 next to matrices in float16 or bfloat16.
         revision: branch, tag or commit of a model on the Hub.
 

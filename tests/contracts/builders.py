@@ -27,6 +27,7 @@ D_MODEL = 8
 LONGEST = 300
 
 MIXER_OPTIONS: dict[str, Spec] = {
+    "mamba": {"d_state": 5, "dt_rank": 3},
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "gated_deltanet": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
@@ -54,6 +55,8 @@ MORE_MIXERS: list[Spec] = [
     {"kind": "mamba2", "d_state": 5, "head_dim": 16, "bias": True, "conv_bias": False, "d_conv": 2},
     {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4, "dt_limit": [0.01, 0.05]},
     {"kind": "mamba3", "d_state": 5, "head_dim": 8, "rope_fraction": 1.0, "backend": "torch"},
+    {"kind": "mamba", "d_state": 3, "d_conv": 1, "select_norm_eps": 1e-3, "backend": "torch"},
+    {"kind": "mamba", "d_state": 9, "expand": 1, "bias": True, "conv_bias": False, "d_conv": 2},
     {
         "kind": "gated_deltanet",
         "n_heads": 2,

@@ -46,11 +46,20 @@ def assert_continues(model: Any, text: Tensor, expected: Tensor, tolerance: floa
         assert_trees_equal(given, before)
 
 
-def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> RecurrentLM:
+MAMBA = {"kind": "mamba", "d_state": 6, "expand": 4}
+MAMBA2 = {"kind": "mamba2", "d_state": 6, "head_dim": 4}
+# The `ssm_cfg` of mamba-ssm for these; that of published Mamba-1 names no layer.
+SSM_CFG = {
+    "mamba": {"d_state": 6, "expand": 4, "dt_rank": "auto"},
+    "mamba2": {"layer": "Mamba2", "d_state": 6, "headdim": 4},
+}
+
+
+def native(
+    folder: Path, dtype: torch.dtype = torch.float32, mixer: Any = MAMBA2, **config: Any
+) -> RecurrentLM:
     """Write a checkpoint in the format of mamba-ssm, and return its model."""
-    model = build_model(
-        {"kind": "mamba2", "d_state": 6, "head_dim": 4}, vocab_size=24, dtype=dtype, **config
-    ).eval()
+    model = build_model(mixer, vocab_size=24, dtype=dtype, **config).eval()
     folder.mkdir()
     LAYOUTS["native"].save(model, folder)
     content = {
@@ -58,7 +67,7 @@ def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> R
         "d_intermediate": 0,
         "n_layer": model.config.n_layers,
         "vocab_size": 19,
-        "ssm_cfg": {"layer": "Mamba2", "d_state": 6, "headdim": 4},
+        "ssm_cfg": SSM_CFG[mixer["kind"]],
         "attn_layer_idx": [],
         "attn_cfg": {},
         "rms_norm": True,

@@ -1,4 +1,4 @@
-"""Mamba-2 checkpoints in three layouts: they load, convert bit for bit, or are refused."""
+"""Mamba checkpoints in three layouts: they load, convert bit for bit, or are refused."""
 
 from __future__ import annotations
 
@@ -23,11 +23,20 @@ from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import read_weights, save_model
 from tests.contracts.builders import assert_near, build_model
 from tests.hf.architectures import VOCAB
-from tests.hf.foreign import assert_continues, causal, native, tokens, with_bytes
+from tests.hf.foreign import (
+    MAMBA,
+    MAMBA2,
+    assert_continues,
+    causal,
+    native,
+    tokens,
+    with_bytes,
+)
 from tests.refusals import naming
 from tests.texts import trained_bpe
 
 TEXT = tokens(2, 20) % 19
+SHORT = {"conv_kernel": 2}
 
 
 def bits(folder: Path) -> dict[str, Tensor]:
@@ -47,9 +56,12 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixer", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
+def test_round_trips_are_bit_exact(
+    mixer: dict[str, Any], dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
     """native → ours → hf → native, and hf → ours → hf keep the bits and dtype of every weight."""
-    native(tmp_path / "native", dtype, tie_embeddings=tied)
+    native(tmp_path / "native", dtype, mixer, tie_embeddings=tied)
     convert(tmp_path / "native", tmp_path / "ours", to="ours")
     convert(tmp_path / "ours", tmp_path / "hf", to="hf")
     convert(tmp_path / "hf", tmp_path / "back", to="native")
@@ -65,27 +77,30 @@ def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Pat
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"n_groups": 1, "tie_word_embeddings": True},
-        {"use_bias": True, "use_conv_bias": False, "conv_kernel": 2, "layer_norm_epsilon": 1e-3},
-        {"time_step_limit": [0.0, 0.02], "residual_in_fp32": False},
+        ("mamba2", {"n_groups": 1, "tie_word_embeddings": True}),
+        ("mamba2", {"use_bias": True, "use_conv_bias": False, **SHORT, "layer_norm_epsilon": 1e-3}),
+        ("mamba2", {"time_step_limit": [0.0, 0.02], "residual_in_fp32": False}),
+        ("mamba", {"tie_word_embeddings": True}),
+        ("mamba", {"use_bias": True, "use_conv_bias": False, **SHORT, "time_step_rank": 5}),
+        ("falcon_mamba", {"residual_in_fp32": False, "expand": 16}),
+        ("falcon_mamba", {"mixer_rms_eps": 1e-2, "intermediate_size": 96}),
     ],
-    ids=["tied", "bias", "limit"],
 )
-def test_a_mamba2_of_transformers_gives_the_same_logits(
-    options: dict[str, Any], tmp_path: Path
+def test_a_mamba_of_transformers_gives_the_same_logits(
+    kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A loaded Mamba2ForCausalLM and one written again give the logits of transformers."""
+    """A loaded Hugging Face model and one written again give the logits of transformers."""
     from transformers import AutoModelForCausalLM
 
-    theirs = causal("mamba2", **options)
+    theirs = causal(kind, **options)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load(tmp_path / "theirs")
     assert isinstance(ours, RecurrentLM)
     text = tokens(2, 70)
     expected = theirs(text, use_cache=False).logits
-    assert_continues(ours, text, expected, 1e-4)
+    assert_continues(ours, text, expected, 1e-5)
     convert(tmp_path / "theirs", tmp_path / "written", to="hf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
     assert torch.equal(again(text, use_cache=False).logits, expected)
@@ -193,6 +208,7 @@ def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
         ({"position": "sinusoidal"}, "hf", "positions"),
         ({"norm_eps": 1e-3}, "native", "norm_eps"),
         ({"norm_eps": 1e-3}, "hf", "norm_eps"),
+        ({"mixer": {"kind": "mamba", "select_norm_eps": 1e-6}}, "native", "select_norm_eps"),
         ({}, "mamba", "mamba"),
     ],
 )
@@ -275,7 +291,8 @@ def weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "mamba 1": (edit(ssm_cfg={}), "Mamba1"),
+    "mamba 3": (edit(ssm_cfg={"layer": "Mamba3"}), "Mamba3"),
+    "mamba 1": (edit(ssm_cfg={}), "mixer.A_log"),
     "attention": (edit(attn_layer_idx=[1]), "attn_layer_idx"),
     "norm first": (option(norm_before_gate=True), "norm_before_gate"),
     "wide D": (option(D_has_hdim=True), "D_has_hdim"),

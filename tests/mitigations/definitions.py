@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from longrnn.cells import Cell
 from longrnn.cells.gated_deltanet import GatedDeltaNetState
+from longrnn.cells.mamba import MambaState
 from longrnn.cells.mamba2 import Mamba2State
 from longrnn.cells.mamba3 import Mamba3State
 from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
@@ -202,6 +203,30 @@ def rnn(mixer: Any, chain: Definition, x: Tensor, state: RNNState) -> tuple[Tens
     return h, RNNState(h)
 
 
+def mamba(mixer: Any, chain: Definition, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+    """Every channel is a head with a step of its own, and every key has a rate of its own."""
+    x, z = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias).chunk(2, dim=-1)
+    seen = torch.cat([state.conv, x[:, None]], dim=1)
+    u = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
+    if mixer.conv1d.bias is not None:
+        u = u + mixer.conv1d.bias
+    u = u * u.sigmoid()
+    selected = (u @ mixer.x_proj.weight.T).split([mixer.dt_rank, mixer.d_state, mixer.d_state], -1)
+    if mixer.select_norm_eps is not None:
+        means = (part.square().mean(-1, keepdim=True) for part in selected)
+        selected = [
+            part / (mean + mixer.select_norm_eps).sqrt()
+            for part, mean in zip(selected, means, strict=True)
+        ]
+    delta, B, C = selected
+    dt = (1 + (delta @ mixer.dt_proj.weight.T + mixer.dt_proj.bias).exp()).log()
+    xB = u[:, :, None, None] * B[:, None, None, :]
+    h = chain.scanned(dt[:, :, None, None], -mixer.A_log.exp()[:, None, :], xB, state.ssm)
+    y = (h[:, :, 0] * C[:, None]).sum(-1) + mixer.D * u
+    y = F.linear(y * z * z.sigmoid(), mixer.out_proj.weight, mixer.out_proj.bias)
+    return y, MambaState(seen[:, 1:], h)
+
+
 def mamba2(
     mixer: Any, chain: Definition, x: Tensor, state: Mamba2State
 ) -> tuple[Tensor, Mamba2State]:
@@ -323,6 +348,7 @@ def mamba3(
 
 
 CELLS: dict[str, Any] = {
+    "mamba": mamba,
     "mamba3": mamba3,
     "lstm": lstm,
     "gru": gru,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import KDA, GatedDeltaNet, Mamba2, ScanningCell
+from longrnn.cells import KDA, GatedDeltaNet, Mamba2
 from longrnn.hf.hybrid.lightning import LightningAttention
+from longrnn.hf.hybrid.mamba import SharedJamba, SharedZamba
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
+from longrnn.hf.hybrid.shared_cell import SharedCell, UnsupportedLayerError
 
 # Takes the place of `gated_rms_norm`, with its arguments; None for that function.
 Gate = Callable[..., Tensor] | None
@@ -30,10 +31,6 @@ Gate = Callable[..., Tensor] | None
 def own_projection(theirs: Any, x: Tensor) -> Tensor:
     """The input projection of a layer that has a single one."""
     return theirs.in_proj(x)
-
-
-class UnsupportedLayerError(ValueError):
-    """A layer that the cell of its family does not compute; the message names the option."""
 
 
 class Family(NamedTuple):
@@ -52,40 +49,6 @@ class Family(NamedTuple):
     project: Callable[[Any, Tensor], Tensor] = own_projection
     gate: Callable[[Any], Gate] | None = None
     returns_state: bool = False
-
-
-class SharedCell(ScanningCell):
-    """A cell whose modules and parameters are those of a Hugging Face layer.
-
-    Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
-    by another tensor or extended by an adapter is the weight of this cell.
-
-    Args:
-        theirs: the layer.
-        family: its architecture.
-
-    Attributes:
-        shared: what this cell reads from the layer in every use, and its name there.
-    """
-
-    layer: Any
-    recurrent_weights = ("A_log", "dt_bias")
-    shared: ClassVar[dict[str, str]]
-
-    def __init__(self, theirs: Any, family: Family) -> None:
-        # Not the constructor of the cell, which would create weights.
-        ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
-        activation = getattr(theirs, "activation", "silu")
-        if activation not in ("silu", "swish"):
-            raise UnsupportedLayerError(f"its activation is {activation}")
-        self.layer, self._family = theirs, family
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.shared:
-            return attrgetter(self.shared[name])(self.layer)
-        if name == "in_proj":
-            return partial(self._family.project, self.layer)
-        return super().__getattr__(name)
 
 
 class SharedMamba2(SharedCell, Mamba2):
@@ -186,6 +149,11 @@ def _by_key_head(theirs: Any, x: Tensor) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
 
+def _by_channel(theirs: Any, x: Tensor) -> Tensor:
+    """The projection of a Zamba, whose outputs x and z of each channel are side by side."""
+    return theirs.in_proj(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def _joined(*names: str) -> Callable[[Any, Tensor], Tensor]:
     """The outputs of several projections side by side."""
 
@@ -204,6 +172,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family("FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate),
     "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", SharedMamba2),
+    "jamba": Family("JambaMambaMixer", SharedJamba),
     "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI),
     "minimax": Family("MiniMaxLightningAttention", LightningAttention, returns_state=True),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
@@ -213,6 +182,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head),
     "recurrent_gemma": Family("RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True),
     "xlstm": Family("xLSTMLayer", MLSTM, returns_state=True),
+    "zamba": Family("ZambaMambaMixer", SharedZamba, _by_channel),
     "zamba2": Family("Zamba2MambaMixer", SharedMamba2),
 }
 

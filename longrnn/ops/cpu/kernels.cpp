@@ -7,6 +7,7 @@
 //   one process cannot use each other's functions.
 
 #include "cell_gradient.h"
+#include "channels.h"
 #include "delta.h"
 #include "key_decays.h"
 #include "layers.h"

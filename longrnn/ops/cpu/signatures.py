@@ -26,6 +26,11 @@ STRUCTS = {
         out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
     """,
     "Limited": "Scan of; doubles limit; double unlimited",
+    "Channels": "long b t h g n; in x gain step rate log_keep B C state; out y final_state",
+    "ChannelsGradient": """
+        Channels of; in grad_y grad_final;
+        out grad_x grad_gain grad_step grad_rate grad_B grad_C grad_state
+    """,
     "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y after",
     "Gate": """
         long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
@@ -63,6 +68,8 @@ KERNELS = {
     "delta": "Scan",
     "key_scan": "Scan",
     "key_delta": "Scan",
+    "channels": "Channels",
+    "channels_gradient": "ChannelsGradient",
     "convolution": "Convolution",
     "gated_norm": "Gate",
     "cell": "CellCall",

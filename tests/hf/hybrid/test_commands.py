@@ -21,11 +21,15 @@ def run(*arguments: Any) -> str:
 
 KINDS = {
     "falcon_h1": "mamba2",
+    "falcon_mamba": "mamba",
+    "jamba": "mamba",
+    "mamba": "mamba",
     "kimi_linear": "kda",
     "minimax": "LightningAttention",
     "qwen3_next": "gated_deltanet",
     "recurrent_gemma": "RGLRU",
     "xlstm": "MLSTM",
+    "zamba": "mamba",
 }
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "xlstm"]
 

@@ -32,8 +32,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}),
     ("falcon_h1", {"mamba_d_ssm": 48, "mamba_n_heads": 6, **MULTIPLIERS}),
     ("granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0}),
+    ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2}),
     ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 2, "time_step_min": 0.3}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_value_heads": 2}),
+    ("zamba", {"n_mamba_heads": 4, "mamba_d_conv": 3}),
     ("qwen3_next", {"linear_key_head_dim": 4, "linear_value_head_dim": 16}),
 ]
 
@@ -158,7 +160,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     for ours, original in zip(model.cells, stored.cells, strict=True):
         weights = original.state_dict()
         for name, weight in ours.state_dict().items():
-            if name.split(".")[-1] in ours.wide_weights:
+            if name.endswith(ours.wide_weights):
                 assert torch.equal(weight, weights[name].float()), name
         assert any(weight.dtype == dtype for weight in ours.parameters())
     assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()

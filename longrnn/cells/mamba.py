@@ -1,0 +1,209 @@
+"""Mamba (arXiv 2312.00752): a selective state-space cell whose heads are single channels.
+
+Every channel of the inner width has the state h `(n,)`, and for its input x_t:
+
+    h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_t,   y_t = h_t · C_t
+    dt = softplus(W_dt δ + b),   A = −exp(A_log)
+
+δ, B and C are projections of all channels; dt is `(d,)` and A `(d, n)`, so that each key of a head
+has a decay of its own. x and z are projections of the input; x passes a short convolution with
+silu. The output is W_o ((y + D x) · silu(z)). FalconMamba (arXiv 2410.05355) normalises δ, B and C.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.cells.base import MIXERS
+from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.init import initialise
+from longrnn.cells.mamba2 import _check_range
+from longrnn.cells.scanning import NO_EDIT, ScanningCell, check_sizes
+from longrnn.ops.conv import CONV
+from longrnn.ops.hooks import own_weight
+from longrnn.ops.linear import Linear, linear
+from longrnn.ops.rows import Rows
+from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.selective import SELECTIVE
+from longrnn.ops.selective.definition import SelectiveInputs
+from longrnn.state import PyTree
+
+
+class MambaState(NamedTuple):
+    """`conv`: `(b, d_conv − 1, d)`, the last inputs of the convolution;
+    `ssm`: `(b, d, 1, n)`, the recurrent state, float32 or wider."""
+
+    conv: Tensor
+    ssm: Tensor
+
+
+class Rest(NamedTuple):
+    """What the recurrence does not read, or not alone: x and z `(b, t, d)`, B and C `(b, t, g, n)`,
+    and the last inputs of the convolution."""
+
+    x: Tensor
+    z: Tensor
+    B: Tensor
+    C: Tensor
+    conv: Tensor
+
+
+class StepProjection(nn.Module):
+    """The weights of dt = softplus(W δ + b)."""
+
+    def __init__(self, rank: int, channels: int, dt_min: float, dt_max: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, rank).uniform_(-1, 1) * rank**-0.5)
+        dt = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+        self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
+
+
+@MIXERS.register("mamba")
+class Mamba(ScanningCell):
+    """The Mamba cell with the weight names of the published models.
+
+    Args:
+        d_input: width of x.
+        d_model: width of y.
+        d_state: n, numbers of state per channel.
+        expand: the inner width d is expand · d_model; every channel of it is a head.
+        dt_rank: length of δ; null for d_model / 16, rounded up.
+        d_conv: width of the convolution.
+        dt_min: smallest initial dt; initial dt is log-uniform in [dt_min, dt_max].
+        dt_max: largest initial dt.
+        select_norm_eps: added to the mean square in norms without weights of δ, B and C, as in
+            FalconMamba; null for no norms.
+        bias: whether the projections of input and output have a bias.
+        conv_bias: whether the convolution has a bias.
+        backend: `auto`, `torch` or `cpu`.
+        init: see `longrnn.cells.init`: `default` or `long_memory`.
+    """
+
+    recurrent_weights = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "A_log")
+    wide_weights = ("A_log", "D", "dt_proj.bias")
+    projections = ("in_proj", "x_proj", "out_proj")
+    layer_operation = SELECTIVE
+    tokens_at_once = 64
+
+    def __init__(
+        self,
+        d_input: int,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        d_conv: int = 4,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        select_norm_eps: float | None = None,
+        bias: bool = False,
+        conv_bias: bool = True,
+        backend: str = "auto",
+        init: str = "default",
+    ) -> None:
+        super().__init__(d_input, d_model, backend)
+        dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
+        sizes = {"d_state": d_state, "expand": expand, "dt_rank": dt_rank, "d_conv": d_conv}
+        check_sizes(select_norm_eps or 0.0, **sizes)
+        _check_range("[dt_min, dt_max]", [dt_min, dt_max])
+        self.n_heads, self.d_state, self.d_conv = expand * d_model, d_state, d_conv
+        self.n_groups, self.dt_rank, self.select_norm_eps = 1, dt_rank, select_norm_eps
+
+        inner = self.n_heads
+        self.in_proj = Linear(d_input, 2 * inner, bias=bias)
+        self.conv1d = nn.Conv1d(inner, inner, d_conv, groups=inner, bias=conv_bias)
+        self.x_proj = Linear(inner, dt_rank + 2 * d_state, bias=False)
+        self.dt_proj = StepProjection(dt_rank, inner, dt_min, dt_max)
+        self.A_log = nn.Parameter(torch.arange(1, d_state + 1).log().repeat(inner, 1))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = Linear(inner, d_model, bias=bias)
+        initialise(self, init)
+
+    def before(self, x: Tensor, state: MambaState, rows: Rows | None) -> tuple[Steps, Rest]:
+        dtype = state.ssm.dtype
+        x, z = self.in_proj(x).chunk(2, dim=-1)
+        kernel = own_weight(self.conv1d)[:, 0]
+        x, conv = CONV(self.backend, x, kernel, self.conv1d.bias, state.conv, rows)
+        x = x if rows is None else rows.without_padding(x)
+        dt, B, C = self.select(x, dtype)
+        steps = Steps(x.to(dtype)[..., None], F.softplus(dt), -self.A_log.to(dtype).exp())
+        return steps, Rest(x, z, B, C, conv)
+
+    def select(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dt before the softplus, `(b, t, d)`, and B and C, `(b, t, g, n)`, in a dtype."""
+        parts = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        delta, B, C = self.normed(*parts)
+        dt = linear(delta, self.dt_proj.weight).to(dtype) + self.dt_proj.bias.to(dtype)
+        return dt, B[:, :, None].to(dtype), C[:, :, None].to(dtype)
+
+    def normed(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """δ, B and C, `(b, t, …)`, after their norms, if there are any."""
+        eps = self.select_norm_eps
+        if eps is None:
+            return delta, B, C
+        return _unit(delta, eps), _unit(B, eps), _unit(C, eps)
+
+    def inputs(self, steps: Steps, rest: Rest) -> tuple[ScanInputs, Rest]:
+        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
+
+    def after(self, y: Tensor, rest: Rest, memory: Tensor) -> tuple[Tensor, MambaState]:
+        y = torch.addcmul(y[..., 0], rest.x.to(y), self.D.to(y))
+        y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
+        return self.out_proj(y), MambaState(rest.conv, memory)
+
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        """`ScanningCell.run`, or without the decays of all keys and tokens in memory."""
+        edit = NO_EDIT if edit is None else edit
+        demands = set(edit.stages)
+        if self.is_observed:
+            demands.add("observation")
+        if rows is not None and rows.has_padding and edit.keep is not None:
+            demands.add("padding")  # which a factor of all decays must not change
+        implementation = SELECTIVE.choose(self.backend, x, self.A_log, demands=demands)
+        if implementation is None:
+            return super().run(x, state, edit, rows)
+        steps, rest = self.before(x, state, rows)
+        steps = edit.apply(steps)
+        step = steps.dt
+        if rows is not None:
+            step = rows.without_padding(step).masked_fill(rows.is_start[..., None], torch.inf)
+        log_keep = None if steps.keep is None else steps.keep.log().to(step)
+        inputs = SelectiveInputs(
+            steps.x[..., 0], steps.gain, step, steps.A, log_keep, rest.B, rest.C
+        )
+        y, memory = implementation.run(inputs, state.ssm[:, :, 0])
+        return self.after(y[..., None], rest, memory[:, :, None])
+
+    @torch.no_grad()
+    def init_time_scales(self, scales: Tensor) -> bool:
+        # All keys of a channel have its time scale.
+        self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])
+        return True
+
+    def state_like(self) -> MambaState:
+        weight = self.conv1d.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        conv = torch.empty(self.d_conv - 1, self.n_heads, dtype=weight.dtype, device="meta")
+        ssm = torch.empty(self.n_heads, 1, self.d_state, dtype=wide, device="meta")
+        return MambaState(conv, ssm)
+
+    def inputs_like(self) -> ScanInputs:
+        wide = self.state_like().ssm.dtype
+        like = torch.empty(1, 0, self.n_heads, 1, dtype=wide, device=self.conv1d.weight.device)
+        keys = like.new_empty(1, 0, self.n_groups, self.d_state)
+        log_decay = like.expand(-1, -1, -1, self.d_state)
+        return ScanInputs(like, like[..., 0], log_decay, keys, keys)
+
+
+def _unit(vectors: Tensor, eps: float) -> Tensor:
+    """Vectors divided by their root mean square, which is computed in float32 or wider."""
+    wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    return F.rms_norm(wide, wide.shape[-1:], eps=eps).to(vectors.dtype)

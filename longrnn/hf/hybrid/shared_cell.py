@@ -1,0 +1,47 @@
+"""`SharedCell`: a cell on the weights of a Hugging Face layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from longrnn.cells import ScanningCell
+
+
+class UnsupportedLayerError(ValueError):
+    """A layer that the cell of its family does not compute; the message names the option."""
+
+
+class SharedCell(ScanningCell):
+    """A cell whose modules and parameters are those of a Hugging Face layer.
+
+    Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
+    by another tensor or extended by an adapter is the weight of this cell.
+
+    Args:
+        theirs: the layer.
+        family: its entry in `longrnn.hf.hybrid.families`.
+
+    Attributes:
+        shared: what this cell reads from the layer in every use, and its name there.
+    """
+
+    layer: Any
+    recurrent_weights = ("A_log", "dt_bias")
+    shared: ClassVar[dict[str, str]]
+
+    def __init__(self, theirs: Any, family: Any) -> None:
+        # Not the constructor of the cell, which would create weights.
+        ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        activation = getattr(theirs, "activation", "silu")
+        if activation not in ("silu", "swish"):
+            raise UnsupportedLayerError(f"its activation is {activation}")
+        self.layer, self._family = theirs, family
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.shared:
+            return attrgetter(self.shared[name])(self.layer)
+        if name == "in_proj":
+            return partial(self._family.project, self.layer)
+        return super().__getattr__(name)
