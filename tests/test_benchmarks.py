@@ -16,7 +16,7 @@ CASES = [
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
-    ("speed", ["delta", "--tokens", "64", "--steps", "2"], "Gated DeltaNet layer, decoding"),
+    ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Mamba layer, decoding"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
     ("lm_eval", ["--context", "64", "--choice", "4"], "3.53 times fewer"),
 ]

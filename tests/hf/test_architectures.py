@@ -18,6 +18,8 @@ MEASURED = [
     "gemma3n_text",
     "gemma4_text",
     "llama",
+    "falcon_mamba",
+    "mamba",
     "mamba2",
     "qwen3_next",
     "openai-gpt",

@@ -10,13 +10,17 @@ from longrnn.training.repeat import read_repeatedly
 from tests.contracts.builders import build_model, random_tokens
 
 # Without a convolution, what the one layer reads is the same in every reading.
-MIXER = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1}
+MIXERS = {
+    "decays per head": {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1},
+    "decays per key": {"kind": "mamba", "d_state": 4, "d_conv": 1},
+}
 
 
 @pytest.mark.parametrize("time", [5, 150])
-def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_model_of_one_layer_ends_where_reading_again_ends(mixer: str, time: int) -> None:
     """Repetition gives the state of k readings, for each row and across chunks."""
-    model = build_model(MIXER, n_layers=1)
+    model = build_model(MIXERS[mixer], n_layers=1)
     text, tokens = random_tokens(2, 7, seed=1), random_tokens(2, time, seed=2)
     before = model(text).state
     times = torch.tensor([3, 5])
