@@ -80,9 +80,9 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 def _copied(value: Any) -> Any:
     """A copy, with `~/` at the beginning of texts expanded, which no shell sees in a file."""
     if isinstance(value, Mapping):
-        return {str(key): _copied(one) for key, one in value.items()}
+        return {str(key): _copied(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_copied(one) for one in value]
+        return [_copied(item) for item in value]
     is_home = isinstance(value, str) and value.startswith("~/")
     return os.path.expanduser(value) if is_home else value
 

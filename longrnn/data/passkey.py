@@ -150,7 +150,7 @@ class Passkey(PasskeyPrompts, Task):
             start = rng.randrange(self.n_filler) if self.own_filler else 0
             if row >= rows.start:
                 context = self.context(needles, asked[0], length=length, start=start)
-                made.append(self._row(read(context), [needles[one] for one in asked]))
+                made.append(self._row(read(context), [needles[index] for index in asked]))
         return self._batch(made)
 
     def _queried(self, rng: random.Random, count: int) -> list[int]:
@@ -223,10 +223,10 @@ class Passkey(PasskeyPrompts, Task):
         needles = draw_needles(rng, rng.choice(self.n_keys))
         # The beginning of a document and its keys are not repeated.
         repeats = [
-            1 if one in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
-            for one in range(segments)
+            1 if index in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
+            for index in range(segments)
         ]
-        asked = [needles[one] for one in self._queried(rng, len(needles))]
+        asked = [needles[index] for index in self._queried(rng, len(needles))]
         return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))
 
     def _body(self, document: Document, index: int, length: int) -> Tensor:

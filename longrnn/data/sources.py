@@ -39,7 +39,7 @@ def sources(data: Sequence[str]) -> list[Path | str]:
     Raises:
         UserError: one of them does not exist, or is a folder without anything to read.
     """
-    found: list[Path | str] = []
+    listed: list[Path | str] = []
     for given in data:
         path = Path(given).expanduser().resolve()
         inside: list[Path | str] = []
@@ -55,8 +55,8 @@ def sources(data: Sequence[str]) -> list[Path | str]:
                 f"no file to train on at {given}: give files of UTF-8 text or tables, folders with "
                 f"{', '.join(IN_FOLDERS)}, or a dataset on the Hub such as organisation/name"
             )
-        found += inside
-    return found
+        listed += inside
+    return listed
 
 
 class Piece(NamedTuple):
@@ -93,12 +93,13 @@ def documents(
     while group := list(islice(pieces, TOGETHER)):
         made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
         for piece in group:
-            own = piece.ids
-            if own is None:
-                own = next(made)
-                own = [*own, *end] if own and piece.ends else own
-            ids.append(np.array(own, dtype=np.int64))
-            scored.append(np.array(piece.scored or [piece.is_answer] * len(own), dtype=bool))
+            piece_ids = piece.ids
+            if piece_ids is None:
+                piece_ids = next(made)
+                piece_ids = [*piece_ids, *end] if piece_ids and piece.ends else piece_ids
+            marks = piece.scored or [piece.is_answer] * len(piece_ids)
+            ids.append(np.array(piece_ids, dtype=np.int64))
+            scored.append(np.array(marks, dtype=bool))
             if piece.ends:
                 yield np.concatenate(ids), np.concatenate(scored)
                 ids, scored = [], []
@@ -124,13 +125,13 @@ def _pieces(source: Path | str, tokenizer: Tokenizer, reading: Reading) -> Itera
 
 def _answered(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Piece]:
     """The pieces of one document of prompts and answers."""
-    messages, prompt, completion = (row.get(one) for one in ("messages", "prompt", "completion"))
+    messages, prompt, completion = map(row.get, ("messages", "prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         yield Piece(prompt, ends=False)
         yield Piece(completion, is_answer=True)
         return
     if not isinstance(messages, list) or not all(
-        isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages
+        isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in messages
     ):
         raise UserError(
             f"{where} has neither the texts prompt and completion nor messages, a list of mappings "

@@ -129,7 +129,7 @@ class Corpus:
         document = np.searchsorted(starts, places, side="right") - 1
         index = first[document] + places - starts[document]
         tokens, targets = (
-            torch.from_numpy(self.tokens[one].astype(np.int64)) for one in (index, index + 1)
+            torch.from_numpy(self.tokens[at].astype(np.int64)) for at in (index, index + 1)
         )
         if self.scored is not None:
             targets = targets.where(torch.from_numpy(self.scored[index + 1] == 1), UNSCORED)
@@ -174,7 +174,8 @@ def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:
     ends = np.cumsum(lengths)
     border = int(np.searchsorted(ends, kept))
     head, tail = spans[: border + 1].copy(), spans[border:].copy()
-    head[-1, 1] = tail[0, 0] = spans[border, 1] - (ends[border] - kept) if may_cut else tail[0, 0]
+    cut = spans[border, 1] - (ends[border] - kept) if may_cut else spans[border, 0]
+    head[-1, 1], tail[0, 0] = cut, cut
     chosen = head if part == "training" else tail
     chosen = chosen[chosen[:, 1] - chosen[:, 0] > 1]
     if not len(chosen):

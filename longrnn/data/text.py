@@ -59,8 +59,8 @@ class Text(Task):
         starts, stops = self.rows(length, seed)
         count = len(starts)
         chosen = [
-            int(self.windows(count, f"{seed}/{one // count}/rows")[one % count])
-            for one in range(index * of + rows.start, index * of + rows.stop)
+            int(self.windows(count, f"{seed}/{row // count}/rows")[row % count])
+            for row in range(index * of + rows.start, index * of + rows.stop)
         ]
         places = starts[chosen, None] + np.arange(length)
         real = places < stops[chosen, None]
@@ -76,14 +76,14 @@ class Text(Task):
         """Segment `index` of each row, which reads its share of every epoch."""
         edges = self.corpus.places * np.arange(rows.start, rows.stop + 1) // of
         first, size = edges[:-1, None], np.diff(edges)[:, None].clip(1)
-        epoch, within = np.divmod(index * length + np.arange(length), size)
+        epochs, within = np.divmod(index * length + np.arange(length), size)
         tokens, targets = torch.zeros(2, *within.shape, dtype=torch.long)
         starts = torch.from_numpy(within == 0)
-        for one in np.unique(epoch):
-            own = torch.from_numpy(epoch == one)
-            where = (first + within)[epoch == one]
-            tokens[own], targets[own], begins = self.corpus.window(where, f"{seed}/{one}")
-            starts[own] |= begins
+        for epoch in np.unique(epochs):
+            is_inside = torch.from_numpy(epochs == epoch)
+            window = self.corpus.window((first + within)[epochs == epoch], f"{seed}/{epoch}")
+            tokens[is_inside], targets[is_inside], begins = window
+            starts[is_inside] |= begins
         return Batch(tokens, targets, starts)
 
     def _rows(self, length: int, seed: int) -> tuple[Whole, Whole]:

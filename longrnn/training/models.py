@@ -25,7 +25,7 @@ from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 
 
-def build(config: TrainConfig, task: Task, found: Path | None = None) -> RecurrentLM:
+def build(config: TrainConfig, task: Task, origin: Path | None = None) -> RecurrentLM:
     """Builds or loads the model that a run starts with, in float32 and under its mitigation.
 
     By default a checkpoint is trained under the mitigation that it was trained under before.
@@ -33,7 +33,7 @@ def build(config: TrainConfig, task: Task, found: Path | None = None) -> Recurre
     Args:
         config: the run.
         task: which the model must fit.
-        found: the checkpoint to resume from; `init_from` is then read again for adapters only.
+        origin: the checkpoint to resume from; `init_from` is then read again for adapters only.
 
     Raises:
         UserError: the configuration or checkpoint does not fit.
@@ -43,8 +43,8 @@ def build(config: TrainConfig, task: Task, found: Path | None = None) -> Recurre
         options = {"vocab_size": task.vocab_size, **config.model}
         plain = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
     else:
-        own = found is None or config.peft is not None
-        loaded = load(config.init_from if own else str(found))
+        begins = origin is None or config.peft is not None
+        loaded = load(config.init_from if begins else str(origin))
         if not isinstance(loaded, RecurrentLM):
             raise UserError(
                 f"init_from={config.init_from} is a Hugging Face model, and longrnn trains its own "
@@ -54,8 +54,8 @@ def build(config: TrainConfig, task: Task, found: Path | None = None) -> Recurre
     check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
-        r, targets, full = config.peft.r, config.peft.targets, config.peft.full
-        lora.add_adapters(plain, r=r, alpha=2 * r, targets=targets, full=full)
+        adapters = config.peft.model_dump()
+        lora.add_adapters(plain, alpha=2 * config.peft.r, **adapters)
     model = plain.under(recorded)
     if config.mitigation is not None:
         model = mitigated(plain, split(config.mitigation))
@@ -79,20 +79,20 @@ def check_vocabulary(vocab_size: int, task: Task) -> None:
         )
 
 
-def tokenizer_of(config: TrainConfig, found: Path | None = None) -> Tokenizer:
+def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
     """The tokenizer of a run; by default that of `init_from`, or bytes.
 
     Args:
         config: the run.
-        found: the checkpoint to resume from, which has the tokenizer beside it.
+        origin: the checkpoint to resume from, which has the tokenizer beside it.
 
     Raises:
         UserError: it is missing or cannot be read.
     """
     if config.tokenizer == "bytes" or (config.tokenizer is None and config.init_from is None):
         return ByteTokenizer()
-    if found is not None and config.peft is None:
-        source = found
+    if origin is not None and config.peft is None:
+        source = origin
     else:
         source = config.tokenizer or resolve(split_spec(str(config.init_from))[0])
     try:

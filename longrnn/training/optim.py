@@ -77,13 +77,13 @@ def _matching(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
         UserError: there is none.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
-    if not found:
+    matching = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+    if not matching:
         # Names as patterns, so that a deep model does not list each of its layers.
         known = {re.sub(r"\.\d+\.", ".*.", name) for name in named}
         known |= {f"*.{name.rpartition('.')[2]}" for name in named}
         raise UserError(f"{key}: no parameter matches {pattern!r}: {nearest(pattern, known)}")
-    return found
+    return matching
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -50,8 +50,8 @@ class Run(NamedTuple):
 
     def values(self, metric: str) -> list[float]:
         """The finite values of a metric, in order."""
-        found = [row[metric] for row in self.rows if metric in row]
-        return [value for value in found if math.isfinite(value)]
+        values = (row[metric] for row in self.rows if metric in row)
+        return [value for value in values if math.isfinite(value)]
 
     def last(self, metric: str) -> float | None:
         """The last finite value; None if there is none."""

@@ -80,10 +80,10 @@ class Validation:
         losses = torch.cat(nats)
         values = {"eval_loss": float(losses[scored].mean())}
         for part, stop in enumerate(self.edges[1:]):
-            if (own := scored & (self._parts == part)).any():
-                values[f"eval_loss_to_{stop}"] = float(losses[own].mean())
-        found = {name: torch.cat(each) for name, each in scores.items()}
-        values |= {f"eval_{name}": float(x.mean()) for name, x in found.items() if len(x)}
+            if (is_inside := scored & (self._parts == part)).any():
+                values[f"eval_loss_to_{stop}"] = float(losses[is_inside].mean())
+        joined = {name: torch.cat(each) for name, each in scores.items()}
+        values |= {f"eval_{name}": float(x.mean()) for name, x in joined.items() if len(x)}
         return values
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
