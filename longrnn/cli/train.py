@@ -159,7 +159,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
     from longrnn.cli.evaluate import measure_and_show
     from longrnn.data import TASKS
-    from longrnn.evaluation.before_after import write_suite
+    from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
     from longrnn.hf.opened import open_checkpoint
     from longrnn.processes import on_main
     from longrnn.training.models import tokenizer_of
@@ -171,7 +171,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     sources = {"before": str(config.init_from), "after": config.output_dir}
     models = [open_checkpoint(path, name=name, device=device) for name, path in sources.items()]
-    measure_and_show(models, evaluations, folder)
+    measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)
 
 
 class Launch(Options):

@@ -36,11 +36,11 @@ from longrnn.seeds import mix
 from longrnn.text import ByteTokenizer, Tokenizer
 
 # Tokens, targets and answers of a row, `(t,)` each; see `Batch`.
-Row = tuple[Tensor, Tensor, Tensor]
+PasskeyRow = tuple[Tensor, Tensor, Tensor]
 Keys = Annotated[int, Field(ge=1, le=9)]
 
 
-class Document(NamedTuple):
+class PasskeyDocument(NamedTuple):
     """A document that continues over segments.
 
     Attributes:
@@ -133,7 +133,7 @@ class Passkey(PasskeyPrompts, Task):
         super().__init__(tokenizer, text, max(self.n_keys))
         self.own_filler = bool(files)
         self.data_sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
-        self._streams: dict[tuple[int, int], list[Document]] = {}
+        self._streams: dict[tuple[int, int], list[PasskeyDocument]] = {}
 
     def batch(
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
@@ -160,8 +160,8 @@ class Passkey(PasskeyPrompts, Task):
             return [rng.randrange(count)]
         return rng.sample(range(count), min(self.n_queries, count))
 
-    def _row(self, text: Tensor, needles: Sequence[Needle], *, asked: bool = True) -> Row:
-        """A text with a question and an answer about each needle; `asked`: see `Document.asks`."""
+    def _row(self, text: Tensor, needles: Sequence[Needle], *, asked: bool = True) -> PasskeyRow:
+        """A text with a question and an answer about each needle; these count if `asked`."""
         parts, scored, answer = [text], [True], [False]
         for index, needle in enumerate(needles):
             parts += [self.question(needle), self.answer(needle)]
@@ -174,7 +174,7 @@ class Passkey(PasskeyPrompts, Task):
         return ids[:-1], ids[1:].where(has_target, UNSCORED), is_answer
 
     def _batch(
-        self, rows: Sequence[Row], begins: Tensor | bool = True, fork: int | None = None
+        self, rows: Sequence[PasskeyRow], begins: Tensor | bool = True, fork: int | None = None
     ) -> Batch:
         """A batch of rows, whose tokens from index `fork` on run on a fork of the state."""
         tokens, targets, answer = (
@@ -205,7 +205,7 @@ class Passkey(PasskeyPrompts, Task):
         batch = self._batch(made, torch.tensor(begins), fork=length)
         return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
-    def _document(self, row: int, index: int, seed: int) -> Document:
+    def _document(self, row: int, index: int, seed: int) -> PasskeyDocument:
         """The document that a row reads in a batch."""
         documents = self._streams.setdefault((seed, row), [])
         while not documents or documents[-1].end <= index:
@@ -213,7 +213,7 @@ class Passkey(PasskeyPrompts, Task):
             documents.append(self._draw(start, random.Random(f"{seed}/{row}/{len(documents)}")))
         return next(d for d in reversed(documents) if d.start <= index)
 
-    def _draw(self, start: int, rng: random.Random) -> Document:
+    def _draw(self, start: int, rng: random.Random) -> PasskeyDocument:
         """The document that begins in batch `start`."""
         grown = min(1.0, start / self.grow_steps) if self.grow_steps else 1.0
         span = (self.max_segments + 1) / self.min_segments
@@ -227,9 +227,11 @@ class Passkey(PasskeyPrompts, Task):
             for index in range(segments)
         ]
         asked = [needles[index] for index in self._queried(rng, len(needles))]
-        return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))
+        return PasskeyDocument(
+            start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler)
+        )
 
-    def _body(self, document: Document, index: int, length: int) -> Tensor:
+    def _body(self, document: PasskeyDocument, index: int, length: int) -> Tensor:
         """The `length` tokens of segment `index`, as in one long prompt."""
         head = self._header if index == 0 else self._header[:0]
         here = document.needles if index == document.key_segment else []

@@ -28,7 +28,7 @@ IN_FOLDERS = (".txt", ".text", ".md", ".jsonl", ".csv", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # A long text is tokenized in pieces, so that the tokenizer uses all cores: about a million
 # characters, up to a line end without spaces around it. No common tokenizer has a token across it.
-PIECE = re.compile(r".{1000000,}?\S\n(?=\S)|.+", re.DOTALL)
+TEXT_PIECE = re.compile(r".{1000000,}?\S\n(?=\S)|.+", re.DOTALL)
 # So many pieces are tokenized together.
 TOGETHER = 64
 
@@ -118,7 +118,7 @@ def _pieces(source: Path | str, tokenizer: Tokenizer, reading: Reading) -> Itera
                 f"corpus with `longrnn data build` and --text-column, one of {', '.join(row)}"
             )
         for document in [text] if reading.split_on is None else text.split(reading.split_on):
-            *first, last = PIECE.findall(document) or [""]
+            *first, last = TEXT_PIECE.findall(document) or [""]
             yield from (Piece(piece, ends=False) for piece in first)
             yield Piece(last)
 

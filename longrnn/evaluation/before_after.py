@@ -1,15 +1,17 @@
 """Evaluation of a fine-tuned model beside the checkpoint that it started from.
 
 Both read the same held-out data and prompts. After training on text, the loss is measured by
-position up to a multiple of the training length, in windows of several documents; after training on
-prompts and answers, the loss of the answers and whether they are exactly right. Both are asked for
-passkeys too. The suite and its text are written into a folder, so that `longrnn compare` can
-repeat the evaluation with further models.
+position up to a multiple of the training length, in windows of several documents, and passkeys are
+queried, unless neither model recalls one at the shortest length. After training on prompts and
+answers, it is the loss of the answers and whether they are exactly right. The suite and its text
+are written into a folder, so that `longrnn compare` can repeat the evaluation with further models.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.suites import read_suite
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.run import run
+from longrnn.evaluation.suites import build_evaluation, read_suite
 from longrnn.files import write_atomic
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.text import Tokenizer
 from longrnn.units import format_length
 from longrnn.yaml import yaml_text
@@ -72,7 +77,7 @@ def write_suite(
             write_atomic(folder / TEXT, text)
             what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
             evaluations.append({"kind": "perplexity", **what, "windows": MOST})
-    least = Passkey(tokenizer).least_length()
+    least = math.inf if isinstance(task, Instruct) else Passkey(tokenizer).least_length()
     prompts = [str(n) for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
@@ -83,6 +88,33 @@ def write_suite(
         )
     write_atomic(folder / SUITE, yaml_text({"evaluations": evaluations}))
     return read_suite(str(folder / SUITE))
+
+
+def without_failed_passkeys(
+    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation[Any]], folder: Path
+) -> list[Evaluation[Any]]:
+    """Return evaluations without passkeys that no model recalls, which a warning names.
+
+    Args:
+        models: to evaluate.
+        evaluations: of `write_suite`.
+        folder: of the evaluation, which keeps what is measured here.
+    """
+    kept = []
+    for evaluation in evaluations:
+        if isinstance(evaluation, PasskeyRetrieval) and len(evaluations) > 1:
+            shortest = evaluation.options.lengths[0]
+            spec = {"kind": evaluation.kind, "lengths": [shortest], "n": evaluation.options.n}
+            (outcome,) = run(models, [build_evaluation(spec)], folder)
+            answers = [result for results in outcome.results.values() for _, result in results]
+            if not any(result["correct"] for result in answers):
+                logger.warning(
+                    f"no passkey is recalled at {format_length(shortest)}: the evaluation leaves "
+                    "passkeys out"
+                )
+                continue
+        kept.append(evaluation)
+    return kept
 
 
 def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:

@@ -46,7 +46,7 @@ FAMILIES: dict[str, Registry[Any]] = {
 }
 
 
-class Lengths(Options):
+class RowLength(Options):
     """The length of training rows."""
 
     max: Tokens = 256
@@ -80,7 +80,7 @@ class TrainConfig(Options, validate_default=True):
     `bytes`."""
     init_from: str | None = None
     """A checkpoint to start from; its weights are trained in float32."""
-    length: Lengths = Field(default_factory=Lengths)
+    length: RowLength = Field(default_factory=RowLength)
     """Lengths of rows."""
     initial_state: dict[str, Any] = Field({"kind": "zero"})
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
@@ -285,7 +285,7 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
 def help_config() -> str:
     """All keys with their defaults and meanings, as Markdown."""
     lines = ["| key | default | meaning |", "| --- | --- | --- |"]
-    models = {"": TrainConfig, "length.": Lengths, "peft.": Adapters}
+    models = {"": TrainConfig, "length.": RowLength, "peft.": Adapters}
     for prefix, model in models.items():
         for name, field in model.model_fields.items():
             default = "" if name == "length" else f"`{field.get_default()}`"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 # Keys that identify a row; its other keys are metrics.
 COUNTS = ("step", "tokens")
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
 class Run(NamedTuple):
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     name: str
     folder: Path
-    rows: list[Row]
+    rows: list[MetricsRow]
     settings: dict[str, Any]
 
     @classmethod
@@ -77,7 +77,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_metrics(folder: Path) -> list[Row]:
+def read_metrics(folder: Path) -> list[MetricsRow]:
     """The rows of a run's metrics.jsonl; a last line without its end is left out.
 
     Raises:
@@ -92,12 +92,12 @@ def read_metrics(folder: Path) -> list[Row]:
     return rows
 
 
-def _parsed(path: Path) -> list[Row]:
+def _parsed(path: Path) -> list[MetricsRow]:
     rows = []
     # Not `str.splitlines`, which also splits at characters that JSON may hold.
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            row: Row = json.loads(line)
+            row: MetricsRow = json.loads(line)
             rows.append({**row, "step": int(row["step"])})
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
@@ -139,6 +139,6 @@ def record(config: TrainConfig, step: int) -> None:
         write_atomic(folder / METRICS, "".join(f"{line}\n" for line in kept))
 
 
-def append_metrics(folder: Path, row: Row) -> None:
+def append_metrics(folder: Path, row: MetricsRow) -> None:
     """Adds a row to the metrics and makes it durable: no checkpoint is newer than its rows."""
     append(folder / METRICS, f"{json.dumps(row)}\n".encode())

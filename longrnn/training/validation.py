@@ -20,7 +20,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, rows_of
 
 # Tokens of a row that are read at a time.
-PIECE = 4096
+TOKENS_AT_ONCE = 4096
 # By default, validation rows are this many times as long as the longest training row.
 BEYOND = 16
 
@@ -90,8 +90,8 @@ class Validation:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
         state = objective.model.init_state(len(batch.tokens))
         nats, predictions = [], []
-        for start in range(0, batch.tokens.shape[1], PIECE):
-            part = slice(start, start + PIECE)
+        for start in range(0, batch.tokens.shape[1], TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
             losses, ids, state = objective.token_losses(
                 batch.tokens[:, part], batch.targets[:, part], state, rows_of(batch, part)
             )

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.data import Text
+from longrnn.data import Instruct, Text
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
-from longrnn.evaluation.before_after import held_out_text, write_suite
+from longrnn.evaluation.before_after import (
+    held_out_text,
+    without_failed_passkeys,
+    write_suite,
+)
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
+from longrnn.hf.opened import open_checkpoint
 from longrnn.text import ByteTokenizer
 from tests.evaluation.small_models import measure, small_model
 
@@ -47,7 +52,7 @@ def test_windows_are_of_several_documents(tmp_path: Path) -> None:
 def test_the_loss_is_measured_where_there_are_several_windows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to the longest length of which five windows fit, which a warning says."""
+    """Up to the longest length of which five windows fit; passkeys where a model recalls one."""
     files = shelf(tmp_path, {"a": 400, "b": 400, "c": 50})
     task = Text(data=files)
     suite = write_suite(task, ByteTokenizer(), tmp_path / "out", length=128)
@@ -59,6 +64,19 @@ def test_the_loss_is_measured_where_there_are_several_windows(
     assert isinstance(passkeys, PasskeyRetrieval)
     assert passkeys.options.lengths == [512, 2048]
     assert "--validation" in caplog.text
+    (kept,) = without_failed_passkeys([small_model("one")], suite, tmp_path / "r")
+    assert isinstance(kept, Perplexity)
+    assert "no passkey is recalled at 512" in caplog.text
+    recalls = open_checkpoint("passkey-tiny")
+    assert without_failed_passkeys([recalls], suite, tmp_path / "r") == suite
     task = Text(data=shelf(tmp_path, {"d": 20}))
     with pytest.raises(UserError, match="--validation"):
         write_suite(task, ByteTokenizer(), tmp_path / "short", length=128, longest=128)
+
+
+def test_answers_are_evaluated_without_passkeys(tmp_path: Path) -> None:
+    """A model that is trained on answers is not asked for passkeys, at any length."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    task = Instruct(data=str(tmp_path / "a.jsonl"))
+    (evaluation,) = write_suite(task, ByteTokenizer(), tmp_path / "out", length=512)
+    assert evaluation.kind == "answers"

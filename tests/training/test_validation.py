@@ -23,7 +23,7 @@ def test_the_loss_by_position_is_that_of_a_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions are those in documents, each of which starts from the zero state."""
-    monkeypatch.setattr(validation, "PIECE", 96)  # rows are read in pieces
+    monkeypatch.setattr(validation, "TOKENS_AT_ONCE", 96)  # rows are read in pieces
     config = tiny("streams", tmp_path / "run", eval_length=256, **EVERY)
     model: Any = train(config).model().eval()
     row = [one for one in metrics(tmp_path / "run") if "eval_loss" in one][-1]
