@@ -163,15 +163,23 @@ def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> 
     Args:
         path: the file to write.
         model: where given, its `fingerprint()` is recorded, and `load` then refuses the state for
-            any other model.
+            any other model or mitigation.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     from safetensors.torch import save as serialized
 
-    from longrnn.files import write_atomic
+    from longrnn.files import one_line, write_atomic
 
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
     metadata = _metadata(tensors, model.fingerprint() if model is not None else "")
-    write_atomic(Path(path), serialized(tensors, metadata))
+    try:
+        write_atomic(Path(path), serialized(tensors, metadata))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the state cannot be written to {str(path)!r} ({one_line(error)}): give another path"
+        ) from error
 
 
 def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
@@ -224,7 +232,12 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
 
 
 def check(state: LMState, like: PyTree, batch_size: int) -> None:
-    """Refuses the state of another model, of another mitigation, or of another batch size.
+    """Refuses a state whose tensors do not fit the model, and one of another window.
+
+    Compared are names, shapes and dtypes; those of a window differ with its length and its heads.
+    Numbers are not: the state of a model of the same shape, or of this model under another
+    mitigation without a window, goes on. A limit of its norm then applies from the next token on.
+    The fingerprint that `save` records tells such states apart.
 
     Args:
         state: the state to check.

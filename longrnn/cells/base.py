@@ -21,10 +21,13 @@ class EditedState(NamedTuple):
     Attributes:
         state: the cell's own state.
         recent: what the edit remembers: the inputs of the last tokens.
+        window: `(b, 0, window, heads)`, see `Edit.window_sizes`. It holds no numbers: by its shape,
+            a state of another window is refused.
     """
 
     state: PyTree
     recent: PyTree
+    window: Tensor
 
 
 class KnownLike(NamedTuple):
@@ -149,7 +152,8 @@ class Cell(nn.Module, ABC):
         state = tree_map(zeros, self.state_like())
         if edit is None or edit.window is None:
             return state
-        return EditedState(state, self.no_tokens(batch_size, edit))
+        window = torch.zeros(batch_size, 0, *edit.window_sizes, device=device)
+        return EditedState(state, self.no_tokens(batch_size, edit), window)
 
     def like(self, edit: Edit | None) -> PyTree:
         """A state of one row without batch axis, for comparisons of structure, sizes and dtypes."""
@@ -159,7 +163,8 @@ class Cell(nn.Module, ABC):
         known = self._known_like
         if known is None or known.plain is not plain or known.edit is not edit:
             recent = tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit))
-            known = KnownLike(plain, edit, EditedState(plain, recent))
+            window = torch.zeros(0, *edit.window_sizes, device="meta")
+            known = KnownLike(plain, edit, EditedState(plain, recent, window))
             self._known_like = known
         return known.edited
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from functools import reduce
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -189,6 +190,15 @@ class Edit(NamedTuple):
     def stages(self) -> Set[str]:
         """Names of the fields that change something."""
         return {name for name, value in self._asdict().items() if value is not None}
+
+    @property
+    def window_sizes(self) -> tuple[int, int]:
+        """The window, and a number that differs between sets of heads; 0 for all heads."""
+        assert self.window is not None
+        if self.heads is None:
+            return self.window, 0
+        digest = sha256(bytes(self.heads.tolist())).digest()
+        return self.window, int.from_bytes(digest[:4], "big")
 
     def refuse_unknown(self, known: Set[str], implementation: str) -> None:
         """Raises a `UserError` for a stage that an implementation does not compute."""

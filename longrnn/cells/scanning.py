@@ -138,7 +138,9 @@ class ScanningCell(Cell):
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
     ) -> tuple[Tensor, PyTree]:
         edit = NO_EDIT if edit is None else edit
-        state, recent = state if isinstance(state, EditedState) else (state, None)
+        edited, recent = None, None
+        if isinstance(state, EditedState):
+            edited, state, recent = state, state.state, state.recent
         whole = self.whole_layer(x, state, edit, rows)
         if whole is not None:
             return whole
@@ -156,7 +158,7 @@ class ScanningCell(Cell):
             # A limit may change a state where nothing is added to it.
             memory = memory._replace(state=reset(memory.state, before.state, rows.count == 0))
         y, state = self.after(y, rest, memory.state)
-        return y, state if memory.recent is None else EditedState(state, memory.recent)
+        return y, state if edited is None else edited._replace(state=state, recent=memory.recent)
 
     def run_packed(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows

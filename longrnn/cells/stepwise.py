@@ -96,7 +96,7 @@ class StepwiseCell(Cell):
         edit.refuse_unknown(STAGES, f"the cell {self.kind}")
         if edit.window is None:
             return self._tokens(projected, state, edit, None)
-        own, recent = state
+        own, recent = state.state, state.recent
         outputs = []
         for part in projected.split(edit.window, dim=1):
             older = _older(recent, edit.window, part.shape[1])
@@ -104,7 +104,7 @@ class StepwiseCell(Cell):
             y, own = self._tokens(part, own, edit, older, updates)
             outputs.append(y)
             recent = _appended(recent, updates, edit.window)
-        return torch.cat(outputs, dim=1), EditedState(own, recent)
+        return torch.cat(outputs, dim=1), state._replace(state=own, recent=recent)
 
     def _tokens(
         self,

@@ -81,8 +81,16 @@ class TokenStack:
         with torch.inference_mode(False):  # a later call may need gradients
             memory = torch.empty(len(states), *like.shape, dtype=like.dtype, device="cpu")
         y, after = cpu.layers(packed.layers, x, given, memory)
-        own = [(Mamba2State(conv, ssm), recent) for conv, ssm, recent in after]
-        return y, tuple(one if recent is None else EditedState(one, recent) for one, recent in own)
+        pairs = zip(states, after, strict=True)
+        return y, tuple(_continued(state, tokens) for state, tokens in pairs)
+
+
+def _continued(state: PyTree, after: cpu.Tokens) -> PyTree:
+    """The state of a cell after the tokens, in the form of the state before them."""
+    cell_state = Mamba2State(after.conv, after.ssm)
+    if isinstance(state, EditedState):
+        return state._replace(state=cell_state, recent=after.recent)
+    return cell_state
 
 
 def _leaves(state: PyTree) -> Sequence[Tensor]:

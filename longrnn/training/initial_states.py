@@ -275,5 +275,5 @@ def _moments(leaf: Tensor) -> Tensor:
 
 def _finite(state: LMState) -> Tensor:
     """`(b,)` bool: rows without NaN and infinity."""
-    rows = [x.isfinite().reshape(len(x), -1).all(1) for _, x in leaves(state)]
+    rows = [x.isfinite().reshape(len(x), x[0].numel()).all(1) for _, x in leaves(state)]
     return torch.stack(rows).all(0)

@@ -214,6 +214,33 @@ def test_load_refuses_other_structures(model: RecurrentLM, tmp_path: Path) -> No
         assert "model" in refused(path, other.init_state(1))
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "lstm"])
+def test_the_state_of_another_window_is_refused(kind: str, tmp_path: Path) -> None:
+    """Of another length or of other heads: by a call, and by `load` without a fingerprint."""
+    plain, tokens, path = build_model(kind), random_tokens(2, 9), tmp_path / "state"
+    specs = [WINDOW, WINDOW | {"window": 6}]
+    if kind == "mamba2":
+        specs += [WINDOW | {"heads": heads} for heads in ([0], [1], [0, 1], [[0, 1], [1, 0]])]
+    models = [plain.under(mitigation(spec)) for spec in specs]
+    for model in models:
+        state = model(tokens).state
+        states.save(state, path)
+        for other in models:
+            if other is model:
+                other(tokens, states.load(path, other))
+                continue
+            with pytest.raises(UserError, match="init_state"):
+                other(tokens, state)
+            assert "init_state" in refused(path, other)
+
+
+@pytest.mark.parametrize("path", ["nul\0", "x" * 300, "file/beside", "."])
+def test_a_state_that_cannot_be_written_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        states.save(build_model().init_state(1), tmp_path / path)
+
+
 def test_load_refuses_other_files(tmp_path: Path) -> None:
     """Missing, empty, cut off, text, weights: one sentence that names the file, no traceback."""
     model = build_model()
