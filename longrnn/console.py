@@ -24,6 +24,8 @@ def print_table(table: Table) -> None:
         console.width = max(console.width, width)
     elif width > console.width:
         for column in table.columns:
+            if column.overflow == "fold":  # names are broken at their signs, not inside words
+                column._cells = [str(cell).replace("+", "\n+") for cell in column.cells]
             lines = [line for cell in column.cells for line in str(cell).splitlines()]
             needed = max(map(len, [*str(column.header).split(), *lines]))
             column.max_width = min(needed, column.max_width or needed)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from scipy import special  # scipy.stats takes seconds to import
+NORMAL_QUANTILE = NormalDist().inv_cdf(0.975)
 
 
 class Estimate(NamedTuple):
@@ -38,7 +40,7 @@ def proportion(right: float, n: int, independent: float | None = None) -> Estima
             that of as many questions with the same share.
     """
     size = n if independent is None else min(independent, n)
-    share, z = right / n, float(special.ndtri(0.975))
+    share, z = right / n, NORMAL_QUANTILE
     center = (share + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z / (1 + z**2 / size) * math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return Estimate(share, max(center - half, 0.0), min(center + half, 1.0), n)
@@ -51,8 +53,16 @@ def mean(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(center, -math.inf, math.inf, 1)
     deviation = math.sqrt(sum((value - center) ** 2 for value in values) / (n - 1))
-    half = float(special.stdtrit(n - 1, 0.975)) * deviation / math.sqrt(n)
+    half = _t_quantile(n - 1) * deviation / math.sqrt(n)
     return Estimate(center, center - half, center + half, n)
+
+
+@cache
+def _t_quantile(degrees: int) -> float:
+    """Return the quantile 0.975 of Student's t."""
+    from scipy.special import stdtrit  # scipy takes longer to import than many evaluations need
+
+    return float(stdtrit(degrees, 0.975))
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
@@ -136,8 +146,8 @@ def _score(values: Sequence[float]) -> Estimate:
     # Equal scores have no spread to estimate an interval from.
     if set(values) <= {0, 1} or len(set(values)) == 1:
         return proportion(sum(values), len(values))
-    found = mean(values)
-    return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
+    estimate = mean(values)
+    return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
 
 
 def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:

@@ -64,6 +64,8 @@ def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
         try:
             program()
         except SystemExit as leaving:
+            if isinstance(leaving.__context__, BrokenPipeError):  # of rich, which exits with 1
+                return _fail(leaving.__context__, again)
             code = leaving.code
         except Terminated as reason:
             if os.environ.get("RANK", "0") == "0":

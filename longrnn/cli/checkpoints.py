@@ -13,14 +13,14 @@ from longrnn.cli.command import Argument
 from longrnn.options import Options
 
 
-class Subject(Options):
+class InfoOptions(Options):
     """What is described."""
 
     checkpoint: Annotated[str, Argument("CHECKPOINT")]
     """Name of an embedded checkpoint, a folder (also of a corpus), or organisation/model."""
 
 
-def info(subject: Subject) -> None:
+def info(options: InfoOptions) -> None:
     """Describe a checkpoint or a corpus: its sizes, the bytes of a state, the lengths of documents.
 
     The files that are read are compared with their checksums.
@@ -29,18 +29,18 @@ def info(subject: Subject) -> None:
     """
     from longrnn.data.stream import HEADER
 
-    is_corpus = (Path(subject.checkpoint) / HEADER).is_file()
-    for name, value in (_corpus if is_corpus else _model)(subject.checkpoint).items():
+    is_corpus = (Path(options.checkpoint) / HEADER).is_file()
+    for name, value in (_corpus if is_corpus else _model)(options.checkpoint).items():
         typer.echo(f"{name:<18} {value}")
 
 
 def _corpus(folder: str) -> dict[str, Any]:
     from longrnn.data.stream import Corpus
 
-    found = Corpus(Path(folder))
-    lengths = sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
+    corpus = Corpus(Path(folder))
+    lengths = sorted((corpus.spans[:, 1] - corpus.spans[:, 0]).tolist())
     return {
-        **{name: value for name, value in asdict(found.header).items() if name != "sources"},
+        **{name: value for name, value in asdict(corpus.header).items() if name != "sources"},
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
     }
 

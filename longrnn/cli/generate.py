@@ -32,7 +32,7 @@ class Sampling(Options):
 
 
 def generate(model: Model, sampling: Sampling) -> None:
-    """Continue a text.
+    """Continue a text; the continuation is printed, without the text itself.
 
     Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
     """

@@ -30,8 +30,8 @@ def harness(model: Model, tasks: Tasks) -> None:
     The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
     --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
-    --model_args takes tokenizer and add_bos_token. This package adds the task longrnn_passkey. Task
-    files can contain Python code, which lm-eval runs.
+    --model_args takes tokenizer, add_bos_token and max_length. This package adds the task
+    longrnn_passkey. Task files can contain Python code, which lm-eval runs.
 
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 10
     """

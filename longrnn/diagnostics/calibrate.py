@@ -56,14 +56,14 @@ class Inside(NamedTuple):
     dt: list[Tensor]
 
     def step_quantiles(self, share: float) -> list[list[float]]:
-        """Returns the step of each head that at least this share of the steps do not exceed."""
+        """Return the step of each head that at least this share of the steps do not exceed."""
         # By NumPy: torch accepts at most 16 million numbers. Rounded up, so that the step which is
         # the quantile is not above it.
-        found = [np.quantile(own.cpu().numpy(), share, axis=0) for own in self.dt]
-        return [(own * (1 + 1e-6)).tolist() for own in found]
+        quantiles = [np.quantile(steps.cpu().numpy(), share, axis=0) for steps in self.dt]
+        return [(steps * (1 + 1e-6)).tolist() for steps in quantiles]
 
     def global_heads(self) -> list[tuple[int, int]]:
-        """Returns (layer, head) of the global heads, the longest memory first.
+        """Return (layer, head) of the global heads, the longest memory first.
 
         Raises:
             UserError: there is none.
@@ -88,23 +88,24 @@ class Job(NamedTuple):
     quiet: bool
 
     def share(self, quantile: float | None) -> float:
-        """Returns the share of tokens to filter out: as many tokens are left as inside."""
+        """Return the share of tokens to filter out: as many tokens are left as inside."""
         return 1 - self.train_length / self.target_length if quantile is None else quantile
 
     def windows(self, length: int, most: int) -> Tensor:
-        """Returns at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
-        texts = [one.tokens for one in self.documents]
+        """Return at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
+        texts = [document.tokens for document in self.documents]
         if max(map(len, texts)) < length:
             raise UserError(
                 f"the longest text has {max(map(len, texts)):,} tokens and a window needs "
                 f"{length:,}: give more text"
             )
-        windows = torch.cat([one.unfold(0, length, length) for one in texts if len(one) >= length])
+        long = [text for text in texts if len(text) >= length]
+        windows = torch.cat([text.unfold(0, length, length) for text in long])
         count = min(most, len(windows))
         return windows[torch.arange(count) * len(windows) // count]
 
     def inside(self, most: int) -> Inside:
-        """Observes at most `most` windows of the training length.
+        """Observe at most `most` windows of the training length.
 
         Raises:
             UserError: the logits are not finite.
@@ -118,12 +119,11 @@ class Job(NamedTuple):
             steps[index].append(seen.gain.double())  # which is dt without a mitigation
 
         with watch(recurrences, keep):
-            how = {"trained": self.train_length, "quiet": self.quiet}
-            seen = observe(self.model, tokens, stops, **how)
+            seen = observe(self.model, tokens, stops, trained=self.train_length, quiet=self.quiet)
         return Inside(
             seen.norm.amax((0, 2)),
             seen.retention[-1].log().mean(1).exp().nan_to_num(1.0),
-            [torch.cat(own, 1).flatten(0, 1) for own in steps],
+            [torch.cat(of_layer, 1).flatten(0, 1) for of_layer in steps],
         )
 
 
@@ -170,13 +170,20 @@ def calibrate(
         )
     if name in MITIGATIONS:
         check_defined(MITIGATIONS[name], type(model.cells[0]))
-    own = tokenizer or ByteTokenizer()
-    return chosen.run(Job(model, documents, train_length, target, own, quiet))
+    job = Job(
+        model=model,
+        documents=documents,
+        train_length=train_length,
+        target_length=target,
+        tokenizer=tokenizer or ByteTokenizer(),
+        quiet=quiet,
+    )
+    return chosen.run(job)
 
 
 @METHODS.register("state_norm")
 @dataclass(kw_only=True)
-class StateNorm:
+class LargestNorm:
     """The threshold is the largest norm of each head's state, times the margin."""
 
     windows: Count = 32
@@ -189,21 +196,21 @@ class StateNorm:
 
 @METHODS.register("token_filter")
 @dataclass(kw_only=True)
-class TokenFilter:
+class StepQuantile:
     """The threshold of the global heads is a quantile of their steps."""
 
     windows: Count = 32
     quantile: Share | None = None
 
     def run(self, job: Job) -> Members:
-        found = job.inside(self.windows)
-        heads = [list(head) for head in sorted(found.global_heads())]
-        thresholds = found.step_quantiles(job.share(self.quantile))
+        inside = job.inside(self.windows)
+        heads = [list(head) for head in sorted(inside.global_heads())]
+        thresholds = inside.step_quantiles(job.share(self.quantile))
         return [{"kind": "token_filter", "threshold": thresholds, "heads": heads}]
 
 
 @dataclass(kw_only=True)
-class Search:
+class FactorSearch:
     """Search factors, one per layer, by COBYLA over their logarithms.
 
     Published for the steps of Mamba in MambaExtend (ICLR 2025, LgzRo1RpLS), with another search.
@@ -240,13 +247,30 @@ class Search:
         return [min(tried, key=itemgetter(0))[1]]
 
 
-for _kind in ("scale_delta", "scale_decay", "power_decay"):
-    METHODS.register(_kind)(type(_kind, (Search,), {"kind": _kind}))
+@METHODS.register("scale_delta")
+class StepFactors(FactorSearch):
+    """Factors of the steps."""
+
+    kind = "scale_delta"
+
+
+@METHODS.register("scale_decay")
+class DecayFactors(FactorSearch):
+    """Factors of the decays."""
+
+    kind = "scale_decay"
+
+
+@METHODS.register("power_decay")
+class DecayPowers(FactorSearch):
+    """Powers of the decays."""
+
+    kind = "power_decay"
 
 
 @METHODS.register("per_head")
 @dataclass(kw_only=True)
-class PerHead:
+class PerHeadChoice:
     """One member per choice that any head has, with these heads.
 
     Attributes:
@@ -264,13 +288,13 @@ class PerHead:
     def run(self, job: Job) -> Members:
         trained, length = job.train_length, job.target_length + 1
         # As many tokens as the search reads.
-        found = job.inside(self.windows * job.target_length // trained)
-        heads = found.global_heads()
+        inside = job.inside(self.windows * job.target_length // trained)
+        heads = inside.global_heads()
         # The mildest first.
         options: dict[str, dict[str, Any]] = {
             "none": {},
-            "token_filter": {"threshold": found.step_quantiles(job.share(self.quantile))},
-            "state_norm": {"threshold": found.norms.tolist()},
+            "token_filter": {"threshold": inside.step_quantiles(job.share(self.quantile))},
+            "state_norm": {"threshold": inside.norms.tolist()},
             "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
             "sliding_window": {"window": trained},
         }

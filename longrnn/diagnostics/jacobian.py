@@ -21,7 +21,7 @@ DENSE, TOLERANCE = 1024, 1e-8
 
 
 def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
-    """Returns the Jacobian of one step of a cell in its flat state, `(n, n)`.
+    """Return the Jacobian of one step of a cell in its flat state, `(n, n)`.
 
     Args:
         cell: in float64, with the backend `torch`, which has second derivatives.
@@ -41,8 +41,8 @@ def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
     def on_columns(product: Callable[..., Any]) -> Callable[[np.ndarray], np.ndarray]:
         def apply(columns: np.ndarray) -> np.ndarray:
             rows = torch.from_numpy(columns.reshape(len(columns), -1).T.copy()).to(start)
-            found = product(step, start.repeat(len(rows), 1), rows)[1]
-            return found.T.reshape(columns.shape).cpu().numpy()
+            products = product(step, start.repeat(len(rows), 1), rows)[1]
+            return products.T.reshape(columns.shape).cpu().numpy()
 
         return apply
 
@@ -53,12 +53,12 @@ def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
 
 
 def flatten(state: PyTree) -> Tensor:
-    """Returns all entries of a state, `(b, n)`."""
+    """Return all entries of a state, `(b, n)`."""
     return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
 
 
 def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, float]:
-    """Returns the spectral radius (NaN if ARPACK found none) and the largest singular value."""
+    """Return the spectral radius (NaN if ARPACK found none) and the largest singular value."""
     size = operator.shape[0]
     if size <= dense:
         matrix = operator.rmatmat(np.eye(size))
@@ -67,8 +67,8 @@ def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, fl
     start = np.random.default_rng(0).standard_normal(size)
     options: dict[str, Any] = {"k": 1, "tol": TOLERANCE, "v0": start}
     try:
-        found: Any = eigs(operator, return_eigenvectors=False, **options)
+        values: Any = eigs(operator, return_eigenvectors=False, **options)
     except ArpackNoConvergence as error:
-        found = error.eigenvalues
+        values = error.eigenvalues
     singular: Any = svds(operator, return_singular_vectors=False, **options)
-    return float(max(np.abs(found), default=math.nan)), float(singular[0])
+    return float(max(np.abs(values), default=math.nan)), float(singular[0])

@@ -69,7 +69,7 @@ def observe(
     trained: int = 0,
     quiet: bool = True,
 ) -> Observations:
-    """Reads texts and observes the states at the given positions.
+    """Read texts and observes the states at the given positions.
 
     Args:
         model: with or without a mitigation.
@@ -99,7 +99,8 @@ def observe(
     with decay_sums(model.cells if gated else []) as sums, progress:
         before: dict[int, Tensor] = {}
         for stop in stops:
-            piece, target = (one[:, position:stop].to(device) for one in (tokens, targets))
+            piece = tokens[:, position:stop].to(device)
+            target = targets[:, position:stop].to(device)
             losses, state = model.token_losses(piece, target, state)
             progress.advance(piece.numel(), piece.numel())
             # Beyond the training length a state that overflows is a finding.

@@ -81,9 +81,9 @@ def search(
     def choose(chosen: Chosen, group: Sequence[Head], offered: Sequence[str]) -> Chosen:
         """`chosen` with the mildest choice for a group of heads that is nearly the best."""
         tried = [chosen | dict.fromkeys(group, choice) for choice in offered]
-        if len(known.keys() | {tuple(one.values()) for one in tried}) > passes:
+        if len(known.keys() | {tuple(choice.values()) for choice in tried}) > passes:
             return chosen
-        values = [objective(one) for one in tried]
+        values = [objective(choice) for choice in tried]
         return tried[next(i for i, v in enumerate(values) if v <= min(values) + TOLERANCE)]
 
     choices = list(options)
@@ -92,7 +92,7 @@ def search(
         explain_nonfinite(model, rows)
     for layer in sorted({layer for layer, _ in heads}):
         chosen = choose(chosen, [head for head in heads if head[0] == layer], choices)
-    offered = [one for one in choices if one in {"none", *chosen.values()}]
+    offered = [choice for choice in choices if choice in {"none", *chosen.values()}]
     before: Chosen = {}
     while chosen != before:
         before = chosen
@@ -103,12 +103,12 @@ def search(
 
 def members(options: Mapping[str, dict[str, Any]], chosen: Chosen) -> list[dict[str, Any]]:
     """Return one mapping per choice that any head has, with these heads."""
-    found = []
+    mappings = []
     for choice in options:
         heads = [list(head) for head, taken in sorted(chosen.items()) if taken == choice]
         if heads and choice != "none":
-            found.append({"kind": choice, **options[choice], "heads": heads})
-    return found or [{"kind": "none"}]
+            mappings.append({"kind": choice, **options[choice], "heads": heads})
+    return mappings or [{"kind": "none"}]
 
 
 def keyed_prompts(texts: Tensor, pages: Tensor, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:

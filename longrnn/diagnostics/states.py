@@ -105,7 +105,7 @@ def diagnose(
     checkpoint: str = "",
     quiet: bool = False,
 ) -> Diagnosis:
-    """Reads texts and diagnoses every head.
+    """Read texts and diagnoses every head.
 
     Args:
         model: with cells of longrnn, with or without a mitigation.
@@ -150,7 +150,7 @@ def diagnose(
 
 
 def find(seen: Observations, train_length: int) -> list[Finding]:
-    """Returns one finding per layer, head and text.
+    """Return one finding per layer, head and text.
 
     Args:
         seen: at ascending positions, some beyond the training length.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longrnn.files import write_atomic
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 REPORT = "report.html"
 
@@ -22,6 +26,13 @@ class Picture(NamedTuple):
     def uri(self) -> str:
         """Return the picture as a data URI."""
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
+
+
+def breakable(name: str) -> Markup:
+    """Return a name as HTML that a narrow page breaks at its signs, not inside its words."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[,/(])|(?=\+)", name))
 
 
 def write_page(
@@ -43,6 +54,7 @@ def write_page(
     environment = Environment(
         loader=PackageLoader("longrnn.reporting"), autoescape=True, undefined=StrictUndefined
     )
+    environment.filters["breakable"] = breakable
     html = environment.get_template(template).render({**values, "pictures": pictures})
     for picture in pictures:
         write_atomic(folder / f"{picture.name}.png", picture.data)

@@ -1,4 +1,4 @@
-"""What needs a process of its own: what is imported for help."""
+"""What needs a process of its own: what is imported for a command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+
+from longrnn.cli import announce
+from longrnn.hf.names import embedded
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
 
@@ -21,6 +24,42 @@ HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", 
 )
 def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
     """`--help` and usage errors import no heavy library."""
+    assert not HEAVY & modules_of(code)
+
+
+@pytest.mark.parametrize("name", embedded())
+def test_a_small_checkpoint_is_loaded_without_the_compiler_of_torch(name: str) -> None:
+    """Its import takes longer than everything else that `longrnn info` does."""
+    code = f"import sys; sys.argv[1:] = ['info', {name!r}]; from longrnn.cli import main; main()"
+    assert not {"torch._dynamo", "sympy", "scipy", "matplotlib", "rich"} & modules_of(code)
+
+
+@pytest.mark.parametrize(
+    ("words", "terminal", "said"),
+    [
+        (["eval", "passkey"], True, "longrnn eval"),
+        (["eval", "passkey"], False, ""),
+        (["eval", "--help"], True, ""),
+        (["--quiet", "eval"], True, ""),
+    ],
+)
+def test_a_terminal_is_told_what_is_being_loaded(
+    words: list[str],
+    terminal: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before torch is imported, unless the command is quiet."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    announce(words)
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) == bool(said)
+
+
+def modules_of(code: str) -> set[str]:
+    """Return the modules that a program imports."""
     program = (
         f"import atexit, sys; atexit.register(lambda: print('\\nMODULES', *sys.modules))\n{code}"
     )
@@ -28,7 +67,7 @@ def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     *_, last = done.stdout.splitlines()
-    modules = last.split()
-    assert modules[0] == "MODULES", done.stderr
+    first, *modules = last.split()
+    assert first == "MODULES", done.stderr
     assert "longrnn" in modules
-    assert not HEAVY & set(modules)
+    return {*modules}

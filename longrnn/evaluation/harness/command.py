@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> None:
         patch.object(ArgumentParser, "error", _refuse),
     ):
         parsed = HarnessCLI().parse_args()
-    manager = _task_manager([one for one in parsed.tasks or [] if not one.endswith(".yaml")])
+    manager = _task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
     try:
         with own_tokenizers(), patch.object(tasks, "TaskManager", manager):
             parsed.func(parsed)

@@ -12,6 +12,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -68,6 +69,7 @@ class LongRNN(HFLM):
         tokenizer: a tokenizer or its name; by default that of the checkpoint.
         device: where a checkpoint is loaded; by default the CPU.
         batch_size: rows in one batch; `auto` for BATCH_SIZE.
+        max_length: tokens to which contexts are truncated; by default the maximum of the model.
         add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
         quiet: show no progress.
 
@@ -91,6 +93,7 @@ class LongRNN(HFLM):
         tokenizer: Any = None,
         device: str | None = None,
         batch_size: int | str = BATCH_SIZE,
+        max_length: int | None = None,
         add_bos_token: bool | None = None,
         quiet: bool = False,
     ) -> None:
@@ -105,25 +108,52 @@ class LongRNN(HFLM):
         # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
         # that is given, and determines whether special tokens are added.
         named = isinstance(source, (str, Path))
-        own: Any = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
-        refuse_unfit(own, self.model)
-        self.fingerprint = own.fingerprint()
-        hf = byte_level() if type(own) is ByteTokenizer else own
+        loaded: Any = load_tokenizer(source, add_bos_token=add_bos_token) if named else source
+        refuse_unfit(loaded, self.model)
+        self.fingerprint = loaded.fingerprint()
+        hf = byte_level() if type(loaded) is ByteTokenizer else loaded
         self.tokenizer: Any = hf.tokenizer
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
-        self.max_length = self.model.max_length or UNLIMITED
+        longest = self.model.max_length or UNLIMITED
+        self.max_length = longest if max_length is None else int(max_length)
+        if not 1 < self.max_length <= longest:
+            raise UserError(
+                f"max_length {self.max_length} is not valid for a model that reads at most "
+                f"{longest:,} tokens: give from 2 to that"
+            )
         self.custom_prefix_token_id, self.add_bos_token = None, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
         self.quiet = quiet
         self.counts: Counter[str] = Counter()
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Keep answers for `use_cache` in a table of their own for each model and setting.
+
+        lm-eval finds an answer by the request alone: one file would serve the answers of one model
+        to another.
+        """
+        super().set_cache_hook(cache_hook)
+        answers = cache_hook.dbdict
+        if answers is not None:
+            settings = (
+                self.model.fingerprint(),
+                self.fingerprint,
+                self.add_bos_token,
+                self.max_length,
+            )
+            table = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+            answers.tablename = f"longrnn_{table}"
+            columns = "(key TEXT PRIMARY KEY, value BLOB)"
+            answers.conn.execute(f'CREATE TABLE IF NOT EXISTS "{answers.tablename}" {columns}')
+            answers.commit()
 
     # Texts and ids
 
     @property
     def prefix_token_id(self) -> int:
         """The token in front of a text: BOS, EOS or a newline."""
-        found: int | None = super().prefix_token_id
-        return self.tokenizer.encode(NEWLINE)[-1] if found is None else found
+        token: int | None = super().prefix_token_id
+        return self.tokenizer.encode(NEWLINE)[-1] if token is None else token
 
     def _prompt(self, text: str, more: int) -> Ids:
         """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
@@ -159,16 +189,17 @@ class LongRNN(HFLM):
             pairs.append(Pair(self._fit(context, len(continuation) - 1), tuple(continuation)))
         # A continuation's last token is only predicted.
         self.counts["requested"] += sum(len(a) + len(b) - 1 for a, b in pairs)
-        found: dict[int, tuple[float, bool]] = {}
+        answers: dict[int, tuple[float, bool]] = {}
         # `loglikelihood_rolling` of the `hf` type asks for one batch of windows after another.
         with self._progress("loglikelihood", len(pairs), "override_bs" in options) as progress:
             scores = score(self.model, pairs, batch_size=self.batch_size, progress=progress)
             for index, result in scores:
-                found[index] = result.nats, result.greedy
-                if requests[index][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+                answers[index] = result.nats, result.greedy
+                texts = requests[index][0]
+                if texts is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, answers[index])
         self._count(progress)
-        return [found[index] for index in range(len(pairs))]
+        return [answers[index] for index in range(len(pairs))]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return continuations of prompts, each up to its first stop string."""
@@ -229,11 +260,14 @@ class LongRNN(HFLM):
         processes are added up there. A process may have had no document of a task; it then has no
         values of its metrics.
         """
-        found = processes.gather(obj)
+        gathered = processes.gather(obj)
         if isinstance(obj, dict) and all(isinstance(value, dict) for value in obj.values()):
             self.counts = sum(processes.gather(self.counts), Counter())
-            found = [{task: defaultdict(list, own) for task, own in one.items()} for one in found]
-        return found if processes.is_main() else None
+            gathered = [
+                {task: defaultdict(list, metrics) for task, metrics in by_task.items()}
+                for by_task in gathered
+            ]
+        return gathered if processes.is_main() else None
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -262,16 +296,16 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
     Raises:
         UserError: an option that is not supported.
     """
-    found: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
-    unknown = {name for name, value in found.items() if NEUTRAL.get(name) != value} - GENERATION
+    given: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
+    unknown = {name for name, value in given.items() if NEUTRAL.get(name) != value} - GENERATION
     if unknown:
         raise UserError(
             f"generation option {min(unknown)} is not supported: leave it out, or use "
             f"{', '.join(sorted(GENERATION))}"
         )
     return {
-        "until": handle_stop_sequences(found["until"], eos=eos),
-        "max_new_tokens": found["max_gen_toks"],
-        "temperature": found["temperature"],
-        "top_p": found.get("top_p") or 1.0,
+        "until": handle_stop_sequences(given["until"], eos=eos),
+        "max_new_tokens": given["max_gen_toks"],
+        "temperature": given["temperature"],
+        "top_p": given.get("top_p") or 1.0,
     }

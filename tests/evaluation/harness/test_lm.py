@@ -12,6 +12,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
 from longrnn.evaluation.harness.lm import generation
 from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
@@ -21,7 +22,8 @@ LONG = 100_000
 
 
 def ours(setting: Setting, **options: Any) -> LongRNN:
-    return LongRNN(setting.model, tokenizer=setting.checkpoint, quiet=True, **options)
+    given = {"pretrained": setting.model, "tokenizer": setting.checkpoint, **options}
+    return LongRNN(**given, quiet=True)
 
 
 def responses(results: dict[str, Any], task: str) -> list[Any]:
@@ -145,6 +147,34 @@ def test_cache(setting: Setting, tmp_path: Path) -> None:
     computed = [one["config"]["tokens_computed"] for one in (whole, rest, again)]
     assert computed[0] > computed[1] > computed[2] == 0
     assert responses(whole, task) == responses(rest, task) == responses(again, task)
+
+
+def test_a_cache_file_keeps_the_answers_of_each_model_and_setting(
+    setting: Setting, tmp_path: Path
+) -> None:
+    """One file of `use_cache` serves every model its own answers, and none of another."""
+    cache, task = str(tmp_path / "cache"), "tiny_choice"
+    forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
+    subjects: list[dict[str, Any]] = [
+        {},
+        {"pretrained": forgetting},
+        {"max_length": 8},
+    ]
+    for arguments in subjects:
+        alone = evaluate(ours(setting, **arguments), setting.tasks, task)
+        for computed in (True, False):
+            cached = evaluate(ours(setting, **arguments), setting.tasks, task, use_cache=cache)
+            assert responses(cached, task) == responses(alone, task)
+            assert (cached["config"]["tokens_computed"] > 0) == computed
+
+
+def test_max_length_truncates_contexts_on_the_left(setting: Setting) -> None:
+    """A recurrent model given `max_length`, as that of lm-eval's `hf` type, counts them."""
+    short = evaluate(ours(setting, max_length=8), setting.tasks, "tiny_choice")
+    assert short["config"]["requests_truncated"] > 0
+    for length in (0, 1):
+        with pytest.raises(UserError, match="max_length"):
+            ours(setting, max_length=length)
 
 
 def test_generation_options(setting: Setting) -> None:
