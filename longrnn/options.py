@@ -86,19 +86,17 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
         error.errors(include_url=False),
         key=lambda details: (details["type"] in unknown, len(details["loc"])),
     )
-    *outer, last = map(str, first["loc"] or [""])
+    is_unknown, place = first["type"] in unknown, [str(part) for part in first["loc"]]
     # The members of a union have their names there, too.
-    path = [part for part in outer if "[" not in part]
-    if last and ("[" not in last or first["type"] in unknown):
-        path.append(last)
+    path = [part for part in place if "[" not in part or (is_unknown and part is place[-1])]
     path[:1] = [names.get(name, name) for name in path[:1]]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidOptionError):
         path, reason = [*path, cause.key], cause.reason
     elif isinstance(cause, UserError):
         reason = str(cause)
-    elif first["type"] in unknown:
-        reason = f"it is unknown; {nearest(last, names.values())}"
+    elif is_unknown:
+        reason = f"it is unknown; {nearest(path[-1], names.values())}"
     elif first["type"] == "missing":
         reason = "it is missing; give it"
     else:

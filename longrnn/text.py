@@ -24,11 +24,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
-        ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of several texts, on all cores where the tokenizer can use them."""
-        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them the assistant wrote.
@@ -39,11 +37,9 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: there is no chat template, or it cannot tell; the message says why.
         """
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-        ...
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
@@ -51,11 +47,9 @@ class Tokenizer(Protocol):
         Bytes that no token stands for count to the next one, or to the last. None where the
         tokenizer cannot tell.
         """
-        ...
 
     def fingerprint(self) -> str:
         """A short text: two tokenizers with the same one give every text the same ids."""
-        ...
 
 
 def utf8(text: str) -> bytes:
@@ -103,26 +97,20 @@ class ByteTokenizer:
 class Reading(Options):
     """How documents are made of data."""
 
-    instruct: bool = Field(
-        default=False,
-        description="Read rows with prompt and completion, or messages, for the task instruct.",
-    )
-    text_column: str = Field(default="text", description="Column of a table that holds the text.")
-    split: str = Field(default="train", description="Split of a dataset.")
-    subset: str | None = Field(
-        default=None, description="Configuration of a dataset that has several."
-    )
-    split_on: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Text that separates documents inside a file, such as '<|endoftext|>' "
-        "(default: one document per file, or per row of a table).",
-    )
-    append_eos: bool = Field(
-        default=False,
-        description="End each document with the end-of-sequence token, as answers always do.",
-    )
-    min_length: Tokens = Field(default=2, description="Drop documents with fewer tokens than this.")
-    max_tokens: Tokens | None = Field(
-        default=None, description="Stop after the document that reaches this many tokens."
-    )
+    instruct: bool = False
+    """Read rows with prompt and completion, or messages, for the task instruct."""
+    text_column: str = "text"
+    """Column of a table that holds the text."""
+    split: str = "train"
+    """Split of a dataset."""
+    subset: str | None = None
+    """Configuration of a dataset that has several."""
+    split_on: str | None = Field(None, min_length=1)
+    """Text that separates documents inside a file, such as '<|endoftext|>' (default: one document
+    per file, or per row of a table)."""
+    append_eos: bool = False
+    """End each document with the end-of-sequence token, as answers always do."""
+    min_length: Tokens = 2
+    """Drop documents with fewer tokens than this."""
+    max_tokens: Tokens | None = None
+    """Stop after the document that reaches this many tokens."""

@@ -85,7 +85,7 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     common = frozenset.intersection(*(settings(run) for run in runs))
     names = dict.fromkeys(name for run in runs for row in run.rows[-2:] for name in row)
     metrics = [name for name in names if name not in COSTS]
-    rows = [["runs", "pairs", *(f"{name} − {value}" for name in metrics)]]
+    rows = [["runs", "pairs", *(f"{name}, difference from {baseline}" for name in metrics)]]
     rows.append(["---"] * len(rows[0]))
     for group, pairs in groups.items():
         row = [", ".join(sorted(group - common)), str(len(pairs))]

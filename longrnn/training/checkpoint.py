@@ -187,9 +187,10 @@ def _misfit(
         is_whole: whether all tensors of the model are needed.
     """
     for name in [*read, *(target if is_whole else ())]:
-        if name not in read or name not in target:
-            return f"{name} is only {'here' if name in target else 'there'}"
-        there, here = (" × ".join(map(str, tensors[name].shape)) for tensors in (read, target))
+        there, here = (
+            " × ".join(map(str, tensors[name].shape)) if name in tensors else "missing"
+            for tensors in (read, target)
+        )
         if there != here:
             return f"{name} is {there} there and {here} here"
     return None

@@ -122,11 +122,9 @@ class Trainer:
         A skipped step returns `stop` alone.
         """
         set_learning_rate(self.optimizer, self.step, self.config)
-        config = self.config
-        micro_batches = [
-            self._forward_backward(micro) for micro in range(config.gradient_accumulation_steps)
-        ]
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
+        count, limit = self.config.gradient_accumulation_steps, self.config.max_grad_norm
+        micro_batches = [self._forward_backward(micro) for micro in range(count)]
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), limit)
         gradient = 0.0 if norm is None else float(norm)
         metrics = self._measure(micro_batches, gradient, stop=stop)
         if metrics.pop("nonfinite") > 0:
@@ -162,11 +160,9 @@ class Trainer:
         """
         losses = torch.stack([output.loss for _, output in micro_batches]).float().cpu()
         is_finite = math.isfinite(gradient) and bool(losses.isfinite().all())
-        values = {
-            "loss": [losses],
-            "stop": [torch.tensor([stop])],
-            "nonfinite": [torch.tensor([not is_finite])],
-        }
+        flags = {"stop": stop, "nonfinite": not is_finite}
+        values = {"loss": [losses]}
+        values |= {name: [torch.tensor([flag])] for name, flag in flags.items()}
         is_logged = self._is_due(self.config.logging_steps, self.step + 1)
         for on_host, output in micro_batches:
             for batch, predicted in zip(on_host, output.predictions, strict=True):

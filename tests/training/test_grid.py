@@ -45,6 +45,7 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
     table = cli("report", *Path("runs").iterdir(), "--baseline", "learning_rate=1e-3")
     assert table.code == 0, table.err
     assert table.out.count("diverged") >= 3
+    assert "loss, difference from learning_rate=1e-3" in table.out
     row = next(
         line for line in table.out.splitlines() if line.startswith("| learning_rate=0.002 | 3 |")
     )
