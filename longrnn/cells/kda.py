@@ -59,7 +59,7 @@ class KDA(ScanningCell):
         rank: of the projections of the decays and of the gate; null for value_dim.
         d_conv: width of the convolution.
         norm_eps: added to the mean square in the norm of the output.
-        backend: `auto`, `torch` or `fla`; see `longrnn.ops.operation`.
+        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.operation`.
         init: see `longrnn.cells.init`: `default` or `long_memory`.
     """
 
@@ -118,11 +118,6 @@ class KDA(ScanningCell):
         self.norm = nn.RMSNorm(value_dim, eps=norm_eps)
         self.out_proj = Linear(values, d_model, bias=False)
         initialise(self, init)
-
-    @classmethod
-    def backends(cls) -> list[str]:
-        # The kernels for a CPU have one decay per head.
-        return [name for name in super().backends() if name != "cpu"]
 
     def before(
         self, x: Tensor, state: GatedDeltaNetState, rows: Rows | None

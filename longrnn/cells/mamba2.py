@@ -165,8 +165,7 @@ class Mamba2(ScanningCell):
         return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
 
     def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, Mamba2State]:
-        y = after(y, rest, self.weights(), self.backend)
-        return self.out_proj(y), Mamba2State(rest.conv, memory)
+        return self.out_proj(after(y, rest, self.backend)), Mamba2State(rest.conv, memory)
 
     def weights(self) -> Weights:
         """The parameters between the projections."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from longrnn.cells.gated_deltanet import GatedDeltaNet
+from longrnn.cells.kda import KDA
+from longrnn.cells.mamba import Mamba
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.scanning import ScanningCell
 from longrnn.state import leaves
@@ -42,7 +44,9 @@ def _cell(kind: type[ScanningCell], backend: str, **sizes: int) -> ScanningCell:
 # Small cells by name; each is tested with every implementation of its recurrence or layer.
 CELLS: dict[str, Callable[[str], ScanningCell]] = {
     "Mamba-2": partial(_cell, Mamba2, d_state=16, head_dim=16),
+    "Mamba-1": partial(_cell, Mamba, d_state=8),
     "Gated DeltaNet": partial(_cell, GatedDeltaNet, key_dim=16, value_dim=16),
+    "Kimi Delta Attention": partial(_cell, KDA, key_dim=16, value_dim=16),
 }
 
 

@@ -224,12 +224,14 @@ def test_mamba_ssm_computes_layers_without_edits(mamba_ssm: list[int]) -> None:
 
 
 def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> None:
+    _, weights, _ = cell_arguments(torch.float32, tokens=1)
+
     def call(rows: int) -> None:
         x, dt, B, state = (
             torch.empty(rows, *shape, device="meta")
             for shape in ((3, 80, 64), (3, 80), (3, 1, 128), (80, 64, 128))
         )
-        y, _ = mamba_ssm_layer.recurrence(Parts(x, x, dt, dt[0, 0], B, B, x), state)
+        y, _ = mamba_ssm_layer.recurrence(Parts(x, x, dt, dt[0, 0], B, B, x, weights), state)
         assert y.shape == x.shape
 
     call(2**31 // (259 * 80 * 128))

@@ -99,7 +99,7 @@ def exactly(x, dt, A, B, C, state):
     return loop(ScanInputs(x, dt, dt * A, B, C), state)
 
 def ours_is(x, dt, A, B, C, state):
-    return mamba_ssm.recurrence(Parts(x, x, dt, A, B, C, x), state)
+    return mamba_ssm.recurrence(Parts(x, x, dt, A, B, C, x, None), state)
 
 exact, ours = outcome(exactly, wide(given)), outcome(ours_is, given)
 found.append([error(*pair) for pair in zip(ours, exact)])

@@ -76,6 +76,7 @@ class Parts(NamedTuple):
         B: `(b, t, g, n)`.
         C: `(b, t, g, n)`.
         conv: the last inputs of the convolution.
+        weights: of the layer.
     """
 
     z: Tensor
@@ -85,6 +86,7 @@ class Parts(NamedTuple):
     B: Tensor
     C: Tensor
     conv: Tensor
+    weights: Weights
 
 
 def before(
@@ -109,11 +111,12 @@ def before(
     dt = F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype)).clamp(*weights.dt_limit)
     A = -weights.A_log.to(dtype).exp()
     x, B, C = x.unflatten(-1, (h, p)), B.unflatten(-1, (g, n)), C.unflatten(-1, (g, n))
-    return Parts(z, x, dt, A, B, C, conv)
+    return Parts(z, x, dt, A, B, C, conv, weights)
 
 
-def after(y: Tensor, parts: Parts, weights: Weights, backend: str) -> Tensor:
+def after(y: Tensor, parts: Parts, backend: str) -> Tensor:
     """The input of the output projection `(b, t, h p)`, from the output of the recurrence."""
+    weights = parts.weights
     D, weight, eps = weights.D, weights.norm_weight, weights.norm_eps
     groups = weights.groups if weights.norm_groups is None else weights.norm_groups
     if weights.gate is not None:
@@ -138,7 +141,7 @@ def layer(
     parts = before(projected, weights, state, backend)
     inputs = ScanInputs(parts.x, parts.dt, parts.dt * parts.A, parts.B, parts.C)
     y, ssm = SCAN(backend, inputs, state.ssm)
-    return after(y, parts, weights, backend), Mamba2State(parts.conv, ssm)
+    return after(y, parts, backend), Mamba2State(parts.conv, ssm)
 
 
 def fla_refusal(projected: Tensor, weights: Weights, state: Mamba2State) -> str | None:

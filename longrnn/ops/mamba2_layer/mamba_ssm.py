@@ -25,7 +25,7 @@ def layer(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tens
     """See `longrnn.ops.mamba2_layer.definition.layer`."""
     parts = before(projected, weights, state, "torch")
     y, ssm = recurrence(parts, state.ssm)
-    return after(y, parts, weights, "torch"), Mamba2State(parts.conv, ssm)
+    return after(y, parts, "torch"), Mamba2State(parts.conv, ssm)
 
 
 def recurrence(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
