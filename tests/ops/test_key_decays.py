@@ -222,7 +222,7 @@ def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) ->
 
     assert torch.autograd.gradgradcheck(run, tensors)
     values, tangents = tuple(tensors), tuple(torch.ones_like(given) for given in tensors)
-    _, forward = torch.func.jvp(run, values, tangents)
+    forward = torch.func.jvp(run, values, tangents)[1]
     _, reverse = torch.autograd.functional.jvp(run, values, tangents)
     assert_near([*forward], [*reverse], 1e-10)
 
