@@ -222,11 +222,15 @@ def assert_same(
     """Equal tensor by tensor, to the tolerance of `dtype`.
 
     In float32 the gradients of the parameters share one scale: each is a sum over all tokens, and
-    where a small one (D has one entry per head) cancels, its size does not bound its rounding.
+    where a small one (D has one entry per head) cancels, its size does not bound its rounding. So
+    do those of the parts of a state, which reach it through the same layers.
     """
     assert actual.keys() == expected.keys()
-    of_parameters = [name for name in expected if name.startswith("gradient of parameter")]
-    shared = max((expected[name].abs().max().item() for name in of_parameters), default=0.0)
+    scales = dict.fromkeys(("gradient of parameter", "gradient of state"), 1e-6)
+    for name, value in expected.items():
+        for group in scales:
+            if dtype != torch.float64 and name.startswith(group) and value.numel():
+                scales[group] = max(scales[group], value.abs().max().item())
     for name in expected:
-        scale = shared if dtype != torch.float64 and name in of_parameters else 1e-6
+        scale = next((scales[group] for group in scales if name.startswith(group)), 1e-6)
         assert_near(actual[name], expected[name], tolerance or TOLERANCE[dtype], name, scale)
