@@ -24,9 +24,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
+        ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of several texts, on all cores where the tokenizer can use them."""
+        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them the assistant wrote.
@@ -37,9 +39,11 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: there is no chat template, or it cannot tell; the message says why.
         """
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
+        ...
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
@@ -47,9 +51,11 @@ class Tokenizer(Protocol):
         Bytes that no token stands for count to the next one, or to the last. None where the
         tokenizer cannot tell.
         """
+        ...
 
     def fingerprint(self) -> str:
         """A short text: two tokenizers with the same one give every text the same ids."""
+        ...
 
 
 def utf8(text: str) -> bytes:

@@ -86,3 +86,12 @@ def test_a_process_may_take_its_lock_twice(tmp_path: Path) -> None:
         _, err = other.communicate()
         assert other.returncode == 1
         assert "being written by another process" in err
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """The file that it points to keeps its content."""
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / ".out.lock").symlink_to("victim")
+    with pytest.raises(UserError, match="link"), locked(tmp_path / "out"):
+        pass
+    assert (tmp_path / "victim").read_text() == "kept"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import sync_folder, write_atomic
+from longrnn.files import new_folder, partial_path, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import NONE, base_of, is_adapter, resolve
@@ -51,10 +51,9 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    draft = destination.absolute().with_name(f".{destination.absolute().name}.partial")
+    draft = partial_path(destination.absolute())
     with locked(destination, instead="choose another folder"):
-        shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
-        draft.mkdir()
+        new_folder(draft)  # in place of that of a conversion that was killed
         try:
             tokenizer = _write_tokenizer(folder, draft, bytes_too=config is not None)
             if config is None:

@@ -154,6 +154,7 @@ def restore(
     content = read_tensors(folder / "training.pt")
     adapters = lora.has_adapters(model)
     target, parameters = model.state_dict(), dict(model.named_parameters())
+    read: dict[str, Tensor] = {}
     try:
         read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
         misfit = _misfit(read, target, is_whole=not adapters)
