@@ -8,11 +8,13 @@ slow ones after it no digits.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from longrnn.ops.transforms import is_transformed
 
 # exp of a smaller number is a denormal float32, with which a CPU is up to 60 times slower.
 FLOOR = -80.0
@@ -101,3 +103,54 @@ def key_decays(queries: Tensor, keys: Tensor, log_decay: Tensor) -> KeyDecays:
     return KeyDecays(
         scores[..., 0, :count, :, :count], since[..., 0, :count, :], to_end[..., 0, :count, :]
     )
+
+
+def all_states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
+    """h_t = whole_t h_{t−1} + (rest_t h_{t−1} + added_t) of all tokens.
+
+    Args:
+        whole: `(b, t, …)`, and so are rest and added.
+        rest: the decay is whole + rest.
+        added: to the state.
+        before: `(b, …)`, the state before the first token.
+    """
+    if is_transformed():
+        return _all_states(whole, rest, added, before)
+    return _AllStates.apply(whole, rest, added, before)
+
+
+def _all_states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
+    states, h = [], before
+    per_token = zip(whole.unbind(1), rest.unbind(1), added.unbind(1), strict=True)
+    for whole_t, rest_t, added_t in per_token:
+        h = torch.addcmul(torch.addcmul(added_t, rest_t, h), whole_t, h)
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+class _AllStates(torch.autograd.Function):
+    """`all_states`, whose backward pass is itself one, from the last token to the first.
+
+    Autograd would record some operations per token, which take most of the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
+        states = _all_states(whole, rest, added, before)
+        ctx.save_for_backward(whole, rest, before, states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        whole, rest, before, states = ctx.saved_tensors
+        # The gradient by a state decays by the factor of the token after it.
+        later_whole, later_rest = (
+            torch.cat([torch.zeros_like(part[:, :1]), part.flip(1)[:, :-1]], 1)
+            for part in (whole, rest)
+        )
+        start = torch.zeros_like(before)
+        grad_added = _AllStates.apply(later_whole, later_rest, grad.flip(1), start).flip(1)
+        previous = torch.cat([before[:, None], states[:, :-1]], 1)
+        grad_rest = (grad_added * previous).sum_to_size(rest.shape)
+        grad_before = whole[:, 0] * grad_added[:, 0] + rest[:, 0] * grad_added[:, 0]
+        return None, grad_rest, grad_added, grad_before

@@ -29,7 +29,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, decay_parts, key_decays
+from longrnn.ops.scan.decays import (
+    FLOOR,
+    advance,
+    all_states,
+    decay_exp,
+    decay_parts,
+    key_decays,
+)
 from longrnn.ops.transforms import is_transformed
 
 CHUNK = 64
@@ -270,52 +277,6 @@ def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     u = (x[..., 0] * gain).unflatten(2, (groups, -1))
     added = u[..., None] * B[:, :, :, None]
     before = state[:, :, 0].unflatten(1, (groups, -1))
-    compute = _states if is_transformed() else _States.apply
-    states = compute(whole, rest, added, before)
+    states = all_states(whole, rest, added, before)
     y = states @ C[..., None]
     return y.flatten(2, 3), states[:, -1].flatten(1, 2)[:, :, None].clone()
-
-
-def _states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
-    """h_t = whole_t h_{t−1} + (rest_t h_{t−1} + added_t) of all tokens.
-
-    Args:
-        whole: `(b, t, …)`, and so are rest and added.
-        rest: the decay is whole + rest.
-        added: to the state.
-        before: `(b, …)`, the state before the first token.
-    """
-    states, h = [], before
-    per_token = zip(whole.unbind(1), rest.unbind(1), added.unbind(1), strict=True)
-    for whole_t, rest_t, added_t in per_token:
-        h = torch.addcmul(torch.addcmul(added_t, rest_t, h), whole_t, h)
-        states.append(h)
-    return torch.stack(states, 1)
-
-
-class _States(torch.autograd.Function):
-    """`_states`, whose backward pass is itself one, from the last token to the first.
-
-    Autograd would record some operations per token, which take most of the time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:
-        states = _states(whole, rest, added, before)
-        ctx.save_for_backward(whole, rest, before, states)
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        whole, rest, before, states = ctx.saved_tensors
-        # The gradient by a state decays by the factor of the token after it.
-        later_whole, later_rest = (
-            torch.cat([torch.zeros_like(part[:, :1]), part.flip(1)[:, :-1]], 1)
-            for part in (whole, rest)
-        )
-        start = torch.zeros_like(before)
-        grad_added = _States.apply(later_whole, later_rest, grad.flip(1), start).flip(1)
-        previous = torch.cat([before[:, None], states[:, :-1]], 1)
-        grad_rest = (grad_added * previous).sum_to_size(rest.shape)
-        grad_before = whole[:, 0] * grad_added[:, 0] + rest[:, 0] * grad_added[:, 0]
-        return None, grad_rest, grad_added, grad_before
