@@ -5,14 +5,15 @@ Every channel of the inner width has the state h `(n,)`, and for its input x_t:
     h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_t,   y_t = h_t · C_t
     dt = softplus(W_dt δ + b),   A = −exp(A_log)
 
-δ, B and C are projections of all channels; dt is `(d,)` and A `(d, n)`, so that each key of a head
-has a decay of its own. x and z are projections of the input; x passes a short convolution with
-silu. The output is W_o ((y + D x) · silu(z)). FalconMamba (arXiv 2410.05355) normalises δ, B and C.
+δ, B and C are projections of all channels; dt is `(d,)` and A `(d, n)`: every key of a head decays
+at its own rate. x and z are projections of the input; x passes a short convolution with silu. The
+output is W_o ((y + D x) · silu(z)). FalconMamba (arXiv 2410.05355) normalises δ, B and C.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.mamba2 import _check_range
+from longrnn.cells.mamba2 import check_range
 from longrnn.cells.scanning import NO_EDIT, ScanningCell, check_sizes
 from longrnn.ops.conv import CONV
 from longrnn.ops.hooks import own_weight
@@ -42,9 +43,8 @@ class MambaState(NamedTuple):
     ssm: Tensor
 
 
-class Rest(NamedTuple):
-    """What the recurrence does not read, or not alone: x and z `(b, t, d)`, B and C `(b, t, g, n)`,
-    and the last inputs of the convolution."""
+class MambaRest(NamedTuple):
+    """x and z `(b, t, d)`, B and C `(b, t, g, n)`, and `conv` of the next state."""
 
     x: Tensor
     z: Tensor
@@ -61,6 +61,14 @@ class StepProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, rank).uniform_(-1, 1) * rank**-0.5)
         dt = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
         self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
+
+
+@lru_cache(maxsize=64)
+def _state_like(channels: int, taps: int, keys: int, dtype: torch.dtype) -> MambaState:
+    """Tensors without values, shared by all cells of these shapes: they are needed per token."""
+    conv = torch.empty(taps, channels, dtype=dtype, device="meta")
+    wide = torch.promote_types(dtype, torch.float32)
+    return MambaState(conv, torch.empty(channels, 1, keys, dtype=wide, device="meta"))
 
 
 @MIXERS.register("mamba")
@@ -111,7 +119,7 @@ class Mamba(ScanningCell):
         dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
         sizes = {"d_state": d_state, "expand": expand, "dt_rank": dt_rank, "d_conv": d_conv}
         check_sizes(select_norm_eps or 0.0, **sizes)
-        _check_range("[dt_min, dt_max]", [dt_min, dt_max])
+        check_range("[dt_min, dt_max]", [dt_min, dt_max])
         self.n_heads, self.d_state, self.d_conv = expand * d_model, d_state, d_conv
         self.n_groups, self.dt_rank, self.select_norm_eps = 1, dt_rank, select_norm_eps
 
@@ -125,34 +133,35 @@ class Mamba(ScanningCell):
         self.out_proj = Linear(inner, d_model, bias=bias)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: MambaState, rows: Rows | None) -> tuple[Steps, Rest]:
+    def before(self, x: Tensor, state: MambaState, rows: Rows | None) -> tuple[Steps, MambaRest]:
         dtype = state.ssm.dtype
         x, z = self.in_proj(x).chunk(2, dim=-1)
-        kernel = own_weight(self.conv1d)[:, 0]
-        x, conv = CONV(self.backend, x, kernel, self.conv1d.bias, state.conv, rows)
+        taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
+        x, conv = CONV(self.backend, x, taps, bias, state.conv, rows)
         x = x if rows is None else rows.without_padding(x)
         dt, B, C = self.select(x, dtype)
         steps = Steps(x.to(dtype)[..., None], F.softplus(dt), -self.A_log.to(dtype).exp())
-        return steps, Rest(x, z, B, C, conv)
+        return steps, MambaRest(x, z, B, C, conv)
 
     def select(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """dt before the softplus, `(b, t, d)`, and B and C, `(b, t, g, n)`, in a dtype."""
         parts = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta, B, C = self.normed(*parts)
-        dt = linear(delta, self.dt_proj.weight).to(dtype) + self.dt_proj.bias.to(dtype)
+        dt = linear(delta, self.dt_proj.weight.to(delta.dtype)).to(dtype) + self.dt_proj.bias.to(
+            dtype
+        )
         return dt, B[:, :, None].to(dtype), C[:, :, None].to(dtype)
 
     def normed(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """δ, B and C, `(b, t, …)`, after their norms, if there are any."""
-        eps = self.select_norm_eps
-        if eps is None:
+        if (eps := self.select_norm_eps) is None:
             return delta, B, C
         return _unit(delta, eps), _unit(B, eps), _unit(C, eps)
 
-    def inputs(self, steps: Steps, rest: Rest) -> tuple[ScanInputs, Rest]:
+    def inputs(self, steps: Steps, rest: MambaRest) -> tuple[ScanInputs, MambaRest]:
         return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
 
-    def after(self, y: Tensor, rest: Rest, memory: Tensor) -> tuple[Tensor, MambaState]:
+    def after(self, y: Tensor, rest: MambaRest, memory: Tensor) -> tuple[Tensor, MambaState]:
         y = torch.addcmul(y[..., 0], rest.x.to(y), self.D.to(y))
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
         return self.out_proj(y), MambaState(rest.conv, memory)
@@ -162,9 +171,7 @@ class Mamba(ScanningCell):
     ) -> tuple[Tensor, PyTree]:
         """`ScanningCell.run`, or without the decays of all keys and tokens in memory."""
         edit = NO_EDIT if edit is None else edit
-        demands = set(edit.stages)
-        if self.is_observed:
-            demands.add("observation")
+        demands = {*edit.stages, *(["observation"] if self.is_observed else [])}
         if rows is not None and rows.has_padding and edit.keep is not None:
             demands.add("padding")  # which a factor of all decays must not change
         implementation = SELECTIVE.choose(self.backend, x, self.A_log, demands=demands)
@@ -172,35 +179,27 @@ class Mamba(ScanningCell):
             return super().run(x, state, edit, rows)
         steps, rest = self.before(x, state, rows)
         steps = edit.apply(steps)
-        step = steps.dt
+        gain, step, B, C = steps.gain, steps.dt, rest.B, rest.C
         if rows is not None:
             step = rows.without_padding(step).masked_fill(rows.is_start[..., None], torch.inf)
         log_keep = None if steps.keep is None else steps.keep.log().to(step)
-        inputs = SelectiveInputs(
-            steps.x[..., 0], steps.gain, step, steps.A, log_keep, rest.B, rest.C
-        )
+        inputs = SelectiveInputs(steps.x[..., 0], gain, step, steps.A, log_keep, B, C)
         y, memory = implementation.run(inputs, state.ssm[:, :, 0])
         return self.after(y[..., None], rest, memory[:, :, None])
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
-        # All keys of a channel have its time scale.
-        self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])
+        self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])  # of all keys
         return True
 
     def state_like(self) -> MambaState:
-        weight = self.conv1d.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        conv = torch.empty(self.d_conv - 1, self.n_heads, dtype=weight.dtype, device="meta")
-        ssm = torch.empty(self.n_heads, 1, self.d_state, dtype=wide, device="meta")
-        return MambaState(conv, ssm)
+        return _state_like(self.n_heads, self.d_conv - 1, self.d_state, self.conv1d.weight.dtype)
 
     def inputs_like(self) -> ScanInputs:
-        wide = self.state_like().ssm.dtype
-        like = torch.empty(1, 0, self.n_heads, 1, dtype=wide, device=self.conv1d.weight.device)
-        keys = like.new_empty(1, 0, self.n_groups, self.d_state)
-        log_decay = like.expand(-1, -1, -1, self.d_state)
-        return ScanInputs(like, like[..., 0], log_decay, keys, keys)
+        wide, device = self.state_like().ssm.dtype, self.conv1d.weight.device
+        x = torch.empty(1, 0, self.n_heads, 1, dtype=wide, device=device)
+        keys = x.new_empty(1, 0, self.n_groups, self.d_state)
+        return ScanInputs(x, x[..., 0], x.expand(-1, -1, -1, self.d_state), keys, keys)
 
 
 def _unit(vectors: Tensor, eps: float) -> Tensor:

@@ -36,7 +36,7 @@ def _state_like(conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype)
     )
 
 
-def _check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
+def check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
     """Refuses what is not a valid range [least, largest].
 
     Args:
@@ -116,10 +116,10 @@ class Mamba2(ScanningCell):
             n_groups=n_groups,
             d_conv=d_conv,
         )
-        _check_range("A_init", A_init)
+        check_range("A_init", A_init)
         if dt_limit is not None:
-            _check_range("dt_limit", dt_limit, limit=True)
-        _check_range("[dt_min, dt_max]", [dt_min, dt_max])
+            check_range("dt_limit", dt_limit, limit=True)
+        check_range("[dt_min, dt_max]", [dt_min, dt_max])
         d_inner = expand * d_model
         self.n_heads = divided(d_inner, "expand · d_model =", head_dim=head_dim)
         divided(self.n_heads, "the number of heads", n_groups=n_groups)

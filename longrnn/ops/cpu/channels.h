@@ -81,8 +81,25 @@ template <class T> struct ChannelBlock {
   }
 };
 
+// One token of each row: vectors hold keys of one channel, as they are in memory.
+template <class T> void one_channel_token(const Channels<T> &s) {
+  const int threads = threads_for(16.0 * s.b * s.h * s.n);
+  PerThread<Buffer<T>> all_decays(threads, s.n);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long task = 0; task < s.b * s.h; task++) {
+    const long row = task / s.h, channel = task % s.h, keys = (row * s.g + channel / (s.h / s.g)) * s.n;
+    const T log_keep = s.log_keep ? s.log_keep[channel] : T(0), *rate = s.rate + channel * s.n;
+    T *log_decay = all_decays.mine(), *state = s.final_state + task * s.n;
+    for (long j = 0; j < s.n; j++) log_decay[j] = s.step[task] * rate[j] + log_keep;
+    std::memcpy(state, s.state + task * s.n, s.n * sizeof(T));
+    one_key_token<T, false>(1, s.n, s.x + task, s.gain[task], log_decay, s.B + keys, s.C + keys, state, s.y + task,
+                            nullptr, nullptr, nullptr);
+  }
+}
+
 template <class T> int channels(const Channels<T> &s) {
   constexpr int W = Lane<T>::W;
+  if (s.t == 1) return one_channel_token<T>(s), 1;
   const long blocks = ChannelBlock<T>::number(s);
   const int threads = threads_for(16.0 * s.b * s.t * s.h * s.n);
   PerThread<Buffer<T>> all_rates(threads, s.n * W), all_states(threads, s.n * W);
