@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.model import HybridLM, recurrent_layers, restore_layers
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
+from longrnn.hf.names import GGUF
 from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -32,15 +35,25 @@ def load_transformer(
 ) -> PreTrainedModel:
     """Load a causal language model whose code is in transformers, with the dtype of its weights.
 
+    Args:
+        folder: or a GGUF file, whose weights become float32.
+        config: the content of `config.json`.
+        dtype: instead of that of the weights.
+
     Raises:
+        UserError: a GGUF file cannot be read without the package gguf.
         ValueError: weights are missing or of another shape.
         Exception: of transformers, for what it cannot load.
     """
-    kind = str(config.get("model_type"))
-    with quietly(), wide_weights(kind):
+    place, options = folder, {"dtype": dtype or "auto"}
+    if folder.suffix == GGUF:
+        if find_spec("gguf") is None:
+            raise UserError(f"{folder} needs the package gguf, which is missing: pip install gguf")
+        place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
+    with quietly(), wide_weights(str(config.get("model_type"))):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto" if dtype is None else dtype,
+            place,
+            **options,
             trust_remote_code=False,
             local_files_only=True,
             weights_only=True,
@@ -56,8 +69,9 @@ def load_transformer(
     unused = sorted(report["unexpected_keys"])
     if unused:
         logger.warning(
-            f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
-            f"first {unused[0]}: check that its config.json belongs to this checkpoint"
+            f"{folder} has {len(unused)} weights that a Hugging Face {model.config.model_type} "
+            f"does not use, the first {unused[0]}: check that its config.json belongs to this "
+            "checkpoint"
         )
     return model
 

@@ -19,6 +19,7 @@ from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.lora import merge_adapter
 from longrnn.hf.names import (
     BEYOND,
+    GGUF,
     NONE,
     WINDOW,
     CheckpointName,
@@ -67,10 +68,10 @@ def load(
     Args:
         name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder with a
             checkpoint of `longrnn train`, a Mamba-1 or 2 in the layout of mamba-ssm or
-            transformers, or any other causal Hugging Face language model; or
-            `organisation/model` on the Hub. A mitigation may follow after a plus,
-            `CHECKPOINT+MITIGATION`, and before it a dtype, `CHECKPOINT+float32`, unless a path
-            with that whole name exists.
+            transformers, or any other causal Hugging Face language model; `organisation/model` on
+            the Hub; or a GGUF file, whose weights are dequantized. A mitigation may follow after a
+            plus, `CHECKPOINT+MITIGATION`, and before it a dtype, `CHECKPOINT+float32`, unless a
+            path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
         dtype: None for that of the checkpoint, and float32 for an adapter. The parameters that set
@@ -200,8 +201,9 @@ def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM 
     if is_adapter(folder):
         base = load(f"{base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
         return merge_adapter(folder, base, dtype)
-    config = read_config(folder)
-    _check_sizes(folder, config)
+    config = {} if folder.suffix == GGUF else read_config(folder)
+    if config:
+        _check_sizes(folder, config)
     layout = next((known for known in LAYOUTS.values() if known.is_described(config)), None)
     if layout is not None:
         return cast_weights(layout.load(folder, config, backend), dtype)

@@ -30,6 +30,8 @@ WINDOW = "attention_window"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
+# The ending of a file of llama.cpp, with quantized weights, configuration and tokenizer.
+GGUF = ".gguf"
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
@@ -88,14 +90,15 @@ class CheckpointName(NamedTuple):
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the checkpoint folder for a name or path; a model from the Hub is downloaded.
+    """Return the folder, or GGUF file, for a name or path; a model from the Hub is downloaded.
 
     Raises:
         UserError: there is no such checkpoint.
     """
     name, known = str(name_or_path), embedded()
     path = known.get(name, Path(name_or_path))
-    if os.path.isdir(path):  # unlike `Path.is_dir`, also for a name that is too long
+    # Unlike `Path.is_dir` and `Path.is_file`, also for a name that is too long.
+    if os.path.isdir(path) or (path.suffix == GGUF and os.path.isfile(path)):
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         return path

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
-from longrnn.hf.names import base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
+from longrnn.hf.names import GGUF, base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
 from longrnn.text import ByteTokenizer, Tokenizer, utf8
 
@@ -149,7 +149,7 @@ def load_tokenizer(
 
     Args:
         name_or_path: `bytes`; a checkpoint, as `load` takes it, for its tokenizer; a folder with
-            the files of a Hugging Face tokenizer; or a `tokenizer.json`.
+            the files of a Hugging Face tokenizer; a `tokenizer.json`; or a GGUF file.
         add_bos_token: whether the wrapped Hugging Face tokenizer puts BOS in front of texts when
             it is called with special tokens; None for the setting in its files.
             `Tokenizer.encode` never adds special tokens.
@@ -190,8 +190,11 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
 
     folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
+    has_settings = file.suffix == GGUF or (folder / "tokenizer_config.json").is_file()
+    if file.suffix == GGUF:
+        options = {**options, "gguf_file": file.name}
     try:
-        if file.is_file() and not (folder / "tokenizer_config.json").is_file():
+        if file.is_file() and not has_settings:
             return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
         # transformers warns of a model type that it does not know, and would read nothing else.
         config = read_config(folder) if (folder / "config.json").is_file() else {}
