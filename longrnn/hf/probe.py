@@ -85,5 +85,6 @@ def probe(model: ForeignLM) -> str | None:
     refuse_nonfinite(whole, model, tokens)
     difference = float((torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max())
     is_narrow = any(weight.dtype.itemsize < 4 for weight in model.parameters())
-    limit = 0.1 if is_narrow else 1e-4
+    # Rounding alone gives 1e-4 in float32 with the weights of a trained model of 30 layers.
+    limit = 0.1 if is_narrow else 1e-3
     return f"in pieces its logits differ by {difference:.1e}" if difference > limit else None
