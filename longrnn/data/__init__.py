@@ -1,6 +1,7 @@
 """Tasks to train on, and the texts that they are made of. They know nothing about models."""
 
 from longrnn.data import reversals as reversals
+from longrnn.data import tracking as tracking
 from longrnn.data.batch import TASKS as TASKS
 from longrnn.data.batch import UNSCORED as UNSCORED
 from longrnn.data.batch import Batch as Batch

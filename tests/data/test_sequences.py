@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ KINDS = sorted(kind for kind, task in TASKS.items() if issubclass(task, Sequence
 DRAWN = {
     "copy": [7, 1, 4],
     "delayed_sum": [7, 1, 4, 2, 5, 8],
+    "modular_sum": [7, 1, 4, 2, 5],
+    "parity": [1, 0, 1, 1, 0],
+    "permutations": [1, 2, 4, 4, 1],
     "predecessor_query": [7, 1, 4, 8, 4],
     "recall": [2, 9, 0, 7, 1, 9, 1, 2, 0],
     "reverse": [7, 1, 4],
@@ -24,6 +28,8 @@ DRAWN = {
     "sort": [7, 1, 4, 1],
 }
 LENGTH = 8
+# Tasks with another vocabulary than the 10 tokens of the drawings.
+SIZES = {"parity": 2, "permutations": 6}
 
 
 def build(kind: str, **options: Any) -> SequenceTask:
@@ -47,7 +53,7 @@ def test_every_task_is_drawn() -> None:
 @pytest.mark.parametrize("kind", sorted(DRAWN))
 def test_the_drawing_in_the_docstring(kind: str) -> None:
     """The docstring's drawing is what the task makes."""
-    task = build(kind, vocab_size=10, held_out=4)
+    task = build(kind, vocab_size=SIZES.get(kind, 10), held_out=4)
     assert drawing(TASKS[kind]) == shown(task, task._batch(torch.tensor([DRAWN[kind]])))
 
 
@@ -103,9 +109,30 @@ def recall(tokens: list[int]) -> list[int]:
     return said
 
 
+def modular_sum(tokens: list[int], modulus: int = 32) -> list[int]:
+    return [sum(tokens[: place + 1]) % modulus for place in range(len(tokens))]
+
+
+def permutations(tokens: list[int]) -> list[int]:
+    """Elements of A5 are found among all orders of five by their determinant."""
+    elements = [
+        order
+        for order in itertools.permutations(range(5))
+        if torch.linalg.det(torch.eye(5)[list(order)]) > 0
+    ]
+    cups, said = [0, 1, 2, 3, 4], []
+    for token in tokens:
+        cups = [elements[token][cup] for cup in cups]
+        said.append(elements.index(tuple(cups)))
+    return said
+
+
 SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
     "copy": copy,
     "delayed_sum": delayed_sum,
+    "modular_sum": modular_sum,
+    "parity": lambda tokens: modular_sum(tokens, 2),
+    "permutations": permutations,
     "predecessor_query": predecessor,
     "recall": recall,
     "reverse": reverse,
@@ -119,8 +146,9 @@ SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
 def test_an_obvious_program_solves_it(kind: str) -> None:
     """The targets follow from the tokens, in training and in the test."""
     task = build(kind)
-    drawn = task.sample(300, length=LENGTH, seed=1)
-    for batch in (drawn, task.evaluation_batch(0, 300, length=LENGTH)):
+    length = 24 if kind == "parity" else LENGTH
+    drawn = task.sample(300, length=length, seed=1)
+    for batch in (drawn, task.evaluation_batch(0, 300, length=length)):
         said = torch.tensor([SOLVERS[kind](row) for row in batch.tokens.tolist()])
         for name, values in task.score(said, batch).items():
             assert (values == 1).all(), name
@@ -129,7 +157,8 @@ def test_an_obvious_program_solves_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_rejects_the_held_out_sequences(kind: str) -> None:
     """Training never samples a held-out sequence."""
-    task = build(kind, vocab_size=6 if "dual" in kind else 4, held_out=3)
+    size = 6 if "dual" in kind else SIZES.get(kind, 4)
+    task = build(kind, vocab_size=size, held_out=3)
     length = 4 if kind in ("recall", "delayed_sum", "predecessor_query") else 2
     held_out = {tuple(row) for row in task.evaluation_batch(0, 3, length=length).tokens.tolist()}
     generator = torch.Generator().manual_seed(0)
@@ -183,6 +212,9 @@ def test_dual_frequencies() -> None:
         ("predecessor_query", {"vocab_size": 4}, 4, "held_out"),
         ("sort", {}, 0, "length"),
         ("copy", {"vocab_size": 1}, 8, "vocab_size"),
+        ("parity", {"vocab_size": 3}, 8, "vocab_size"),
+        ("parity", {}, 4, "held_out"),
+        ("permutations", {"vocab_size": 24}, 8, "vocab_size"),
     ],
 )
 def test_what_does_not_fit_is_refused(
