@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from longrnn.ops import cpu
@@ -73,12 +75,12 @@ def by_token(
     operation: str, inputs: ScanInputs, state: Tensor, limit: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The definition, in float64: decay, then the delta rule or a sum, then the limit."""
-    x, gain, log_decay, B, C = (given.double() for given in inputs)
+    x, gain, log_decay, B, C = (tensor.double() for tensor in inputs)
     state, heads = state.double(), x.shape[2]
     decay = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
     outputs = []
     for i in range(x.shape[1]):
-        k, q = (given[:, i].repeat_interleave(heads // given.shape[2], 1) for given in (B, C))
+        k, q = (tensor[:, i].repeat_interleave(heads // tensor.shape[2], 1) for tensor in (B, C))
         state = state * decay[:, i, :, None, :]
         target = x[:, i]
         if operation == "delta":
@@ -98,7 +100,7 @@ def results(
     """Outputs and final state, and the gradients of a random functional of both."""
     if not gradients:
         return [*run(inputs, state)]
-    tensors = [given.clone().requires_grad_() for given in (*inputs, state)]
+    tensors = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
     y, after = run(ScanInputs(*tensors[:5]), tensors[5])
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)
@@ -215,13 +217,13 @@ def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
 def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) -> None:
     inputs, state = drawn(sizes, operation, per_key=True, starts=False)
     inputs = inputs._replace(log_decay=inputs.log_decay.clamp(-2.0, -0.01))
-    tensors = [given.requires_grad_() for given in (*inputs, state)]
+    tensors = [tensor.requires_grad_() for tensor in (*inputs, state)]
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return OPERATIONS[operation]("torch", ScanInputs(*tensors[:5]), tensors[5])
 
     assert torch.autograd.gradgradcheck(run, tensors)
-    values, tangents = tuple(tensors), tuple(torch.ones_like(given) for given in tensors)
+    values, tangents = tuple(tensors), tuple(torch.ones_like(tensor) for tensor in tensors)
     forward = torch.func.jvp(run, values, tangents)[1]
     _, reverse = torch.autograd.functional.jvp(run, values, tangents)
     assert_near([*forward], [*reverse], 1e-10)
@@ -235,3 +237,22 @@ def test_chosen_heads_are_computed_as_among_all(backend: str) -> None:
         heads = torch.arange(sizes.heads - 1, -1, -2)
         chosen = SCAN(backend, inputs.heads(heads), state[:, heads])
         assert_near([*chosen], [y[:, :, heads], after[:, heads]], 1e-12)
+
+
+@given(
+    sizes=st.builds(
+        Sizes, *(st.integers(1, most) for most in (2, 70, 4, 5)), st.just(1), st.integers(1, 20)
+    ),
+    operation=st.sampled_from(sorted(OPERATIONS)),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_sizes_and_decays_are_computed(sizes: Sizes, operation: str, seed: int) -> None:
+    inputs, state = drawn(sizes, operation, per_key=True, starts=seed % 3 == 0, seed=seed)
+    exact = [*by_token(operation, inputs, state)]
+    for dtype, tolerance in TOLERANCE.items():
+        ours = OPERATIONS[operation]("auto", inputs.to(dtype), state.to(dtype))
+        assert_near([*ours], exact, tolerance)
+        assert_near(
+            [*OPERATIONS[operation]("torch", inputs.to(dtype), state.to(dtype))], exact, tolerance
+        )
