@@ -63,11 +63,11 @@ def main() -> None:
     twin: Any = transformers_twin(model)
     # Without max_length, the `hf` model type truncates inputs of Mamba-2 to 2,048 tokens.
     theirs = peer(twin, tokenizer=words(args.vocab), max_length=longest, batch_size=1)
-    found, expected = (
-        torch.tensor([nats for nats, _ in one.loglikelihood(requests, disable_tqdm=True)])
-        for one in (ours, theirs)
+    losses, expected = (
+        torch.tensor([nats for nats, _ in model.loglikelihood(requests, disable_tqdm=True)])
+        for model in (ours, theirs)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
     computed, naive = ours.counts["computed"], CHOICES * (longest - 1)
     print(
         f"{CHOICES} choices over {args.context:,} tokens: {computed:,} tokens computed, without a "

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
+from longrnn.ops.cpu import missing
+
 
 def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all benchmarks share."""
+    """Returns a parser with the options that all benchmarks share.
+
+    It says on standard error if the compiled kernels are missing.
+    """
+    if (reason := missing()) is not None:
+        print(f"note: measuring torch alone; {reason}", file=sys.stderr)
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,9 +46,13 @@ def locked(
         wait: wait for a process that holds the lock.
 
     Raises:
+        UserError: the target is the root of all folders.
         LockedError: another process holds the lock.
     """
-    path = target.resolve().with_name(f".{target.resolve().name}.lock")
+    place = target.resolve()
+    if place == place.parent:
+        raise UserError(f"{target} is the root of all folders: {instead}")
+    path = place.with_name(f".{place.name}.lock")
     if path in _held:
         yield
         return

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.command import Argument
+from longrnn.evaluation.options import Documents
 from longrnn.text import Reading
 
 
 class Corpora(Reading):
     """Documents, and how they become a corpus."""
 
-    data: Annotated[list[str], Argument("DATA")]
-    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, or names
-    of datasets on the Hugging Face Hub."""
+    data: Annotated[list[Documents], Argument("DATA")]
+    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, bundled:moby_dick,
+    or names of datasets on the Hugging Face Hub."""
     out: Path
     """Folder to write."""
     tokenizer: str = "bytes"

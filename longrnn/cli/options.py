@@ -113,12 +113,10 @@ def check_place(path: Path) -> None:
     """Check that a file or folder can be written, before anything is computed.
 
     Raises:
-        UserError: it is the root, it is below a file, or this user may not write there.
+        UserError: it is below a file, or this user may not write there.
     """
     place = path.absolute()
-    if place == place.parent:
-        raise UserError(f"{path} is the root of all folders: give another --output")
-    above = next(folder for folder in place.parents if os.path.lexists(folder))
+    above = next((folder for folder in place.parents if os.path.lexists(folder)), place)
     if not above.is_dir():
         raise UserError(
             f"{path} cannot be written, as {above} is not a folder: choose another place"

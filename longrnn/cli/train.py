@@ -13,6 +13,7 @@ from pydantic import Field
 from longrnn.cli.command import Argument
 from longrnn.cli.options import lock_output, pick_device
 from longrnn.errors import Terminated, UserError
+from longrnn.evaluation.options import Documents
 from longrnn.options import Options, Tokens
 from longrnn.progress import is_quiet
 
@@ -87,13 +88,13 @@ class Finetuning(Resumable):
     words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field([])
     """Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then values that
     override the configuration, such as max_steps=500."""
-    data: list[str] = Field([])
+    data: list[Documents] = Field([])
     """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
     length: Tokens = 4096
     """Tokens of a row, or of a segment of a carried state."""
     initial_state: str = "carry"
     """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
-    validation: list[str] = Field([])
+    validation: list[Documents] = Field([])
     """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
     output: str | None = None
     """Folder of the run (default: runs/CHECKPOINT-finetuned)."""

@@ -170,15 +170,8 @@ def calibrate(
         )
     if name in MITIGATIONS:
         check_defined(MITIGATIONS[name], type(model.cells[0]))
-    job = Job(
-        model=model,
-        documents=documents,
-        train_length=train_length,
-        target_length=target,
-        tokenizer=tokenizer or ByteTokenizer(),
-        quiet=quiet,
-    )
-    return chosen.run(job)
+    reading = tokenizer or ByteTokenizer()
+    return chosen.run(Job(model, documents, train_length, target, reading, quiet))
 
 
 @METHODS.register("state_norm")
@@ -249,22 +242,16 @@ class FactorSearch:
 
 @METHODS.register("scale_delta")
 class StepFactors(FactorSearch):
-    """Factors of the steps."""
-
     kind = "scale_delta"
 
 
 @METHODS.register("scale_decay")
 class DecayFactors(FactorSearch):
-    """Factors of the decays."""
-
     kind = "scale_decay"
 
 
 @METHODS.register("power_decay")
 class DecayPowers(FactorSearch):
-    """Powers of the decays."""
-
     kind = "power_decay"
 
 

@@ -29,6 +29,8 @@ def _places(value: Any) -> Any:
 Depths = Annotated[list[Share], BeforeValidator(listed), Field(min_length=1)]
 # A path, or the name of a bundled text such as `bundled:moby_dick`.
 TextFile = Annotated[Path, BeforeValidator(text_path)]
+# Likewise, or anything else that holds documents.
+Documents = Annotated[str, BeforeValidator(lambda name: str(text_path(name)))]
 Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
 
 
@@ -132,7 +134,7 @@ class PerplexityOptions(Texts, EvaluationOptions):
     lengths: Lengths = Field([1024, 4096, 16384, 65536])
     """Lengths in tokens of the first model. Windows have the last one."""
     windows: Count | None = None
-    """At most this many windows of each text, spread evenly."""
+    """At most this many windows of each text, spread evenly (default: all)."""
     context: Tokens | None = None
     """With --stride: score in overlapping windows of this many tokens, each read from an empty
     state, instead of carrying the state."""

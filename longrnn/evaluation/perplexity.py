@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 FIRST = 16
 # Fewer windows have intervals of several bits per byte.
 LEAST_WINDOWS = 4
+# Without --windows, a number above this is reported: reading all of a novel takes long.
+MANY_WINDOWS = 64
 
 
 class Perplexity(Evaluation[PerplexityOptions]):
@@ -81,6 +83,10 @@ class Perplexity(Evaluation[PerplexityOptions]):
             logger.warning(
                 f"{len(windows[0])} windows give wide intervals: give at least {LEAST_WINDOWS} by "
                 "--windows, smaller lengths or more text"
+            )
+        if options.windows is None and len(windows[0]) > MANY_WINDOWS:
+            logger.warning(
+                f"all {len(windows[0])} windows are read: give --windows, such as 16, for fewer"
             )
         return [self._plan(*pair) for pair in zip(models, windows, strict=True)]
 

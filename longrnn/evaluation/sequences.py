@@ -51,8 +51,8 @@ class Sequences(Evaluation[SequenceOptions]):
     def _task(self, first: OpenCheckpoint) -> tuple[dict[str, Any], Sequence[int]]:
         """Return the options of the task and the lengths, by default as in training."""
         options = self.options
-        is_name = isinstance(options.task, str)
-        given: Any = {"kind": options.task} if is_name else dict(options.task or {})
+        asked = options.task or {}
+        given: Any = {"kind": asked} if isinstance(asked, str) else dict(asked)
         trained = read_recorded(resolve(first.checkpoint)) if first.source else {}
         recorded = trained.get("task", {})
         kind, lengths = given.get("kind", recorded.get("kind")), options.lengths

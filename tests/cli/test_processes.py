@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from longrnn.cli import announce
+from longrnn.cli.options import pick_device
 from longrnn.hf.names import embedded
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
@@ -56,6 +57,17 @@ def test_a_terminal_is_told_what_is_being_loaded(
     err = capsys.readouterr().err
     assert said in err
     assert bool(err) == bool(said)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_missing_kernels_are_reported_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the command that builds them."""
+    monkeypatch.setattr("longrnn.ops.cpu.missing", lambda: "run `pip install -e .`")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    pick_device("cpu")
+    assert ("`pip install -e .`" in capsys.readouterr().err) == terminal
 
 
 def modules_of(code: str) -> set[str]:

@@ -135,19 +135,13 @@ class LongRNN(HFLM):
         super().set_cache_hook(cache_hook)
         answers = cache_hook.dbdict
         if answers is not None:
-            settings = (
-                self.model.fingerprint(),
-                self.fingerprint,
-                self.add_bos_token,
-                self.max_length,
-            )
+            prints = self.model.fingerprint(), self.fingerprint
+            settings = [*prints, self.add_bos_token, self.max_length]
             table = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
             answers.tablename = f"longrnn_{table}"
             columns = "(key TEXT PRIMARY KEY, value BLOB)"
             answers.conn.execute(f'CREATE TABLE IF NOT EXISTS "{answers.tablename}" {columns}')
             answers.commit()
-
-    # Texts and ids
 
     @property
     def prefix_token_id(self) -> int:
@@ -173,8 +167,6 @@ class LongRNN(HFLM):
             )
         self.counts["truncated"] += 1
         return tuple(context[-room:])
-
-    # The three kinds of requests
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
@@ -243,8 +235,6 @@ class LongRNN(HFLM):
                 "contexts were truncated from the left"
             )
 
-    # Several processes
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return this process's value once per process.
 
@@ -264,16 +254,14 @@ class LongRNN(HFLM):
         if isinstance(obj, dict) and all(isinstance(value, dict) for value in obj.values()):
             self.counts = sum(processes.gather(self.counts), Counter())
             gathered = [
-                {task: defaultdict(list, metrics) for task, metrics in by_task.items()}
-                for by_task in gathered
+                {task: defaultdict(list, metrics) for task, metrics in of_process.items()}
+                for of_process in gathered
             ]
         return gathered if processes.is_main() else None
 
     def barrier(self) -> None:
         """Wait for all processes."""
         processes.wait()
-
-    # Records
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
