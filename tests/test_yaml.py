@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -43,10 +42,8 @@ def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
 def test_texts_that_are_refused(tmp_path: Path, text: str, reason: str) -> None:
     """The file and the reason are named, before anything is made of the values."""
     (tmp_path / "a.yaml").write_text(text)
-    start = time.monotonic()
     with pytest.raises(UserError, match=f"a.yaml.*{reason}"):
         read_mapping(tmp_path / "a.yaml", "write it again")
-    assert time.monotonic() - start < 2
 
 
 def test_aliases_and_merged_mappings_are_read() -> None:
