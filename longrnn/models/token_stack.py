@@ -10,26 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter, is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from longrnn.cells import Edit, EditedState, Mamba2, StepChange
 from longrnn.models.blocks import Block
 from longrnn.ops.cpu import tokens as cpu
-from longrnn.ops.cpu.checks import taps_refusal
+from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
+from longrnn.ops.hooks import ModuleRecord
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2_layer.definition import Mamba2State
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
+# Options of a cell that the kernel reads, or that exclude it.
 OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
 # Of an edit, those that the kernel computes.
 STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class TokenStack:
@@ -64,28 +62,29 @@ class TokenStack:
         leaves = [x, *(leaf for state in states for leaf in _leaves(state))]
         if (
             packed.layers is None
-            or x.dtype not in cpu.MIXED
-            or cpu.refusal(leaves) is not None
-            or cpu.tracked([*leaves, *packed.tensors])
-            or any(packed.hooks)
-            or torch_module._has_any_global_hook()
+            or x.dtype not in MIXED
+            or refusal(leaves) is not None
+            or tracked([*leaves, *packed.record.tensors])
+            or packed.record.has_hooks
         ):
             return None
-        given = [
-            cpu.Tokens(one.state.conv, one.state.ssm, one.recent)
-            if isinstance(one, EditedState)
-            else cpu.Tokens(one.conv, one.ssm, None)
-            for one in states
-        ]
-        like = given[0].ssm
+        before = [_layer_state(state) for state in states]
+        like = before[0].ssm
         with torch.inference_mode(False):  # a later call may need gradients
             memory = torch.empty(len(states), *like.shape, dtype=like.dtype, device="cpu")
-        y, after = cpu.layers(packed.layers, x, given, memory)
+        y, after = cpu.layers(packed.layers, x, before, memory)
         pairs = zip(states, after, strict=True)
-        return y, tuple(_continued(state, tokens) for state, tokens in pairs)
+        return y, tuple(_continued(state, layer_state) for state, layer_state in pairs)
 
 
-def _continued(state: PyTree, after: cpu.Tokens) -> PyTree:
+def _layer_state(state: PyTree) -> cpu.LayerState:
+    """The state of a cell as the kernel reads it."""
+    if isinstance(state, EditedState):
+        return cpu.LayerState(state.state.conv, state.state.ssm, state.recent)
+    return cpu.LayerState(state.conv, state.ssm, None)
+
+
+def _continued(state: PyTree, after: cpu.LayerState) -> PyTree:
     """The state of a cell after the tokens, in the form of the state before them."""
     cell_state = Mamba2State(after.conv, after.ssm)
     if isinstance(state, EditedState):
@@ -95,7 +94,7 @@ def _continued(state: PyTree, after: cpu.Tokens) -> PyTree:
 
 def _leaves(state: PyTree) -> Sequence[Tensor]:
     if isinstance(state, EditedState):
-        return *state.state, *(one.entries for one in state.recent)
+        return *state.state, *(history.entries for history in state.recent)
     return state
 
 
@@ -103,36 +102,19 @@ class _Packed:
     """The blocks of a model as the kernel reads them.
 
     Attributes:
+        record: of all modules that the kernel computes.
         layers: None if the kernel cannot compute these blocks.
-        tensors: all weights that it reads.
-        hooks: the dictionaries of hooks of all modules that it computes.
     """
 
     def __init__(self, blocks: nn.ModuleList, edits: Edits) -> None:
-        modules = list(blocks.modules())
-        slots = [
-            (holder, name)
-            for module in modules
-            for holder in (module._parameters, module._modules)
-            for name in holder
-        ]
-        slots += [
-            (vars(block.mixer), name)
-            for block in blocks
-            for name in OPTIONS
-            if name in vars(block.mixer)  # type: ignore[arg-type]
-        ]
         self._blocks, self._count, self._edits = blocks, len(blocks), edits
-        self._holders, self._names = zip(*slots, strict=True)
-        self._values = self._held()
-        self.tensors = [one for one in self._values if isinstance(one, Tensor)]
-        self._memory = self._addresses()
-        self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
-        own = [None] * len(blocks) if edits is None else edits
-        suits = all(map(_suits, blocks))
-        found = list(map(_layer, blocks, own)) if suits else []
-        layers = [one for one in found if one is not None]
-        self.layers = cpu.pack_layers(layers) if len(layers) == len(blocks) else None
+        options = [(block.mixer, name) for block in blocks for name in OPTIONS]
+        self.record = ModuleRecord(list(blocks.modules()), options)
+        layers = list[cpu.Layer | None]()
+        if all(map(_suits, blocks)):
+            layers = list(map(_layer, blocks, edits or [None] * len(blocks)))
+        computed = [layer for layer in layers if layer is not None]
+        self.layers = cpu.pack_layers(computed) if len(computed) == len(blocks) else None
 
     def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
@@ -140,17 +122,7 @@ class _Packed:
             blocks is self._blocks
             and edits is self._edits
             and len(blocks) == self._count
-            and all(map(is_, self._held(), self._values))
-            and self._addresses() == self._memory
-        )
-
-    def _held(self) -> list[Any]:
-        return list(map(dict.get, self._holders, self._names))
-
-    def _addresses(self) -> tuple[list[int], list[torch.dtype]]:
-        # One loop over all tensors per property: a loop over tensors in Python takes longer.
-        return list(map(Tensor.data_ptr, self.tensors)), list(
-            map(attrgetter("dtype"), self.tensors)
+            and self.record.is_current()
         )
 
 
@@ -159,20 +131,17 @@ def _suits(block: nn.Module) -> bool:
     if type(block) is not Block or block.norm is None or type(block.mixer) is not Mamba2:
         return False
     cell = block.mixer
-    products = cell.in_proj, cell.out_proj
-    if any(type(one) is not Linear for one in products):
+    if any(type(projection) is not Linear for projection in (cell.in_proj, cell.out_proj)):
         return False
-    weights = [block.norm.weight, *cell.weights()[:6]]
-    weights += [own for one in products for own in (one.weight, one.bias)]
+    parameters = list(block.parameters())
     return (
         cell.backend in ("auto", "cpu")
         and cell.gate is None
         and cell.norm_groups in (None, cell.n_groups)
-        and all(one is None or one.dtype in cpu.MIXED for one in weights)
+        and all(weight.dtype in MIXED and weight.is_contiguous() for weight in parameters)
         and cell.state_like().ssm.dtype == torch.float32
-        and all("forward" not in vars(one) for one in block.modules())
-        and cpu.refusal(list(block.parameters())) is None
-        and all(one.is_contiguous() for one in block.parameters())
+        and all("forward" not in vars(module) for module in block.modules())
+        and refusal(parameters) is None
         and taps_refusal(cell.d_conv) is None
     )
 
@@ -202,20 +171,25 @@ def _numbers(edit: Edit, heads: int) -> Tensor | None:
 
 def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
     """A block as the kernel reads it; None for an edit that it does not compute."""
-    cell: Any = block.mixer
+    assert isinstance(block, Block)
+    assert isinstance(block.mixer, Mamba2)
+    assert block.norm is not None
+    cell = block.mixer
     numbers = None if edit is None else _numbers(edit, cell.n_heads)
     if edit is not None and numbers is None:
         return None
     every = torch.ones(cell.n_heads, dtype=torch.bool)
     heads = every if edit is None or edit.heads is None else edit.heads
     return cpu.Layer(
-        (cell.in_proj.weight, cell.in_proj.bias),
-        (cell.out_proj.weight, cell.out_proj.bias),
-        block.norm.weight,  # type: ignore[union-attr]
-        block.eps,  # type: ignore[arg-type]
-        cell.weights(),
-        cell.state_like(),
-        numbers,
-        None if edit is None else edit.window,
-        heads.nonzero()[:, 0],
+        in_weight=cell.in_proj.weight,
+        in_bias=cell.in_proj.bias,
+        out_weight=cell.out_proj.weight,
+        out_bias=cell.out_proj.bias,
+        norm=block.norm.weight,
+        eps=block.eps,
+        weights=cell.weights(),
+        state=cell.state_like(),
+        edit=numbers,
+        window=None if edit is None else edit.window,
+        heads=heads.nonzero()[:, 0],
     )

@@ -24,7 +24,7 @@ CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 def stepwise_suits(*tensors: Tensor) -> bool:
     """Whether `stepwise` takes these tensors."""
     dtype = tensors[0].dtype
-    same = dtype in SUFFIXES and all(one.dtype == dtype for one in tensors)
+    same = dtype in SUFFIXES and all(tensor.dtype == dtype for tensor in tensors)
     return same and not tracked(tensors) and refusal(tensors) is None
 
 
@@ -56,18 +56,22 @@ def stepwise(
     Returns:
         h after each token `(b, t, d)`, and h and memory after the last one.
     """
-    (b, t, _), d = projected.shape, h.shape[1]
-    given = [one.contiguous() for one in (projected, weight, bias, h, memory)]
-    names = ("projected", "weight", "bias", "h", "memory")
-    y, h_after, memory_after = h.new_empty(b, t, d), *(torch.empty_like(one) for one in given[3:])
+    b, t, _ = projected.shape
+    y = h.new_empty(b, t, h.shape[1])
+    h, memory = h.contiguous(), memory.contiguous()
+    h_after, memory_after = torch.empty_like(h), torch.empty_like(memory)
     call(
         "stepwise",
         h.dtype,
         cell=CELLS.index(cell),
         b=b,
         t=t,
-        d=d,
-        **dict(zip(names, given, strict=True)),
+        d=h.shape[1],
+        projected=projected.contiguous(),
+        weight=weight.contiguous(),
+        bias=bias.contiguous(),
+        h=h,
+        memory=memory,
         y=y,
         h_after=h_after,
         memory_after=memory_after,
@@ -104,8 +108,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     m, k = weight.shape
     wide = x.to(torch.float32).contiguous()
     y = wide.new_empty(*x.shape[:-1], m)
-    sizes = {"rows": x.numel() // k, "m": m, "k": k}
-    call("few_rows", None, **sizes, weight=weight, x=wide, y=y)
+    call("few_rows", None, rows=x.numel() // k, m=m, k=k, weight=weight, x=wide, y=y)
     return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -113,8 +116,10 @@ class Layer(NamedTuple):
     """x + out_proj(cell(in_proj(rms_norm(x)))) with a Mamba-2 cell, for `layers`.
 
     Attributes:
-        in_proj: weight and bias.
-        out_proj: weight and bias.
+        in_weight: of the first projection.
+        in_bias: of the first projection.
+        out_weight: of the last projection.
+        out_bias: of the last projection.
         norm: the weight of the norm.
         eps: of the norm.
         weights: of the cell.
@@ -124,8 +129,10 @@ class Layer(NamedTuple):
         heads: the heads that have a window, int64.
     """
 
-    in_proj: tuple[Tensor, Tensor | None]
-    out_proj: tuple[Tensor, Tensor | None]
+    in_weight: Tensor
+    in_bias: Tensor | None
+    out_weight: Tensor
+    out_bias: Tensor | None
     norm: Tensor
     eps: float
     weights: Weights
@@ -133,6 +140,12 @@ class Layer(NamedTuple):
     edit: Tensor | None
     window: int | None
     heads: Tensor
+
+    @property
+    def window_groups(self) -> int:
+        """How many B a window remembers; see `ScanInputs.heads`."""
+        heads, groups = self.state.ssm.shape[0], self.weights.groups
+        return groups if len(self.heads) == heads or groups == 1 else len(self.heads)
 
 
 class PackedLayers(NamedTuple):
@@ -142,60 +155,62 @@ class PackedLayers(NamedTuple):
     layers: Sequence[Layer]
 
 
-def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
+def pack_layers(layers: Sequence[Layer]) -> PackedLayers | None:
     """Packs layers of float32 states and of one shape; None for layers of several shapes."""
-    if len({(one.state.conv.shape, one.state.ssm.shape) for one in all_layers}) > 1:
+    if len({(layer.state.conv.shape, layer.state.ssm.shape) for layer in layers}) > 1:
         return None
-    packed = bytearray()
-    for one in all_layers:
-        h, p, n = one.state.ssm.shape
-        names = Weights._fields[:6]
-        narrow = torch.empty(0, dtype=one.state.conv.dtype)  # its address is set in each call
-        packed += pack(
-            "Layer",
-            torch.float32,
-            b=0,
-            t=1,
-            h=h,
-            p=p,
-            g=one.weights.groups,
-            n=n,
-            k=one.weights.conv_weight.shape[1],
-            norm_eps=one.weights.norm_eps,
-            dt_least=one.weights.dt_limit[0],
-            dt_largest=one.weights.dt_limit[1],
-            **dict(zip(names, one.weights[:6], strict=True)),
-            conv=narrow,
-            conv_after=narrow,
-            segment=SEGMENT,
-            edit=one.edit,
-            **dict.fromkeys(("state", "state_after", "projected", "y", "scanned", "kept")),
-            count=0 if one.window is None else len(one.heads),
-            groups=_window_groups(one),
-            length=0,
-            capacity=0,
-            heads=one.heads,
-            x=narrow,
-            B=narrow,
-            **dict.fromkeys(("gain", "log_decay")),
-            d=len(one.norm),
-            eps=one.eps,
-            norm=one.norm,
-            in_weight=one.in_proj[0],
-            out_weight=one.out_proj[0],
-            in_bias=one.in_proj[1],
-            out_bias=one.out_proj[1],
-        )
-    return PackedLayers(torch.frombuffer(packed, dtype=torch.uint8), all_layers)
+    packed = b"".join(map(_packed, layers))
+    return PackedLayers(torch.frombuffer(bytearray(packed), dtype=torch.uint8), layers)
 
 
-def _window_groups(layer: Layer) -> int:
-    """How many B a window remembers; see `ScanInputs.heads`."""
-    h, groups = layer.state.ssm.shape[0], layer.weights.groups
-    return groups if len(layer.heads) == h or groups == 1 else len(layer.heads)
+def _packed(layer: Layer) -> bytes:
+    """The `Layer` of `signatures`. What differs between calls is 0 and set by the kernel."""
+    weights, (h, p, n) = layer.weights, layer.state.ssm.shape
+    narrow = torch.empty(0, dtype=layer.state.conv.dtype)  # for its dtype
+    return pack(
+        "Layer",
+        torch.float32,
+        b=0,
+        t=1,
+        h=h,
+        p=p,
+        g=weights.groups,
+        n=n,
+        k=weights.conv_weight.shape[1],
+        norm_eps=weights.norm_eps,
+        dt_least=weights.dt_limit[0],
+        dt_largest=weights.dt_limit[1],
+        **weights.tensors(),
+        conv=narrow,
+        conv_after=narrow,
+        state=None,
+        state_after=None,
+        projected=None,
+        y=None,
+        scanned=None,
+        kept=None,
+        segment=SEGMENT,
+        edit=layer.edit,
+        count=0 if layer.window is None else len(layer.heads),
+        groups=layer.window_groups,
+        length=0,
+        capacity=0,
+        heads=layer.heads,
+        x=narrow,
+        B=narrow,
+        gain=None,
+        log_decay=None,
+        d=len(layer.norm),
+        eps=layer.eps,
+        norm=layer.norm,
+        in_weight=layer.in_weight,
+        out_weight=layer.out_weight,
+        in_bias=layer.in_bias,
+        out_bias=layer.out_bias,
+    )
 
 
-class Tokens(NamedTuple):
+class LayerState(NamedTuple):
     """State of one layer of `layers`; `recent` are the inputs of a window, or None without one."""
 
     conv: Tensor
@@ -203,9 +218,37 @@ class Tokens(NamedTuple):
     recent: Recent | None
 
 
+class StatePlaces(NamedTuple):
+    """Addresses of the state of a layer before and after a token: `States` in layers.h.
+
+    Attributes:
+        conv: last inputs of the convolution.
+        conv_after: the same after the token.
+        state: the recurrent state.
+        state_after: the same after the token; 0 where every head has a window.
+        x: of the window, with room for the token, as the following.
+        B: see x.
+        gain: see x.
+        log_decay: see x.
+        length: tokens of the window, with the new one.
+        capacity: tokens that its memory has room for.
+    """
+
+    conv: int
+    conv_after: int
+    state: int
+    state_after: int
+    x: int = 0
+    B: int = 0
+    gain: int = 0
+    log_decay: int = 0
+    length: int = 0
+    capacity: int = 0
+
+
 def layers(
-    packed: PackedLayers, x: Tensor, states: Sequence[Tokens], memory: Tensor
-) -> tuple[Tensor, list[Tokens]]:
+    packed: PackedLayers, x: Tensor, states: Sequence[LayerState], memory: Tensor
+) -> tuple[Tensor, list[LayerState]]:
     """Computes one token per row by all layers, without gradients.
 
     Args:
@@ -219,22 +262,46 @@ def layers(
     """
     x = x.contiguous()
     conv = x.new_empty(len(states), *states[0].conv.shape, dtype=states[0].conv.dtype)
-    before, after, addresses = [], [], []  # `before` keeps copies in memory
-    for layer, state, own, ssm in zip(packed.layers, states, conv, memory, strict=True):
-        given = state.conv.contiguous(), state.ssm.contiguous()
-        before.append(given)
-        places, recent = (0, 0, 0, 0, 0, 0), None
+    before = [(state.conv.contiguous(), state.ssm.contiguous()) for state in states]
+    after, places = list[LayerState](), list[int]()
+    for layer, state, (conv_before, ssm_before), conv_after, ssm_after in zip(
+        packed.layers, states, before, conv, memory, strict=True
+    ):
+        place = StatePlaces(
+            conv_before.data_ptr(),
+            conv_after.data_ptr(),
+            ssm_before.data_ptr(),
+            ssm_after.data_ptr(),
+        )
+        recent = None
         if layer.window is not None and state.recent is not None:
             recent = extended(state.recent, 1, layer.window)[1]
-            x_, gain, log_decay, B = (one.entries for one in recent)
-            capacity = x_.stride(0) // x_.shape[2]
-            places = *(one.data_ptr() for one in (x_, B, gain, log_decay)), x_.shape[1], capacity
-            if len(layer.heads) == ssm.shape[1]:
-                ssm = given[1]  # no head changes it
-        ssm_after = 0 if ssm is given[1] else ssm.data_ptr()
-        addresses += given[0].data_ptr(), own.data_ptr(), given[1].data_ptr(), ssm_after, *places
-        after.append(Tokens(own, ssm, recent))
-    y, table = torch.empty_like(x), torch.tensor(addresses)
-    sizes = {"count": len(states), "rows": len(x), "layers": packed.memory, "states": table}
-    call("layers", None, **sizes, x=x, x_after=y)
+            place = _with_window(place, recent)
+            if len(layer.heads) == ssm_after.shape[1]:  # no head changes it
+                place, ssm_after = place._replace(state_after=0), ssm_before
+        places += place
+        after.append(LayerState(conv_after, ssm_after, recent))
+    y, table = torch.empty_like(x), torch.tensor(places)
+    call(
+        "layers",
+        None,
+        count=len(states),
+        rows=len(x),
+        layers=packed.memory,
+        states=table,
+        x=x,
+        x_after=y,
+    )
     return y, after
+
+
+def _with_window(place: StatePlaces, recent: Recent) -> StatePlaces:
+    x = recent.x.entries
+    return place._replace(
+        x=x.data_ptr(),
+        B=recent.B.entries.data_ptr(),
+        gain=recent.gain.entries.data_ptr(),
+        log_decay=recent.log_decay.entries.data_ptr(),
+        length=x.shape[1],
+        capacity=x.stride(0) // x.shape[2],
+    )
