@@ -85,7 +85,7 @@ def observe(
         kind = getattr(model, "kind", type(model).__name__)
         raise UserError(
             f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
-            "Mamba-2 or Gated DeltaNet layers"
+            "recurrent layers"
         )
     targets = F.pad(tokens[:, 1:], (0, 1), value=UNSCORED)
     state, position = model.init_state(len(tokens)), 0

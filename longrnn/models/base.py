@@ -26,7 +26,7 @@ from longrnn.state import LMState, PyTree, described
 MAX_LOGITS = 2**25
 NO_CELLS = (
     "longrnn computes no recurrence of this model: give a checkpoint of longrnn, or a hybrid with "
-    "Mamba-2 or Gated DeltaNet layers; CHECKPOINT+beyond and --chunk-select work for any model"
+    "recurrent layers; CHECKPOINT+beyond and --chunk-select work for any model"
 )
 
 

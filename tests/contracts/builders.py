@@ -31,7 +31,7 @@ MIXER_OPTIONS: dict[str, Spec] = {
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "gated_deltanet": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
-    "kda": {"n_key_heads": 1, "key_dim": 8, "value_dim": 4},
+    "kda": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
 }
 POSITION_OPTIONS: dict[str, Spec] = {
     "learned": {"max_length": 2 * LONGEST},
