@@ -31,7 +31,7 @@ MIXER_OPTIONS: dict[str, Spec] = {
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "gated_deltanet": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
-    "kda": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
+    "kda": {"key_dim": 8, "value_dim": 8},
 }
 POSITION_OPTIONS: dict[str, Spec] = {
     "learned": {"max_length": 2 * LONGEST},
@@ -66,7 +66,15 @@ MORE_MIXERS: list[Spec] = [
         "negative_eigenvalues": True,
         "backend": "torch",
     },
-    {"kind": "kda", "n_heads": 2, "key_dim": 5, "value_dim": 3, "rank": 2, "d_conv": 1},
+    {
+        "kind": "kda",
+        "n_heads": 2,
+        "n_key_heads": 1,
+        "key_dim": 5,
+        "value_dim": 3,
+        "rank": 2,
+        "d_conv": 1,
+    },
 ]
 
 BLOCK_KINDS = ["plain", "residual"]
