@@ -1,8 +1,9 @@
 """Operations, and the list of implementations that each of them has.
 
-An operation is defined in torch: its last implementation, `torch`, computes every call. The others
-compute some calls faster. Each of them says itself which calls it refuses, and why: the device, the
-dtypes, the sizes that its kernel is limited to, gradients, a library that is not installed.
+An operation is defined in torch, and the implementation `torch`, the last one, computes every call.
+The others compute some calls faster. Each of them says itself which calls it refuses, and why: the
+device, the dtypes, the sizes that its kernel is limited to, a library that is not installed. An
+operation that consists of others, such as a whole layer, has no implementation in torch.
 """
 
 from __future__ import annotations
