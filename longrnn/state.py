@@ -25,7 +25,7 @@ PyTree: TypeAlias = Any
 S = TypeVar("S")
 
 # What `save` writes.
-FORMAT = "longrnn-state-2"
+STATE_FORMAT = "longrnn-state-2"
 # The position of one row.
 POSITION = torch.empty((), dtype=torch.int64, device="meta")
 
@@ -75,7 +75,9 @@ def _aligned(*histories: Any) -> list[History]:
     """Each with zeros in front, up to the length of the longest."""
     longest = max(history.entries.shape[-2] for history in histories)
     short = [(history, longest - history.entries.shape[-2]) for history in histories]
-    return [History(F.pad(one.entries, (0, 0, by, 0))) if by else one for one, by in short]
+    return [
+        History(F.pad(history.entries, (0, 0, by, 0))) if by else history for history, by in short
+    ]
 
 
 def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -102,7 +104,7 @@ def histories(tree: PyTree) -> set[str]:
 def map_histories(function: Callable[[Tensor], Tensor], tree: S) -> S:
     """Applies `function` to the entries of every `History`, and leaves the other leaves alone."""
     growing, pairs = histories(tree), leaves(tree)
-    return unflatten(tree, [function(one) if path in growing else one for path, one in pairs])
+    return unflatten(tree, [function(leaf) if path in growing else leaf for path, leaf in pairs])
 
 
 def detach(state: S) -> S:
@@ -187,7 +189,7 @@ def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
     from safetensors.torch import save as serialized
 
     digest = hashlib.sha256(serialized(tensors)).hexdigest()
-    return {"format": FORMAT, "fingerprint": fingerprint, "sha256": digest}
+    return {"format": STATE_FORMAT, "fingerprint": fingerprint, "sha256": digest}
 
 
 def load(path: str | os.PathLike[str], like: Any) -> LMState:
@@ -280,22 +282,22 @@ def _check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source:
     """Compares leaves with those of one row, `like`."""
     expected = dict(leaves(like))
     for name in {**expected, **given}:
-        one, other = given.get(name), expected.get(name)
+        leaf, wanted = given.get(name), expected.get(name)
         if (
-            not isinstance(one, Tensor)
-            or other is None
-            or one.dtype != other.dtype
-            or one.ndim == 0
-            or _row(name, one.shape[1:]) != _row(name, other.shape)
+            not isinstance(leaf, Tensor)
+            or wanted is None
+            or leaf.dtype != wanted.dtype
+            or leaf.ndim == 0
+            or _row(name, leaf.shape[1:]) != _row(name, wanted.shape)
         ):
             raise UserError(
                 f"{source} is the state of another model or mitigation ({name} is "
-                f"{described(one)}, and per row {described(other)} was expected): start from "
+                f"{described(leaf)}, and per row {described(wanted)} was expected): start from "
                 "init_state of this model"
             )
-        if len(one) != rows:
+        if len(leaf) != rows:
             raise UserError(
-                f"{source} has {len(one)} rows ({name}), and {rows} were expected: use state.take "
+                f"{source} has {len(leaf)} rows ({name}), and {rows} were expected: use state.take "
                 "or state.expand to make them equal"
             )
 

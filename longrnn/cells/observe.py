@@ -57,12 +57,12 @@ def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
     def add(index: int, seen: Any, *_: Any) -> None:
         if not isinstance(seen, Update):
             total = seen.log_decay.double().sum(1)
-            found = total if total.ndim == 3 else total[..., None]
+            log_decay = total if total.ndim == 3 else total[..., None]
         elif seen.keep is not None:
-            found = seen.keep.double().log()[:, None]
+            log_decay = seen.keep.double().log()[:, None]
         else:
             return
-        sums[index] = sums.get(index, 0) + found
+        sums[index] = sums.get(index, 0) + log_decay
 
     with watch([cell.recurrence for cell in cells], add):
         yield sums

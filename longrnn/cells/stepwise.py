@@ -17,7 +17,7 @@ from longrnn.ops.scan.limit import rescale
 from longrnn.state import History, PyTree
 
 # Of an edit; a cell without heads needs no mask of them.
-STAGES = {"keep", "add", "limit", "window", "heads"}
+STEPWISE_STAGES = {"keep", "add", "limit", "window", "heads"}
 
 
 class RecentUpdates(NamedTuple):
@@ -93,18 +93,18 @@ class StepwiseCell(Cell):
         decayed from the block's start. The latter sums are computed once per block.
         """
         edit = Edit() if edit is None else edit
-        edit.refuse_unknown(STAGES, f"the cell {self.kind}")
+        edit.refuse_unknown(STEPWISE_STAGES, f"the cell {self.kind}")
         if edit.window is None:
             return self._tokens(projected, state, edit, None)
-        own, recent = state.state, state.recent
+        cell_state, recent = state.state, state.recent
         outputs = []
         for part in projected.split(edit.window, dim=1):
             older = _older(recent, edit.window, part.shape[1])
             updates: list[Update] = []
-            y, own = self._tokens(part, own, edit, older, updates)
+            y, cell_state = self._tokens(part, cell_state, edit, older, updates)
             outputs.append(y)
             recent = _appended(recent, updates, edit.window)
-        return torch.cat(outputs, dim=1), state._replace(state=own, recent=recent)
+        return torch.cat(outputs, dim=1), state._replace(state=cell_state, recent=recent)
 
     def _tokens(
         self,
@@ -161,7 +161,7 @@ def _older(recent: RecentUpdates, window: int, tokens: int) -> Tensor:
 
     Token r of the block, from 0, has the last w − 1 − r tokens before the block.
     """
-    keep, add = (one.entries.flip(1)[:, : window - 1] for one in recent)  # the newest first
+    keep, add = (history.entries.flip(1)[:, : window - 1] for history in recent)  # the newest first
     decay = F.pad(keep, (0, 0, 1, 0), value=1.0).cumprod(1)[:, :-1]
     sums = F.pad((decay * add).cumsum(1), (0, 0, 1, 0))
     count = window - 1 - torch.arange(tokens, device=add.device)
@@ -177,6 +177,6 @@ def _appended(recent: RecentUpdates, updates: list[Update], window: int) -> Rece
         return History(both[:, both.shape[1] - min(most, both.shape[1]) :])
 
     return RecentUpdates(
-        last(recent.keep, [one.keep for one in updates]),  # type: ignore[misc]
-        last(recent.add, [one.add for one in updates]),
+        last(recent.keep, [update.keep for update in updates]),  # type: ignore[misc]
+        last(recent.add, [update.add for update in updates]),
     )

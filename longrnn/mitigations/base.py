@@ -112,9 +112,9 @@ class Mitigation:
 
     def calibrated(self, known: Calibration) -> Self:
         """A copy that records where its numbers come from."""
-        one = copy.copy(self)
-        one._set("calibration", known)
-        return one
+        copied = copy.copy(self)
+        copied._set("calibration", known)
+        return copied
 
     def describe(self) -> str:
         """The name and the given options as a spec; part of a mitigated model's fingerprint."""

@@ -57,8 +57,9 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
     edits = []
     for layer in range(len(cells)):
         pairs = zip(chain.parts(), heads, strict=True)
-        own = [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
-        edit = merge(own)
+        edit = merge(
+            [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
+        )
         edits.append(edit if edit.stages else None)
     return Bound(chain, heads, edits)
 
@@ -67,7 +68,8 @@ def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None
     """Raises a `UserError` if a mitigation is not defined for a kind of cell."""
     reason = part.undefined(cell)
     if reason is not None:
-        kind = next((name for name, one in MIXERS.items() if issubclass(cell, one)), cell.__name__)
+        names = (name for name, known in MIXERS.items() if issubclass(cell, known))
+        kind = next(names, cell.__name__)
         raise UserError(f"{part.name} is not defined for {kind}: {reason}")
 
 
@@ -76,17 +78,17 @@ def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
     if part.heads != COLLAPSING:
         return part
     pairs = [[layer, int(h)] for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
-    own = replace(part, diagnosis=None, heads=pairs)
-    return own if part.calibration is None else own.calibrated(part.calibration)
+    listed = replace(part, diagnosis=None, heads=pairs)
+    return listed if part.calibration is None else listed.calibrated(part.calibration)
 
 
 def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: Callable[[], str]) -> None:
     """Refuses a mitigation that is not defined for cells or was calibrated for another model."""
     known = part.calibration
-    if known is not None and known.fingerprint != (own := fingerprint()):
+    if known is not None and known.fingerprint != (current := fingerprint()):
         raise UserError(
             f"{known.source} was calibrated for another model (fingerprint {known.fingerprint}, "
-            f"this model has {own}): calibrate again"
+            f"this model has {current}): calibrate again"
         )
     check_defined(part, type(cells[0]))
     for option in part.own_options():
@@ -127,13 +129,13 @@ def _select(
 def _collapsing(part: Mitigation, fingerprint: Callable[[], str]) -> list[list[int]]:
     """The pairs [layer, head] that the diagnosis lists."""
     path, remedy = Path(str(part.diagnosis)), "make one with `longrnn diagnose states CHECKPOINT`"
-    found = read_mapping(path, remedy, kind="diagnosis file")
-    if not is_pairs(found.get(COLLAPSING)):
+    diagnosis = read_mapping(path, remedy, kind="diagnosis file")
+    if not is_pairs(diagnosis.get(COLLAPSING)):
         raise UserError(f"{path} is not a diagnosis: give the diagnosis.yaml of diagnose states")
-    if found.get("fingerprint") not in (None, fingerprint()):
+    if diagnosis.get("fingerprint") not in (None, fingerprint()):
         raise UserError(f"{path} is the diagnosis of another model: make one of this model")
-    if not found[COLLAPSING]:
+    if not diagnosis[COLLAPSING]:
         raise UserError(
             f"{path} lists no collapsing head: leave the mitigation out, or give its heads"
         )
-    return found[COLLAPSING]
+    return diagnosis[COLLAPSING]

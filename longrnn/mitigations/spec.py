@@ -67,7 +67,8 @@ def mitigation(spec: MitigationSpec) -> Mitigation | Chain:
         return Chain([mitigation(item) for item in spec])
     text = str(spec)
     members = [
-        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _build(one) for one in split(text)
+        _read(Path(part)) if part.endswith((".yaml", ".yml")) else _build(part)
+        for part in split(text)
     ]
     return members[0] if len(members) == 1 else Chain(members)
 
@@ -78,7 +79,7 @@ def split(text: str) -> list[str]:
     # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
     if os.path.isfile(text):
         return [text]
-    return [one.strip() for one in re.split(r"\+(?![^(]*\))", text)]
+    return [part.strip() for part in re.split(r"\+(?![^(]*\))", text)]
 
 
 def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: Calibration) -> None:
@@ -108,7 +109,7 @@ def _read(path: Path) -> Mitigation | Chain:
     except UserError as error:
         raise UserError(f"{path} is not a mitigation file, {error}: {remedy}") from error
     known = Calibration(str(path), file.fingerprint, file.length, tuple(file.text_sha256))
-    members = [MITIGATIONS.build(one).calibrated(known) for one in file.mitigation]
+    members = [MITIGATIONS.build(member).calibrated(known) for member in file.mitigation]
     return members[0] if len(members) == 1 else Chain(members)
 
 

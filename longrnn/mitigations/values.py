@@ -44,10 +44,12 @@ def _numbers(holds: Callable[[float], bool], range_in_words: str) -> BeforeValid
     return BeforeValidator(check)
 
 
-AboveZero = Annotated[Any, _numbers(lambda one: one > 0, "above 0")]
-FiniteAboveZero = Annotated[Any, _numbers(lambda one: 0 < one < math.inf, "above 0 and finite")]
-AtLeastZero = Annotated[Any, _numbers(lambda one: one >= 0, "at least 0")]
-Factor = Annotated[Any, _numbers(lambda one: 0 < one <= 1, "above 0 and at most 1")]
+AboveZero = Annotated[Any, _numbers(lambda number: number > 0, "above 0")]
+FiniteAboveZero = Annotated[
+    Any, _numbers(lambda number: 0 < number < math.inf, "above 0 and finite")
+]
+AtLeastZero = Annotated[Any, _numbers(lambda number: number >= 0, "at least 0")]
+Factor = Annotated[Any, _numbers(lambda number: 0 < number <= 1, "above 0 and at most 1")]
 
 
 def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
@@ -88,8 +90,8 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
     if isinstance(value, tuple):
         value = value[layer]
     numbers = value if isinstance(value, tuple) else [value] * len(heads)
-    filled = torch.tensor([alone if one is None else one for one in numbers], dtype=torch.float64)
-    return torch.where(heads, filled, alone)
+    filled = [alone if number is None else number for number in numbers]
+    return torch.where(heads, torch.tensor(filled, dtype=torch.float64), alone)
 
 
 def listed(value: Any) -> Any:

@@ -22,7 +22,7 @@ from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import LMState, PyTree, described
 
-# Logits, over all rows and tokens, that one call for losses may hold.
+# Logits, over all rows and tokens, that one call of `token_losses` may hold.
 MAX_LOGITS = 2**25
 NO_CELLS = (
     "longrnn computes no recurrence of this model: give a checkpoint of longrnn, or a hybrid with "
@@ -101,7 +101,7 @@ class LanguageModel(nn.Module, ABC):
     def memories(self, state: LMState) -> list[Tensor]:
         """The recurrent state of each cell by head, `(b, h, p, n)`; n is 1 in a stepwise cell."""
         triples = zip(self.cells, self.cell_states(state), self.edits, strict=True)
-        return [cell.memory(own, edit) for cell, own, edit in triples]
+        return [cell.memory(state, edit) for cell, state, edit in triples]
 
     @torch.no_grad()
     def token_losses(
@@ -124,8 +124,8 @@ class LanguageModel(nn.Module, ABC):
         for piece, target in zip(tokens.split(width, 1), targets.split(width, 1), strict=True):
             logits, after = self(piece, after)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
-            found = F.cross_entropy(wide, target.clamp(min=0), reduction="none")
-            losses.append(found.masked_fill(target < 0, 0))
+            loss = F.cross_entropy(wide, target.clamp(min=0), reduction="none")
+            losses.append(loss.masked_fill(target < 0, 0))
         return torch.cat(losses, 1), after
 
     def under(self, mitigation: MitigationSpec | None) -> Self:

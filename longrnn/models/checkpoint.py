@@ -230,12 +230,12 @@ def cast_weights(model: ModelT, dtype: torch.dtype | None) -> ModelT:
         UserError: factors of products are of several dtypes, or a weight is of none in `DTYPES`.
     """
     if dtype is None:
-        layers = [one for one in model.modules() if isinstance(one, PRODUCTS)]
-        found = {str(weight.dtype) for layer in layers for weight in layer.parameters()}
-        if len(found) > 1 or not {one.dtype for one in model.state_dict().values()} <= {*DTYPES}:
+        layers = [module for module in model.modules() if isinstance(module, PRODUCTS)]
+        dtypes = {str(weight.dtype) for layer in layers for weight in layer.parameters()}
+        if len(dtypes) > 1 or not {w.dtype for w in model.state_dict().values()} <= {*DTYPES}:
             raise UserError(
-                f"its weights are of {', '.join(sorted(found))} and others, which are not computed "
-                "together: load CHECKPOINT+float32"
+                f"its weights are of {', '.join(sorted(dtypes))} and others, which are not "
+                "computed together: load CHECKPOINT+float32"
             )
         return model
     kept = [cell.get_parameter(name) for cell in model.cells for name in cell.wide_weights]

@@ -152,8 +152,8 @@ class RecurrentLM(LanguageModel):
             width = max(1, source.shape[1])
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
-            own = None if part_of is None else part_of.slice(start, start + width)
-            hidden, after = self._segment(part, after, own, observe)
+            part_rows = None if part_of is None else part_of.slice(start, start + width)
+            hidden, after = self._segment(part, after, part_rows, observe)
             if start + width > first:  # even an empty view would hold the segment's memory
                 kept.append(hidden[:, max(0, first - start) :])
         if not kept:

@@ -25,9 +25,9 @@ from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
 # Options of a cell that the kernel reads, or that exclude it.
-OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
+CELL_OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
 # Of an edit, those that the kernel computes.
-STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
+STACK_STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
 
 
 class TokenStack:
@@ -108,7 +108,7 @@ class _Packed:
 
     def __init__(self, blocks: nn.ModuleList, edits: Edits) -> None:
         self._blocks, self._count, self._edits = blocks, len(blocks), edits
-        options = [(block.mixer, name) for block in blocks for name in OPTIONS]
+        options = [(block.mixer, name) for block in blocks for name in CELL_OPTIONS]
         self.record = ModuleRecord(list(blocks.modules()), options)
         layers = list[cpu.Layer | None]()
         if all(map(_suits, blocks)):
@@ -153,7 +153,7 @@ def _numbers(edit: Edit, heads: int) -> Tensor | None:
     """
     ones = torch.ones(heads, dtype=torch.float64)
     change, *others = edit.steps or (StepChange(),)
-    if edit.stages - STAGES or others or not isinstance(change, StepChange):
+    if edit.stages - STACK_STAGES or others or not isinstance(change, StepChange):
         return None
     rows = {
         "largest ignored": (change.largest_ignored(torch.float32), -1.0),

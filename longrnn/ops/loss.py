@@ -5,7 +5,7 @@ Notable choices:
   gradients of a piece from its logits and then drops the logits. Nothing is computed twice, because
   the weight of each token's loss is known beforehand. Only the gradients are kept for the backward
   pass; they are as large as the hidden states and the head.
-- MAX_LOGITS was chosen by measurement on a CPU. With a small vocabulary one piece
+- MAX_PIECE_LOGITS was chosen by measurement on a CPU. With a small vocabulary one piece
   suffices. Other devices take larger pieces, as a product of 166 rows leaves most of a GPU idle.
 """
 
@@ -24,7 +24,7 @@ from longrnn.ops.precision import product_dtype, without_autocast
 from longrnn.ops.transforms import in_forward_mode
 
 # Logits of one piece, over all its tokens, on a CPU and on other devices.
-MAX_LOGITS = 2**23
+MAX_PIECE_LOGITS = 2**23
 MAX_DEVICE_LOGITS = 2**27
 # Rows of the head's gradient that are computed at a time.
 PRODUCT_ROWS = 8192
@@ -39,7 +39,7 @@ class HeadLoss(NamedTuple):
 
 def most_logits(device: torch.device) -> int:
     """How many logits of one piece may exist at a time on a device."""
-    return MAX_LOGITS if device.type == "cpu" else MAX_DEVICE_LOGITS
+    return MAX_PIECE_LOGITS if device.type == "cpu" else MAX_DEVICE_LOGITS
 
 
 def weighted_cross_entropy(

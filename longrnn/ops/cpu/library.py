@@ -72,10 +72,10 @@ def call(kernel: str, dtype: torch.dtype | None, **arguments: Any) -> bool:
     Raises:
         MemoryError: for its intermediate values.
     """
-    found = _function(kernel, dtype)(pack(signatures.KERNELS[kernel], dtype, **arguments))
-    if found < 0:
+    status = _function(kernel, dtype)(pack(signatures.KERNELS[kernel], dtype, **arguments))
+    if status < 0:
         raise MemoryError(f"not enough memory for the C++ kernel {kernel}")
-    return bool(found)
+    return bool(status)
 
 
 def pack(struct: str, dtype: torch.dtype | None, **arguments: Any) -> bytes:
@@ -136,8 +136,8 @@ def _flat(struct: str) -> Iterator[tuple[str, str]]:
 def _loaded() -> ctypes.CDLL | None:
     """The library of the best instruction set; None if there is none that this machine can run."""
     names = list(CAPABILITIES)
-    found = torch.backends.cpu.get_cpu_capability()
-    best = names.index(found) if found in names else len(names) - 1
+    capability = torch.backends.cpu.get_cpu_capability()
+    best = names.index(capability) if capability in names else len(names) - 1
     for name in names[best:]:
         for path in sorted(Path(__file__).parent.glob(f"_{CAPABILITIES[name]}.*")):
             if path.suffix in (".so", ".pyd", ".dylib"):

@@ -94,11 +94,11 @@ C_TYPES = {
 
 def fields(name: str) -> list[tuple[str, str]]:
     """The (kind, name) of each field of a struct, in order."""
-    found = []
+    pairs = []
     for group in STRUCTS[name].split(";"):
         kind, *names = group.split()
-        found += [(kind, one) for one in names]
-    return found
+        pairs += [(kind, field) for field in names]
+    return pairs
 
 
 def is_typed(name: str) -> bool:
@@ -115,8 +115,8 @@ def header() -> str:
     for name in STRUCTS:
         lines += ["template <class T>"] if is_typed(name) else []
         members = [
-            f"  {C_TYPES[kind] if kind in C_TYPES else kind + '<T>'} {one};"
-            for kind, one in fields(name)
+            f"  {C_TYPES[kind] if kind in C_TYPES else kind + '<T>'} {field};"
+            for kind, field in fields(name)
         ]
         lines += [f"struct {name} {{", *members, "};", ""]
     lines += ["}  // namespace", "", "#define KERNELS(TYPED, UNTYPED) \\"]
