@@ -82,7 +82,7 @@ class Mamba2(ScanningCell):
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
     projections = ("in_proj", "out_proj")
-    layer_operation: ClassVar[Operation] = MAMBA2_LAYER
+    layer_operation: ClassVar[Operation | None] = MAMBA2_LAYER
     # Of layers of another architecture; see `Weights`.
     norm_groups: int | None = None
     gate: Callable[..., Tensor] | None = None
@@ -149,6 +149,7 @@ class Mamba2(ScanningCell):
             demands.add("observation")
         if self.gate is not None or self.norm_groups not in (None, self.n_groups):
             demands.add(OTHER_GATE)
+        assert self.layer_operation is not None
         implementation = self.layer_operation.choose(
             self.backend, x, weights, state, demands=demands
         )

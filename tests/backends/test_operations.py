@@ -437,7 +437,7 @@ def test_no_kernel_computes_beyond_its_limits(case: str) -> None:
 @pytest.mark.parametrize("taps", [MAX_TAPS, MAX_TAPS + 1])
 def test_the_widest_filters_are_computed(taps: int) -> None:
     """Outputs, states and gradients of a model; with one tap more, other code than the kernels."""
-    options = {"d_state": 5, "head_dim": 4, "d_conv": taps}
+    options: dict[str, Any] = {"d_state": 5, "head_dim": 4, "d_conv": taps}
     torch.manual_seed(0)
     exact = Mamba2(8, 8, backend="torch", **options).double()
     cell = Mamba2(8, 8, **options)

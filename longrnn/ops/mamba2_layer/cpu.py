@@ -150,7 +150,7 @@ class _Layer(torch.autograd.Function):
         if grad_y is None and grad_conv is None and grad_state is None:
             return (None,) * 10
         names = ("projected", *TENSORS, "conv", "state", "scanned", "kept")
-        saved = dict(zip(names, ctx.saved_tensors, strict=True))
+        saved: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
         scanned, kept = saved.pop("scanned"), saved.pop("kept")
         projected, conv, state = saved["projected"], saved["conv"], saved["state"]
         dtype = kept.dtype

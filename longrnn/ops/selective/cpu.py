@@ -81,6 +81,6 @@ class _Selective(torch.autograd.Function):
         )
         grads |= {"rate": grads["rate"].sum(0), "log_keep": None}
         return tuple(
-            None if grads[name] is None else grads[name].to(tensor.dtype)
+            None if (grad := grads[name]) is None else grad.to(tensor.dtype)
             for name, tensor in zip(grads, tensors, strict=True)
         )
