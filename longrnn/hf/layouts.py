@@ -126,7 +126,7 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
                 )
     ours = {theirs: name for name, (theirs, _) in names.options.items()}
     without_effect = {*names.native_fixed, *names.native_ignored.split(), "device", "dtype"}
-    options = {ours.get(key, key): given[key] for key in given if key not in without_effect}
+    options: Any = {ours.get(key, key): given[key] for key in given if key not in without_effect}
     whole = NATIVE_DEFAULTS | dict(config)
     model = {name: whole.get(theirs) for name, (theirs, _) in MODEL.items()}
     size, multiple = whole.get("vocab_size"), whole["pad_vocab_size_multiple"]
@@ -190,7 +190,8 @@ def _hugging_face_config(model: RecurrentLM) -> Any:
         more["num_heads"] = options["expand"] * config.d_model // options["head_dim"]
     elif options["select_norm_eps"] is not None:
         model_type, more["mixer_rms_eps"] = "falcon_mamba", options["select_norm_eps"]
-    return CONFIG_MAPPING[model_type](
+    options_class: Any = CONFIG_MAPPING[model_type]
+    return options_class(
         layer_norm_epsilon=config.norm_eps,
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
         dtype=str(model.embedding.weight.dtype).removeprefix("torch."),

@@ -80,7 +80,5 @@ class _Selective(torch.autograd.Function):
             **{f"grad_{name}": grad for name, grad in grads.items() if name != "log_keep"},
         )
         grads |= {"rate": grads["rate"].sum(0), "log_keep": None}
-        return tuple(
-            None if (grad := grads[name]) is None else grad.to(tensor.dtype)
-            for name, tensor in zip(grads, tensors, strict=True)
-        )
+        pairs = zip(grads.values(), tensors, strict=True)
+        return tuple(None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs)
