@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,14 +52,15 @@ def _tokens(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Return a list without repeats of `a,b`, of a list, or of a single value."""
+    """Return the list that `a,b`, a list, or a single value stands for."""
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else [value]
+        return [part.strip() for part in value.split(",")]
+    return value if isinstance(value, list | tuple) else [value]
 
 
-def _lengths(value: Any) -> Any:
-    return sorted({_tokens(length) for length in listed(value)})
+def ascending(values: list[int]) -> list[int]:
+    """Return numbers in ascending order, without repeats."""
+    return sorted(set(values))
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -68,7 +70,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1, lt=2**63)]
 # Several, as a list or as `256,4k`; ascending, without repeats.
 Lengths = Annotated[
-    list[Annotated[int, Field(ge=1, lt=2**63)]], BeforeValidator(_lengths), Field(min_length=1)
+    list[Tokens], BeforeValidator(listed), Field(min_length=1), AfterValidator(ascending)
 ]
 
 

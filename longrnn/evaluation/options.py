@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from longrnn.bundled import text_path
-from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, listed
+from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, ascending, listed
 from longrnn.registry import Registry
 from longrnn.units import parse_length
 
@@ -21,17 +21,27 @@ if TYPE_CHECKING:
     from longrnn.evaluation.base import Evaluation
 
 
-def _places(value: Any) -> Any:
-    counts = [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
-    return sorted({0 if count == "0" else parse_length(count) for count in counts})
+def _place(value: Any) -> int:
+    return 0 if str(value) == "0" else parse_length(str(value))
 
 
-Depths = Annotated[list[Share], BeforeValidator(listed), Field(min_length=1)]
+def _distinct(values: list[float]) -> list[float]:
+    return list(dict.fromkeys(values))
+
+
+Depths = Annotated[
+    list[Share], BeforeValidator(listed), Field(min_length=1), AfterValidator(_distinct)
+]
 # A path, or the name of a bundled text such as `bundled:moby_dick`.
 TextFile = Annotated[Path, BeforeValidator(text_path)]
 # Likewise, or anything else that holds documents.
 Documents = Annotated[str, BeforeValidator(lambda name: str(text_path(name)))]
-Places = Annotated[list[int], BeforeValidator(_places), Field(min_length=1)]
+Places = Annotated[
+    list[Annotated[int, BeforeValidator(_place)]],
+    BeforeValidator(listed),
+    Field(min_length=1),
+    AfterValidator(ascending),
+]
 
 
 class EvaluationOptions(Options):

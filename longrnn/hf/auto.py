@@ -11,6 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class LongRNNForCausalLM(RecurrentGeneration, PreTrainedModel, GenerationMixin):
         if (folder / ADAPTER_RECORD).is_file():
             dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
             dtype = None if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
-            merged: Any = load(folder, dtype=dtype)
+            merged: Any = load(folder, dtype=dtype, device=_device_of(kwargs.get("device_map")))
             return cls.of(merged)
         return super().from_pretrained(*args, **kwargs)
 
@@ -274,6 +275,15 @@ class LongRNNForCausalLM(RecurrentGeneration, PreTrainedModel, GenerationMixin):
             hidden_states=None if vectors is None else tuple(vectors),  # type: ignore[arg-type]
         )
         return output.to_tuple() if return_dict is False else output
+
+
+def _device_of(device_map: Any) -> Any:
+    """The device on which a `device_map` puts a whole model; None for the CPU."""
+    if isinstance(device_map, Mapping):
+        device_map = next(iter(device_map.values()))
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return "cuda" if torch.cuda.is_available() else None
+    return device_map
 
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)

@@ -84,13 +84,10 @@ def rows_of(
     Raises:
         UserError: an argument of another shape or with other values, or two that disagree.
     """
-    given = (attention_mask, position_ids, *packing.values())
-    if all(argument is None for argument in given):  # also because torch.export reads no values
-        return None, None
-    shape = read.shape[:2]
     packing = {name: packing[name] for name in PACKING if packing.get(name) is not None}
     if attention_mask is None and position_ids is None and not packing:
-        return None, None
+        return None, None  # also because torch.export reads no values
+    shape = read.shape[:2]
     columns = torch.arange(shape[1], device=read.device)
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
     borders: dict[str, Tensor] = {}  # true at the first token of a document after the first

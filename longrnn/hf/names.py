@@ -104,7 +104,8 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
         return path
     if is_hub_name(name):
         return download(name, revision)
-    beside = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    parent = path.parent
+    beside = [str(entry) for entry in parent.iterdir()] if os.path.isdir(parent) else []
     raise UserError(
         f"no checkpoint {name!r}, neither embedded nor a folder: "
         f"{nearest(name, [*known, *(beside if path.name != name else [])])}"

@@ -135,16 +135,22 @@ def means(accelerator: Accelerator, values: Mapping[str, Sequence[Tensor]]) -> d
     return {name: total / count for name, (total, count) in rows if count}
 
 
-def start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
-    """Opens the tracker `report_to`, in its own folder inside `output_dir`."""
+@contextmanager
+def trackers(accelerator: Accelerator, config: TrainConfig) -> Iterator[None]:
+    """Within this context the tracker `report_to` is open, in its own folder in `output_dir`."""
     folder = Path(config.output_dir)
-    if config.report_to == "none" or not processes.is_main():
-        return
-    named = {"name": folder.resolve().name}
-    options = {"wandb": {"dir": str(folder), **named}, "trackio": named}
-    values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
-    with redirect_stdout(sys.stderr):  # standard output is that of the command
-        accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
+    if config.report_to != "none" and processes.is_main():
+        named = {"name": folder.resolve().name}
+        options = {"wandb": {"dir": str(folder), **named}, "trackio": named}
+        values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
+        with redirect_stdout(sys.stderr):  # standard output is that of the command
+            accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
+    try:
+        yield
+    finally:
+        # `end_training` would also end the process group, in which `finetune` evaluates.
+        for tracker in accelerator.trackers:
+            tracker.finish()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.distributed import gathered, interrupts, means, prepare, start_trackers
+from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import fill, learning_rate, set_learning_rate
@@ -181,11 +181,11 @@ class Trainer:
             DivergedError: a step is not finite.
         """
         config = self.config
-        start_trackers(self.accelerator, config)
         if reads := self.task.summary(config.length.max):
             self.say(reads)
         left = config.max_steps - self.step
         with (
+            trackers(self.accelerator, config),
             interrupts() as received,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
@@ -215,9 +215,6 @@ class Trainer:
             processes.on_main(
                 lambda: models.save(self.model, self.output_dir, weights, tokenizer, base)
             )
-        # `end_training` would also end the process group, in which `finetune` evaluates.
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
 
     def _is_due(self, every: int, step: int) -> bool:
         """Whether a step is one of `every` steps, or the last one."""
@@ -240,13 +237,13 @@ class Trainer:
         )
 
     def _log(self, rate: float) -> None:
-        means = {name: sum(values) / len(values) for name, values in self.pending.items()}
+        row = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
         if self.config.nonfinite == "skip":
-            means["skipped"] = self.skipped
-        means |= {"learning_rate": learning_rate(self.step - 1, self.config)}
-        means |= {"tokens_per_second": rate}
-        self._record(means)
+            row["skipped"] = self.skipped
+        row["learning_rate"] = learning_rate(self.step - 1, self.config)
+        row["tokens_per_second"] = rate
+        self._record(row)
 
     def _record(self, values: dict[str, float]) -> None:
         """Adds a row to the metrics of the run."""

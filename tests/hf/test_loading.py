@@ -172,6 +172,12 @@ def test_load_understands_a_mitigation() -> None:
         load("passkey-tiny+sliding_windw")
 
 
+@pytest.mark.parametrize("name", ["a/b/c", f"{'x' * 300}/b/c", "x" * 300, "nul\0/b/c"])
+def test_a_name_without_a_checkpoint_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="neither embedded nor a folder"):
+        load(name)
+
+
 def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     """The name of a folder may contain a plus, and a mitigation may follow it."""
     both = tmp_path / "a+forget_more"

@@ -125,6 +125,9 @@ def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_pat
         auto = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
         assert_near(auto(TOKENS).logits, wanted, 1e-5)
         assert_near(load(tmp_path / name)(TOKENS).logits, wanted, 1e-5)
+        for device_map in ("meta", {"": "meta"}):
+            elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map=device_map)
+            assert elsewhere.device.type == "meta"
         auto.save_pretrained(tmp_path / "saved")
     build_auto("mamba2", seed=1).save_pretrained(base)
     with pytest.raises(UserError, match="weights"):

@@ -9,6 +9,8 @@ import pytest
 
 from longrnn.errors import DivergedError
 from longrnn.training import checkpoint
+from longrnn.training.distributed import build_accelerator
+from longrnn.training.trainer import Trainer
 from tests.refusals import naming
 from tests.training.runs import metrics, sick, tiny, train
 
@@ -33,6 +35,18 @@ def test_a_run_stops_and_names_the_last_healthy_checkpoint(fault: str, tmp_path:
     assert str(saved) in str(raised.value)
     done = train(tiny("reverse", tmp_path / "two", max_steps=8, **steady), resume=True)
     assert done.rows[-1]["step"] == 8
+
+
+def test_a_run_that_stops_closes_its_tracker(tmp_path: Path) -> None:
+    """The next run of a grid has a tracker of its own."""
+    pytest.importorskip("tensorboard")
+    start = sick(tmp_path / "sick", "forwards")
+    config = tiny("reverse", tmp_path / "run", init_from=start, report_to="tensorboard")
+    trainer = Trainer(config, build_accelerator(config), quiet=True)
+    with pytest.raises(DivergedError):
+        trainer.train()
+    (tracker,) = trainer.accelerator.trackers
+    assert tracker.tracker.file_writer is None
 
 
 def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
