@@ -131,3 +131,13 @@ def test_every_library_is_declared() -> None:
     names |= {"pydantic_core", "cycler", "markupsafe"}  # of pydantic, matplotlib and jinja2
     imported = {one.partition(".")[0] for text in SOURCES.values() for one in Imports(text).found}
     assert imported - names - set(sys.stdlib_module_names) == set()
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    """Two classes of one name would have to be told apart by their modules."""
+    homes: dict[str, list[str]] = {}
+    for name, source in SOURCES.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

@@ -24,7 +24,7 @@ from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
-UNLIMITED = (0.0, math.inf)
+ANY_STEP = (0.0, math.inf)
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +125,7 @@ class Mamba2(ScanningCell):
         divided(self.n_heads, "the number of heads", n_groups=n_groups)
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
-        self.dt_limit = UNLIMITED if dt_limit is None else (dt_limit[0], dt_limit[1])
+        self.dt_limit = ANY_STEP if dt_limit is None else (dt_limit[0], dt_limit[1])
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)

@@ -20,7 +20,7 @@ from longrnn.state import leaves
 WIDTH, TOKENS, TIMED = 64, 150, 2048
 
 
-class Finding(NamedTuple):
+class SelfTestResult(NamedTuple):
     """What a self-test of a backend found.
 
     Attributes:
@@ -55,7 +55,7 @@ def backends(name: str) -> list[str]:
     return CELLS[name]("auto").backends()
 
 
-def self_test(name: str, backend: str, device: str | torch.device = "cpu") -> Finding:
+def self_test(name: str, backend: str, device: str | torch.device = "cpu") -> SelfTestResult:
     """Compares a layer in float32 with the same layer in float64: many tokens, then a single one.
 
     Args:
@@ -78,7 +78,7 @@ def self_test(name: str, backend: str, device: str | torch.device = "cpu") -> Fi
             layer(x, state)[0].sum().item()
             seconds.append(time.perf_counter() - start)
     tolerance = max(each.tolerance for each in layer.implementations() if each.name == backend)
-    return Finding(error, error <= tolerance, min(seconds))
+    return SelfTestResult(error, error <= tolerance, min(seconds))
 
 
 def _results(layer: ScanningCell) -> list[Tensor]:

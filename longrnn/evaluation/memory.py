@@ -36,7 +36,7 @@ from longrnn.units import format_length
 BATCH = 4
 
 
-class Memory(Evaluation[MemoryOptions]):
+class EffectiveMemory(Evaluation[MemoryOptions]):
     """Effective remembrance, see `MemoryOptions`."""
 
     kind = "memory"

@@ -200,7 +200,7 @@ class MemoryOptions(EvaluationOptions):
     Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
 
-    target = "memory.Memory"
+    target = "memory.EffectiveMemory"
     group = "diagnose"
 
     texts: list[TextFile]

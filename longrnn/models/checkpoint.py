@@ -32,7 +32,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRODUCTS = (nn.Linear, nn.Embedding, nn.RNNBase)
 OPTIONS = tuple(option.name for option in fields(RecurrentConfig))
 # Files of weights, the preferred ones first; a pickle is read with `weights_only=True`.
-WEIGHTS = (
+WEIGHT_FILES = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "pytorch_model.bin",
@@ -105,7 +105,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """
     from huggingface_hub import load_state_dict_from_file
 
-    for pattern in WEIGHTS:
+    for pattern in WEIGHT_FILES:
         how: dict[str, Any] = {"safe": pattern.endswith(".safetensors"), "weights_only": True}
         read = partial(load_state_dict_from_file, map_location="cpu", **how)
         if paths := sorted(folder.glob(pattern)):
@@ -116,7 +116,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                         raise ValueError(f"{path.name} and another file both have {name}")
             return weights
     raise UserError(
-        f"{folder} is incomplete (it has none of {', '.join(WEIGHTS)}): copy or download it again"
+        f"{folder} is incomplete (it has none of {', '.join(WEIGHT_FILES)}): copy or "
+        "download it again"
     )
 
 

@@ -35,7 +35,7 @@ from longrnn.ops.transforms import is_transformed
 from longrnn.state import History
 
 # A call of at most so many tokens is computed as attention; chosen on a CPU.
-FEW = 16
+FEW_IN_WINDOW = 16
 # Short blocks of about so many tokens are computed at once; chosen on a CPU, for its caches.
 AT_ONCE = 1024
 
@@ -108,7 +108,7 @@ def _windowed(
     time, given = inputs.x.shape[1], _Inputs.of(inputs)
     tensors = [*given, *(history.entries for history in recent)]
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if time <= FEW and rows is None and not tracked and not is_transformed():
+    if time <= FEW_IN_WINDOW and rows is None and not tracked and not is_transformed():
         whole, after = extended(recent, time, w)
         for remembered, new in zip(whole, given, strict=True):
             # `data`, because a graph may hold the tokens before these.
@@ -121,7 +121,7 @@ def _windowed(
     known = before.x.shape[1]
     last = _last(before, given, w, rows)
     after = last.flat()
-    if time <= FEW:
+    if time <= FEW_IN_WINDOW:
         return _attention(_joined(before, given), inputs.C, w), after
     before = before._replace(log_decay=before.log_decay.clamp(min=NEVER))
     given = given._replace(log_decay=given.log_decay.clamp(min=NEVER))

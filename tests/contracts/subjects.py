@@ -92,7 +92,7 @@ def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
         for module in (scan, limit):
             patch.setattr(module, "CHUNK", chunk)
             patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
-        patch.setattr(window, "FEW", 1)
+        patch.setattr(window, "FEW_IN_WINDOW", 1)
         for name in ("SEGMENT_TOKENS", "SEGMENT_NUMBERS"):
             patch.setattr(recurrent, name, 1)  # segments of 64 tokens
         yield

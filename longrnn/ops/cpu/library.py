@@ -22,7 +22,7 @@ from longrnn.ops.cpu import signatures
 
 # Instruction sets by the names that torch gives them, best first, and the suffix of the library.
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2", "DEFAULT": "generic"}
-SUFFIXES = {torch.float32: "_f32", torch.float64: "_f64"}
+TYPE_SUFFIXES = {torch.float32: "_f32", torch.float64: "_f64"}
 REALS = {torch.float32: "f", torch.float64: "d"}
 POINTERS = ("in", "out", "doubles", "floats", "data")
 # Options of mallopt(3) by the variables with which a user sets them: the size from which memory is
@@ -110,7 +110,7 @@ def _keep_memory() -> None:
 def _function(kernel: str, dtype: torch.dtype | None) -> Callable[[bytes], int]:
     loaded = library()
     assert loaded is not None, missing()
-    function = getattr(loaded, f"longrnn_{kernel}{'' if dtype is None else SUFFIXES[dtype]}")
+    function = getattr(loaded, f"longrnn_{kernel}{'' if dtype is None else TYPE_SUFFIXES[dtype]}")
     function.argtypes = [ctypes.c_char_p]
     return function
 

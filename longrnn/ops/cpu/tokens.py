@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.cpu.checks import MIXED, SEGMENT, refusal, tracked
-from longrnn.ops.cpu.library import SUFFIXES, call, pack
+from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
 from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
 from longrnn.ops.recent import Recent, extended
 
@@ -24,7 +24,7 @@ CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 def stepwise_suits(*tensors: Tensor) -> bool:
     """Whether `stepwise` takes these tensors."""
     dtype = tensors[0].dtype
-    same = dtype in SUFFIXES and all(tensor.dtype == dtype for tensor in tensors)
+    same = dtype in TYPE_SUFFIXES and all(tensor.dtype == dtype for tensor in tensors)
     return same and not tracked(tensors) and refusal(tensors) is None
 
 

@@ -31,7 +31,7 @@ from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
 CHUNK = 32
 # Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
 # would cost the decays after it their digits, which this recurrence amplifies.
-NEVER = -800.0
+LEAST_LOG_DECAY = -800.0
 
 Delta = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
@@ -84,7 +84,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
         both, total, to_end = key_decays(torch.stack([k, q], -2), k, log_decay)
         alike, scores = both.unbind(-2)
     else:
-        total = cut(inputs.log_decay.double().clamp(min=NEVER)[..., None]).cumsum(3)
+        total = cut(inputs.log_decay.double().clamp(min=LEAST_LOG_DECAY)[..., None]).cumsum(3)
         between, to_end = (total - total.mT).to(dtype), total[:, :, :, -1:] - total
         future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()

@@ -14,7 +14,7 @@ from longrnn.ops.mamba2_layer.definition import TENSORS, Mamba2State, Weights
 from longrnn.ops.scan.cpu import kept_states
 
 
-class Options(NamedTuple):
+class WeightNumbers(NamedTuple):
     """The fields of `Weights` that are numbers."""
 
     groups: int
@@ -33,7 +33,7 @@ def layer(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tens
     if not tracked((projected, *weights.tensors().values(), *state)):
         return _layer(projected, weights, state)
     y, conv, ssm = _Layer.apply(
-        Options(weights.groups, weights.norm_eps, weights.dt_limit),
+        WeightNumbers(weights.groups, weights.norm_eps, weights.dt_limit),
         projected,
         weights.conv_weight,
         weights.conv_bias,
@@ -114,7 +114,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: Options,
+        options: WeightNumbers,
         projected: Tensor,
         conv_weight: Tensor,
         conv_bias: Tensor | None,
