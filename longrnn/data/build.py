@@ -30,14 +30,7 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import (
-    file_name,
-    naming,
-    new_folder,
-    partial_path,
-    sync_folder,
-    write_atomic,
-)
+from longrnn.files import file_name, naming, new_folder, partial_path, sync_folder, write_atomic
 from longrnn.locks import locked
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer

@@ -30,11 +30,7 @@ from longrnn.hf.names import (
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import NO_CELLS
-from longrnn.models.checkpoint import (
-    cast_weights,
-    load_model,
-    read_config,
-)
+from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.units import parse_length
 
@@ -143,20 +139,22 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
     """
-    others = [part for part in parts if part != NONE]
-    if not isinstance(model, RecurrentLM):
-        for part in others:
-            if part == BEYOND:
-                model = model.beyond()
-            elif part.partition("(")[0] == WINDOW:
-                _, options = parse(part)
-                if not model.cells or options.keys() != {"window"}:
-                    raise UserError(
-                        f"{part} is not valid for this {model.kind}: write {WINDOW}(window=4096), "
-                        "after a hybrid"
-                    )
-                model = model.with_attention_window(parse_length(str(options["window"])))
-        others = [part for part in others if part.partition("(")[0] not in (BEYOND, WINDOW)]
+    others = []
+    for part in parts:
+        name = part.partition("(")[0]
+        if isinstance(model, RecurrentLM) or name not in (BEYOND, WINDOW):
+            others += [part] if part != NONE else []
+            continue
+        _, options = parse(part)
+        if name == BEYOND and not options:
+            model = model.beyond()
+        elif name == WINDOW and model.cells and options.keys() == {"window"}:
+            model = model.with_attention_window(parse_length(str(options["window"])))
+        else:
+            raise UserError(
+                f"{part} is not valid for this {model.kind}: write {BEYOND}, or, after a hybrid, "
+                f"{WINDOW}(window=4096)"
+            )
     return model.under(mitigation(others)) if others else model
 
 

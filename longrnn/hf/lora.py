@@ -83,7 +83,8 @@ def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """
     _check_base(folder, str(model.base_fingerprint))
     ours = {_saved_name(name): name for name, _ in model.named_parameters()}
-    return {ours[name]: tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    return {ours.get(name, name): tensor for name, tensor in stored.items()}
 
 
 def save_adapter(

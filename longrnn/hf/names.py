@@ -78,9 +78,9 @@ class CheckpointName(NamedTuple):
     def parse(cls, text: str) -> CheckpointName:
         """Read `CHECKPOINT+DTYPE+MITIGATION`, of which the last two may be left out."""
         checkpoint, spec = split_spec(text)
-        first, _, rest = (spec or "").partition("+")
+        first, plus, rest = (spec or "").partition("+")
         if first in DTYPE_NAMES:
-            return cls(checkpoint, DTYPE_NAMES[first], rest or None)
+            return cls(checkpoint, DTYPE_NAMES[first], rest if plus else None)
         return cls(checkpoint, None, spec)
 
     def under(self, mitigation: str | None) -> CheckpointName:

@@ -154,12 +154,8 @@ def restore(
     content = read_tensors(folder / "training.pt")
     adapters = lora.has_adapters(model)
     target, parameters = model.state_dict(), dict(model.named_parameters())
-    read: dict[str, Tensor] = {}
-    try:
-        read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
-        misfit = _misfit(read, target, is_whole=not adapters)
-    except KeyError as error:
-        misfit = f"{error} is not trained here"
+    read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
+    misfit = _misfit(read, target, is_whole=not adapters)
     if misfit is not None:
         raise UserError(
             f"{folder} does not fit the model of this run ({misfit}): leave the model as it was, "

@@ -73,11 +73,7 @@ class Objective(nn.Module):
         return StepOutput(torch.stack(losses).mean(), state, predictions)
 
     def token_losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        state: LMState,
-        rows: Rows | None = None,
+        self, tokens: Tensor, targets: Tensor, state: LMState, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, LMState]:
         """The loss of each token, without gradients.
 

@@ -84,6 +84,8 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
             load(f"{tmp_path}+beyond")
     else:
         far = load(f"{tmp_path}+beyond")
+        with pytest.raises(UserError, match="write beyond"):
+            load(f"{tmp_path}+beyond(window=4)")
         text = tokens(1, 200)
         with torch.no_grad():
             whole = model.model(text, use_cache=False).logits
