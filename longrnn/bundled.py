@@ -28,7 +28,7 @@ def find(name_or_path: str | Path, folder: str) -> Path:
     """Return the path of a YAML file, given by its path or as the name of a bundled one.
 
     Args:
-        name_or_path: `quick` or `mine/quick.yaml`; a file of that name goes before a bundled one.
+        name_or_path: `quick` or `mine/quick.yaml`; a file of that name has precedence.
         folder: the bundled folder with the names, such as `eval/suites`.
 
     Raises:

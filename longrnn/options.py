@@ -52,7 +52,7 @@ def _tokens(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Return the list that `a,b`, a list, or a single value stands for."""
+    """Return a list of the values in `a,b`, in a list, or of a single value."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return value if isinstance(value, list | tuple) else [value]

@@ -3,7 +3,7 @@
 A state is a tree of tensors (named tuples, tuples and lists nest freely) whose every leaf has the
 batch as its first axis. Nothing here changes a state in place, so any number of calls may continue
 the same state. `reset` selects with `torch.where` and never multiplies, so that a NaN cannot
-survive a reset. A tensor that grows with the text, such as the keys of a transformer, stands in a
+survive a reset. A tensor that grows with the text, such as the keys of a transformer, is in a
 `History`, so that rows that have read different numbers of tokens fit into one batch.
 """
 
@@ -239,7 +239,7 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
     Compared are names, shapes and dtypes; those of a window differ with its length and its heads.
     Numbers are not: the state of a model of the same shape, or of this model under another
     mitigation without a window, goes on. A limit of its norm then applies from the next token on.
-    The fingerprint that `save` records tells such states apart.
+    The fingerprint that `save` records distinguishes such states.
 
     Args:
         state: the state to check.
@@ -260,7 +260,7 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
 
 
 def _is_like(given: PyTree, like: PyTree, rows: int, length: int | None = None) -> bool:
-    """Whether a tree has the leaves of `like` with so many rows: one pass, made for every token.
+    """Whether a tree has the leaves of `like` with `rows` rows: one pass, made for every token.
 
     Args:
         given: the tree.

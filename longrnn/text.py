@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
             messages: `{"role": …, "content": …}`, the first one first.
 
         Raises:
-            ValueError: there is no chat template, or it cannot tell; the message says why.
+            ValueError: the chat template is missing or fails; the message says why.
         """
         ...
 
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
 
-        Bytes that no token stands for count to the next one, or to the last. None where the
-        tokenizer cannot tell.
+        Bytes without a token count to the next token, or to the last one. None if the tokenizer
+        does not report them.
         """
         ...
 

@@ -1,6 +1,6 @@
 """All reading and writing of YAML; `1e-3` is a number, which it is not in YAML 1.1.
 
-Files of strangers are read too, so a text is checked before values are made of it: a key stands
+Files of others are read too, so a text is checked before values are made of it: a key occurs
 once in its mapping, no value contains itself or has a NUL, and aliases cannot expand a short text
 to billions of values.
 """
@@ -17,8 +17,8 @@ import yaml
 from longrnn.errors import UserError
 from longrnn.files import read_text
 
-# What a text may stand for with every alias written out, in values and characters: this many, or so
-# many times the length of the text.
+# The largest size of a text with every alias written out, in values and characters: this many, or
+# this many times the length of the text.
 MOST, TIMES = 100_000, 10
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
 
@@ -52,7 +52,7 @@ def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, An
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for.
+    """Return the value of a YAML text.
 
     Raises:
         ValueError: it is not YAML that is accepted here; the message says why, on one line.
@@ -63,7 +63,7 @@ def parse_yaml(text: str) -> Any:
         if root is None:
             return None
         if _size(root, {}) > max(MOST, TIMES * len(text)):
-            raise ValueError("its aliases stand for too many values")
+            raise ValueError("its aliases expand to too many values")
         return loader.construct_document(root)
     except Exception as error:  # yaml raises errors of many kinds, a KeyError for `!!bool x`
         raise ValueError(" ".join(str(error).split())) from error
@@ -96,7 +96,7 @@ def _size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
     if isinstance(node, yaml.MappingNode):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [key for key, count in keys.items() if count > 1]:
-            raise ValueError(f"the key {twice[0]!r} stands twice")
+            raise ValueError(f"the key {twice[0]!r} occurs twice")
         children = [child for pair in node.value for child in pair]
     elif isinstance(node, yaml.SequenceNode):
         children = node.value

@@ -34,8 +34,8 @@ def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
         (MERGED, "too many values"),
         ("a: &a [*a]", "contains itself"),
         ("a: &a {b: [*a]}", "contains itself"),
-        ("seed: 1\nseed: 2", "'seed' stands twice"),
-        ("task: {kind: copy, kind: sort}", "'kind' stands twice"),
+        ("seed: 1\nseed: 2", "'seed' occurs twice"),
+        ("task: {kind: copy, kind: sort}", "'kind' occurs twice"),
         ("[" * 5000, "recursion"),
     ],
 )

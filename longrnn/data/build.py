@@ -139,8 +139,8 @@ def _identity(listed: Sequence[Path | str], reading: Reading, tokenizer: Tokeniz
     template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
     used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
     stats = [source.stat() for source in listed if isinstance(source, Path)]
-    stands = [*map(str, listed), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
-    return digest([FORMAT, stands, *used, tokenizer.eos_id, template])
+    read_from = [*map(str, listed), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
+    return digest([FORMAT, read_from, *used, tokenizer.eos_id, template])
 
 
 def _write(

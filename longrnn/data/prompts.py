@@ -66,7 +66,7 @@ class Needle(NamedTuple):
 
     Attributes:
         key: five digits.
-        depth: where the line stands in the filler around it, from 0 (its start) to 1 (its end).
+        depth: where the line is in the filler around it, from 0 (its start) to 1 (its end).
         number: by which the question names it; 0 for the only key of a text.
     """
 

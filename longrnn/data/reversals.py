@@ -111,5 +111,5 @@ class ReverseDualFrequency(Reverse):
 
     @staticmethod
     def _place(index: Tensor, length: int) -> Tensor:
-        """Where in its sequence the target of held-out sequence `index` stands."""
+        """The position of the target in held-out sequence `index`."""
         return index // 4 % length

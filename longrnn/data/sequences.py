@@ -2,7 +2,7 @@
 
 A task is one function `rule`, from sequences to input tokens and targets; the drawings use V = 10,
 `?` for the query token (id V) and `.` for an unscored target. None is autoregressive: query tokens
-stand where the answer is predicted.
+are the inputs where the answer is predicted.
 
 What is evaluated is drawn once from a seed of its own, and training draws again where it hits one
 of these sequences. Draws are independent: only so are mean scores unbiased, and their intervals

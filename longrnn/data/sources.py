@@ -34,7 +34,7 @@ TOGETHER = 64
 
 
 def sources(data: Sequence[str]) -> list[Path | str]:
-    """The files, and the names of datasets on the Hub, that `data` stands for.
+    """The files, and the names of datasets on the Hub, that `data` names.
 
     Raises:
         UserError: one of them does not exist, or is a folder without anything to read.

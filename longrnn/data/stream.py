@@ -34,7 +34,7 @@ from longrnn.files import read_json
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
 Part = Literal["all", "training", "held_out"]
-# Held out: this share of all tokens, but no more than so many tokens.
+# Held out: this share of all tokens, but at most this many tokens.
 SHARE, MOST = 0.05, 2**22
 Whole = NDArray[np.int64]
 

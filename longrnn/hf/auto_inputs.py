@@ -66,7 +66,7 @@ def rows_of(
     position_ids: Tensor | None = None,
     **packing: Any,
 ) -> tuple[Tensor | None, Rows | None]:
-    """Where padding stands and where documents begin, by all arguments that tell it.
+    """Which tokens are padding and where documents begin, by all arguments that state it.
 
     Args:
         read: tokens `(b, t)`, or vectors `(b, t, d)`.

@@ -226,8 +226,8 @@ def _configuration(
     if given.get("dt_rank") in ("auto", _default_rank(config["d_model"])):
         given["dt_rank"] = None
     defaults = _defaults(kind)
-    spelled = {name: value for name, value in given.items() if value != defaults.get(name, name)}
-    mixer = {"mixer": {"kind": kind, **spelled}}
+    changed = {name: value for name, value in given.items() if value != defaults.get(name, name)}
+    mixer = {"mixer": {"kind": kind, **changed}}
     return build_config(RecurrentConfig, {**config, **mixer}, source=source)
 
 

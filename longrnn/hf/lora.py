@@ -3,7 +3,7 @@
 Notable choices:
 - Adapters replace the projections as modules, which the cells call as modules: no kernel can
   bypass them.
-- Parameters that are trained as a whole stand in the adapter's file under their own names, where
+- Parameters that are trained as a whole are in the adapter's file under their own names, where
   PEFT loads them into the base model.
 - An adapter belongs to the weights it was trained on: `adapter.json` has their fingerprint.
 """

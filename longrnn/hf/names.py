@@ -1,4 +1,4 @@
-"""What a checkpoint's name stands for: `CHECKPOINT+DTYPE+MITIGATION`, and the folder of its files.
+"""What a checkpoint's name means: `CHECKPOINT+DTYPE+MITIGATION`, and the folder of its files.
 
 A checkpoint is embedded in the package, a folder, or `organisation/model` on the Hugging Face Hub,
 from which it is downloaded into the cache of `huggingface_hub`.

@@ -106,8 +106,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
     for key in fixed:
         if getattr(now, key) != getattr(before, key):
             raise UserError(
-                f"{key} says how a run begins, and {folder} has begun: leave it out, or start a "
-                f"new run with init_from={folder}"
+                f"{key} determines how a run starts, and {folder} has started: leave it out, or "
+                f"start a new run with init_from={folder}"
             )
     for line in () if quiet else changes(before, now):
         print(line, file=sys.stderr)
