@@ -111,7 +111,7 @@ class Reading(Options):
     """Split of a dataset."""
     subset: str | None = None
     """Configuration of a dataset that has several."""
-    split_on: str | None = Field(None, min_length=1)
+    split_on: str | None = Field(default=None, min_length=1)
     """Text that separates documents inside a file, such as '<|endoftext|>' (default: one document
     per file, or per row of a table)."""
     append_eos: bool = False

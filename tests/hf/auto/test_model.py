@@ -233,9 +233,9 @@ def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
         kwargs |= {"offload_folder": tmp_path / "offload"}
     model = LongRNNForCausalLM.from_pretrained(tmp_path, **kwargs)
     if how == "cpu_offload":
-        accelerate.cpu_offload(model, "cpu")
+        accelerate.cpu_offload(model, torch.device("cpu"))
     if how == "disk_offload":
-        accelerate.disk_offload(model, str(tmp_path / "offload"), "cpu")
+        accelerate.disk_offload(model, str(tmp_path / "offload"), torch.device("cpu"))
     with pytest.raises(UserError, match="offload"):
         model(random_tokens(1, 3))
     with pytest.raises(UserError, match="offload"):
