@@ -193,9 +193,7 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
     prompts = PasskeyOptions(
         lengths=[length], n=max(1, n // 5), depths=depths, filler=novel
     ).evaluation()
-    (losses, recalls), (_, report, *_) = run_and_report(
-        models, [loss, prompts], output
-    )
+    (losses, recalls), (_, report, *_) = run_and_report(models, [loss, prompts], output)
     recalled = {model: share for (model, _), share in shares(recalls).items()}
     typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
     nats = {name: found[length] for name, found in by_position(losses).items()}
