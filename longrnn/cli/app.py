@@ -44,7 +44,7 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
 enter(app, "train", train.train)
 enter(app, "finetune", train.finetune)
 enter(app, "launch", train.launch, context_settings=train.SETTINGS)
-ABOUT = "Evaluate checkpoints; the same command resumes, and adds models, lengths or texts."
+ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or prompts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
     enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")

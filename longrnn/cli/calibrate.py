@@ -14,6 +14,7 @@ from longrnn.cli.options import check_place, pick_device, results_folder
 from longrnn.errors import UserError
 from longrnn.evaluation.options import TextFile
 from longrnn.options import Options, Tokens
+from longrnn.units import format_length
 
 
 class CalibrateOptions(Options):
@@ -33,7 +34,8 @@ class CalibrateOptions(Options):
     device: str = "auto"
     """Where to run: cpu, cuda, cuda:1, auto."""
     output: Path | None = None
-    """File to write, ending in .yaml (default: results/calibrate/CHECKPOINT--TEXTS/METHOD.yaml)."""
+    """File to write, ending in .yaml (default: METHOD.yaml, or METHOD-TARGET_LENGTH.yaml, in
+    results/calibrate/CHECKPOINT--TEXTS)."""
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -56,7 +58,8 @@ def calibrate(options: CalibrateOptions) -> None:
     texts = "-".join(text.stem for text in options.texts)
     folder = results_folder("calibrate", [checkpoint], variant=texts)
     method = re.sub(r"[^\w.-]+", "-", options.method).strip("-")
-    path = options.output or folder / f"{method}.yaml"
+    target = "" if options.target_length is None else f"-{format_length(options.target_length)}"
+    path = options.output or folder / f"{method}{target}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "

@@ -43,19 +43,21 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
     """Compare models on the same prompts and texts, and measure what each costs.
 
     Writes report.html, one picture per metric, and cells.json. The same command resumes an
-    interrupted comparison; models, lengths and prompts may be added.
+    interrupted comparison; with the same --output, models, lengths and prompts may be added.
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
     from longrnn.evaluation.suites import read_suite
 
     start()
-    by_suite = {Path(name).stem: read_suite(name) for name in suites.suites}
-    for name, of_suite in by_suite.items() if len(by_suite) > 1 else ():
-        for evaluation in of_suite:
-            evaluation.options.name = f"{name} {evaluation.title}"
-    evaluations = [evaluation for of_suite in by_suite.values() for evaluation in of_suite]
-    variant = "" if [*by_suite] == ["quick"] else "-".join(by_suite)
+    names = list(dict.fromkeys(suites.suites))
+    evaluations = []
+    for name in names:
+        for evaluation in read_suite(name):
+            if len(names) > 1:
+                evaluation.options.name = f"{Path(name).stem} {evaluation.title}"
+            evaluations.append(evaluation)
+    variant = "" if names == ["quick"] else "-".join(Path(name).stem for name in names)
     _evaluate("compare", models, evaluations, output, variant)
 
 

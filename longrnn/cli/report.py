@@ -77,8 +77,8 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
     base = {settings(run, key): run for run in runs if str(run.settings.get(key)) == value}
     groups: dict[frozenset[str], list[tuple[Run, Run]]] = {}
     for run in runs:
-        partner = base.get(settings(run, key), run)
-        if partner is not run:
+        partner = base.get(settings(run, key))
+        if partner is not None and str(run.settings.get(key)) != value:
             groups.setdefault(settings(run, "seed"), []).append((run, partner))
     if not groups:
         raise UserError(f"no two runs differ in {key!r} alone, one of them with {value}: give both")

@@ -157,7 +157,7 @@ def finetune(options: Finetuning) -> None:
 
 
 def _evaluate(config: TrainConfig, longest: int | None) -> None:
-    """Compares the final model of a run with the checkpoint that it started from."""
+    """Compare the final model of a run with the checkpoint that it started from."""
     from longrnn.cli.evaluate import measure_and_show
     from longrnn.data import TASKS
     from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
@@ -252,7 +252,7 @@ def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, lis
 
 
 def echo_main(line: str) -> None:
-    """Prints a line in the main process."""
+    """Print a line in the main process."""
     from longrnn.processes import is_main
 
     if is_main():

@@ -57,6 +57,8 @@ def corpus_of(
         UserError: the data is missing or cannot be read, or the corpus is of another kind.
     """
     listed = [data] if isinstance(data, str) else list(data)
+    if not listed:
+        raise UserError("data is an empty list: give a file, a folder, a dataset or a corpus")
     folder = Path(listed[0]).expanduser()
     if len(listed) > 1 or not (folder / HEADER).is_file():
         reading = Reading(instruct=instruct)

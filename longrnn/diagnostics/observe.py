@@ -69,7 +69,7 @@ def observe(
     trained: int = 0,
     quiet: bool = True,
 ) -> Observations:
-    """Read texts and observes the states at the given positions.
+    """Read texts and observe the states at the given positions.
 
     Args:
         model: with or without a mitigation.

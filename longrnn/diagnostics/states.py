@@ -105,7 +105,7 @@ def diagnose(
     checkpoint: str = "",
     quiet: bool = False,
 ) -> Diagnosis:
-    """Read texts and diagnoses every head.
+    """Read texts and diagnose every head.
 
     Args:
         model: with cells of longrnn, with or without a mitigation.

@@ -203,7 +203,7 @@ class MemoryOptions(EvaluationOptions):
     target = "memory.EffectiveMemory"
     group = "diagnose"
 
-    texts: list[TextFile]
+    texts: list[TextFile] = Field(min_length=1)
     """A text file, or a bundled text such as bundled:moby_dick; may be given several times."""
     positions: Lengths = Field([1024, 4096, 16384])
     """T: numbers of tokens after which the prediction is compared."""

@@ -153,4 +153,4 @@ class Perplexity(Evaluation[PerplexityOptions]):
                 nats = sum(sum(result["nats"]) for _, result in measured)
                 tokens = sum(item.work for item, _ in measured)
                 texts.append(f"{math.exp(min(nats / tokens, 700)):,.2f} ({name})")
-        return [f"Perplexity per token over all windows: {', '.join(texts)}."]
+        return [f"Perplexity per token over all windows: {', '.join(texts)}."] if texts else []

@@ -124,7 +124,9 @@ def run(
     titles = [evaluation.title for evaluation in evaluations]
     for names in titles, [model.name for model in models]:
         if double := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{double[0]!r} is the name of two: give each its own name")
+            raise UserError(
+                f"{double[0]!r} is given twice: leave one out, or give each its own name"
+            )
     plans = [evaluation.plan(models) for evaluation in evaluations]
     every = [plan for of_evaluation in plans for plan in of_evaluation]
     if not any(plan.items for plan in every):
@@ -156,7 +158,7 @@ def _measured(
     """Measure the missing items of one model, and return the results of all items."""
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
     origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
-    # An item may be given twice, such as a text.
+    # An item may be given twice, such as a text, and counts once.
     distinct = {origin.key(item.key): item for item in items}.values()
     todo = [item for item in distinct if store.get(origin, item.key) is None]
     if not evaluation.alone:
@@ -169,7 +171,7 @@ def _measured(
             for batch in evaluation.measure(model, todo, progress):
                 store.append(origin, [(item.key, result) for item, result in batch])
     store.collect()
-    pairs = ((item, store.get(origin, item.key)) for item in items)
+    pairs = ((item, store.get(origin, item.key)) for item in distinct)
     return [(item, result) for item, result in pairs if result is not None]
 
 

@@ -58,8 +58,9 @@ class Sequences(Evaluation[SequenceOptions]):
         kind, lengths = given.get("kind", recorded.get("kind")), options.lengths
         known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
         if kind not in known:
+            name = repr(kind) if asked else f"the training task of {first.name}"
             hint = nearest(str(kind), known)
-            raise UserError(f"{kind!r} is not a task of random sequences: give --task, {hint}")
+            raise UserError(f"{name} is not a task of random sequences: give --task; {hint}")
         if kind == recorded.get("kind"):
             given, lengths = recorded | given, lengths or [trained["length"]["max"]]
         if options.vocab_size is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from longrnn.cli.options import results_folder
 from longrnn.results import StoredRow, read_rows
-from tests.cli.conftest import CLI
+from tests.cli.conftest import CLI, refused
 
 
 @pytest.fixture
@@ -51,6 +51,9 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
     assert result.code == 0, result.err
     for piece in ("a/model", "[b]/model", "also passkey", "mine passkey"):
         assert piece in result.out
+    shutil.copy("mine.yaml", "a")
+    suites = ["--suite", "mine.yaml", "--suite", "a/mine.yaml"]
+    refused(cli, "compare", "a/model", *suites, says=("'mine passkey' is given twice",))
 
 
 def test_default_folders_name_models_and_mitigations() -> None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.evaluation.options import PerplexityOptions
+from longrnn.evaluation.options import CostOptions, PerplexityOptions
+from longrnn.evaluation.run import run
 from longrnn.evaluation.texts import read_documents, shared_places
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
@@ -204,6 +205,17 @@ def test_newlines(tmp_path: Path) -> None:
     assert total * math.log(2) == pytest.approx(sum(row["nats"][:4]))
     each = math.exp(sum(row["nats"]) / 150)
     assert outcome.table.notes == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
+
+
+def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) -> None:
+    """A text that is given twice has no more weight, and a table without losses has no note."""
+    once, again = texts(tmp_path), [*texts(tmp_path), tmp_path / "a.txt"]
+    one, short = small_model("one"), small_model("short", position=SHORT)
+    outcomes = [measure(perplexity(tmp_path, texts=t), tmp_path / "r", one) for t in (once, again)]
+    assert outcomes[0].table.notes == outcomes[1].table.notes != []
+    evaluations = [CostOptions(lengths=[8]), perplexity(tmp_path, lengths=[512])]
+    built = [options.evaluation() for options in evaluations]
+    assert run([short], built, tmp_path / "r", quiet=True)[1].table.notes == []
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:

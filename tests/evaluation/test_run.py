@@ -169,6 +169,7 @@ def test_rows_are_found_by_the_options_that_values_depend_on(
         ("evaluations: [{kind: passkey, depths: [{0: 1}]}]", ("depths.0",)),
         ("evaluations: [{kind: passkey, insert_at: [0, [1]]}]", ("insert_at.1",)),
         ("evaluations: [{kind: answers}]", ("data",)),
+        ("evaluations: [{kind: memory, texts: []}]", ("texts",)),
         ("seed: -1\nevaluations: [{kind: passkey}]", ("seed", -1)),
         ("{broken", ("mine.yaml",)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def test_a_grid_with_a_run_that_diverges(cli: CLI, config: Path) -> None:  # noq
     mean = sum(a - b for a, b in zip(ends[:3], ends[3:], strict=True)) / 3
     assert f"{mean:+.4g}".replace("-", "−") in row
     refused(cli, "report", *folders[:1], "--baseline", "seed=9", says=("seed",))
+    # Two runs with the value of the baseline are not a pair.
+    shutil.copytree("runs/learning_rate=1e-3,seed=0", "copy")
+    equal = ["runs/learning_rate=1e-3,seed=0", "copy", "--baseline", "learning_rate=1e-3"]
+    refused(cli, "report", *equal, says=("no two runs",))
 
 
 def test_what_is_not_a_grid_is_refused(
