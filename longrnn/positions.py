@@ -25,7 +25,7 @@ class PositionalEncoding(nn.Module, ABC):
     keyword-only.
     """
 
-    def __init__(self, d_model: int, combine: Combine) -> None:
+    def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
         super().__init__()
         self.d_model, self.combine = d_model, combine
 
@@ -80,7 +80,7 @@ class NoEncoding(PositionalEncoding):
     """
 
     def __init__(self, d_model: int) -> None:
-        super().__init__(d_model, "add")
+        super().__init__(d_model, combine="add")
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return x.new_zeros(())
@@ -102,7 +102,7 @@ class Sinusoidal(PositionalEncoding):
     """
 
     def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
-        super().__init__(d_model, combine)
+        super().__init__(d_model, combine=combine)
         if d_model % 2:
             raise UserError(
                 f"sinusoidal positions need an even d_model, not {d_model}: set an even one"
@@ -143,7 +143,7 @@ class Learned(Table):
     def __init__(
         self, d_model: int, *, max_length: Tokens = 128, combine: Combine = "concat"
     ) -> None:
-        super().__init__(d_model, combine)
+        super().__init__(d_model, combine=combine)
         self.table = nn.Parameter(torch.randn(max_length, d_model))
 
 
@@ -161,14 +161,9 @@ class Random(Table):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        *,
-        max_length: Tokens = 128,
-        seed: Seed = 0,
-        combine: Combine = "concat",
+        self, d_model: int, *, max_length: Tokens = 128, seed: Seed = 0, combine: Combine = "concat"
     ) -> None:
-        super().__init__(d_model, combine)
+        super().__init__(d_model, combine=combine)
         rows = torch.randn(max_length, d_model, generator=seeded(seed))
         self.register_buffer("table", F.normalize(rows, dim=-1))
 
@@ -181,9 +176,6 @@ class Duplicate(PositionalEncoding):
         d_model: width of x.
         combine: `concat` or `add`.
     """
-
-    def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
-        super().__init__(d_model, combine)
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return x

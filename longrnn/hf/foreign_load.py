@@ -123,7 +123,7 @@ def quietly() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     hides = not torch.cuda.is_available()
-    was_imported, imported = "fla" in sys.modules, sys.modules.get("fla")
+    imported = {name: sys.modules[name] for name in ["fla"] if name in sys.modules}
     if hides:
         sys.modules["fla"] = None  # type: ignore[assignment]
     try:
@@ -134,8 +134,7 @@ def quietly() -> Iterator[None]:
             logging.enable_progress_bar()
         if hides:
             del sys.modules["fla"]
-        if hides and was_imported:
-            sys.modules["fla"] = imported  # type: ignore[assignment]
+            sys.modules |= imported
 
 
 def use_torch_on_cpu(model: PreTrainedModel) -> None:

@@ -117,7 +117,7 @@ class Zero(InitialState):
 class Remembering(InitialState):
     """A policy that remembers the final states of the last step, one per micro-batch."""
 
-    def __init__(self, context: Context, *, zero_share: float) -> None:
+    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
         self.states: dict[int, LMState] = {}
 
@@ -169,9 +169,6 @@ class Pass(Remembering):
         context: of the run.
         zero_share: share of rows that start from zero.
     """
-
-    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
-        super().__init__(context, zero_share=zero_share)
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         if micro not in self.states:

@@ -121,11 +121,12 @@ def save(
     spec = model.trained_under
     if lora.has_adapters(model):
         fingerprint = str(model.base_fingerprint)
-        known = {"base": str(base), "base_fingerprint": fingerprint, "mitigation": spec}
-        lora.save_adapter(model, folder, weights, **known)
+        lora.save_adapter(
+            model, folder, weights, base=str(base), base_fingerprint=fingerprint, mitigation=spec
+        )
         return
-    file = {}
+    name = "bytes"
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
-        file = {"tokenizer": "tokenizer.json"}
-    save_model(model, folder, weights=weights, mitigation=spec, **file)
+        name = "tokenizer.json"
+    save_model(model, folder, weights=weights, mitigation=spec, tokenizer=name)

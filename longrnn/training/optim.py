@@ -92,8 +92,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     start = warmup if config.decay_steps is None else config.max_steps - config.decay_steps
-    done = (step - start) / max(1, config.max_steps - start)
-    done = min(max(done, 0.0), 1.0)
+    done = min(max((step - start) / max(1, config.max_steps - start), 0.0), 1.0)
     shape = {
         "constant": 1.0,
         "linear": 1 - done,

@@ -100,9 +100,7 @@ def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
     for seed, weight in ((0, 0.75), (1, 1.0)):
         state = final(seed, mixer, rows=50)
         units = tree_map(_units, state.layers)
-        moved = tree_map(
-            lambda x, u, s=seed: (1 + 0.3 * u) * x + (u - 2) * (s + 1), state.layers, units
-        )
+        moved = tree_map(lambda x, u, s=seed: (1 + u) * x + (u - 2) * (s + 1), state.layers, units)
         found.after(state._replace(layers=moved), 0)
         batches.append((weight, moved))
     drawn = found.before(batch(rows=2000), 2, 0)
