@@ -95,15 +95,15 @@ def gradients(gradients: Gradients, output: Output) -> None:
     texts = "-".join(text.stem for text in gradients.texts)
     folder = output_folder(output.output, "gradients", sources, variant=texts)
     models = [(source, *_open(source)) for source in sources]
-    first, _, tokenizer, spec = models[0]
+    first, _, _, spec = models[0]
     if gradients.texts:
         spec = {"kind": "text", "data": list(map(str, gradients.texts))}
     if spec is None:
         raise UserError(f"the training task of {first} is not known: give --text")
-    task = TASKS.build(spec, tokenizer)
     rows = []
     with Progress("gradients", len(models), unit="models") as progress:
-        for name, model, _, _ in models:
+        for name, model, tokenizer, _ in models:
+            task = TASKS.build(spec, tokenizer)
             rows += [{"model": name, **row} for row in measure(model, task, gradients.length)]
             progress.advance(1, 1, name)
     about = {

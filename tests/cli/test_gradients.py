@@ -7,12 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from longrnn.config import build_config
+from longrnn.diagnostics import gradients
+from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
-from tests.training.runs import tiny, write_config
+from tests.texts import trained_bpe
+from tests.training.runs import LSTM, tiny, write_config
 
 SMALL = ["--length", "8"]
 
@@ -55,3 +60,22 @@ def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
     (inside / "train.yaml").write_text(own)
     assert cli("diagnose", "gradients", "run/checkpoint", *SMALL, "--output", "own").code == 0
     assert "sort" in head_of(tmp_path / "own")["task"]
+
+
+def test_each_model_reads_a_text_with_its_own_tokenizer(
+    cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models with different tokenizers are measured on the same text."""
+    bpe, read = trained_bpe(), []
+    save_model(RecurrentLM(build_config(RecurrentConfig, LSTM | {"vocab_size": 600})), Path("bpe"))
+    bpe.save(Path("bpe"))
+
+    def record(model: RecurrentLM, task: Any, length: int) -> Any:
+        read.append(task.corpus.header.fingerprint)
+        return measure(model, task, length)
+
+    monkeypatch.setattr(gradients, "measure", record)
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    result = cli("diagnose", "gradients", models / "text", "bpe", "--text", "a.txt", *SMALL)
+    assert result.code == 0, result.err
+    assert read == ["bytes", bpe.fingerprint()]

@@ -138,12 +138,3 @@ def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Pat
         assert found[1]["results"][task] == pytest.approx(scores, nan_ok=True), task
     alone, both = (one["config"]["tokens_computed"] for one in found)
     assert both >= alone > 0
-
-
-def test_processes_that_cannot_find_each_other_are_refused(models: Path, tmp_path: Path) -> None:
-    """A launch that names two processes without a rank is refused, and writes nothing."""
-    command = ["eval", "passkey", models / "text", "--lengths", "160", "--output", tmp_path / "out"]
-    done = run(*command, WORLD_SIZE="2")
-    assert done.returncode == 2
-    assert "RANK" in done.stderr
-    assert not (tmp_path / "out").exists()

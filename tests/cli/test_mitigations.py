@@ -12,6 +12,7 @@ from longrnn import load, mitigation
 from longrnn.data.prompts import FILLER
 from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused, table
+from tests.texts import DATA
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
 SMALL = ["--lengths", "160", "--depths", "1", "--n", "2"]
@@ -121,50 +122,8 @@ FILES = {
     "healthy.yaml": "collapsing: []\n",
 }
 COLLAPSING = "forget_more(heads=collapsing, diagnosis="
-SPECS = """
-    statenorm(threshold=1) | statenorm | state_norm
-    sliding_window(windw=3) | windw | window
-    forget_more(threshold=3) | threshold | decay_scale
-    state_norm | state_norm
-    sliding_window() | sliding_window
-    state_norm(threshold=0) | threshold
-    state_norm(threshold=[[1, -2, 1, 1], 3]) | threshold
-    state_norm(threshold=much) | threshold | much
-    sliding_window(window=0) | window
-    sliding_window(window=8, chunk=9) | window
-    forget_more(decay_scale=1.1) | decay_scale
-    scale_decay(scale=inf) | scale
-    forget_more(layers=[2]) | model
-    forget_more(heads=[4]) | layer
-    state_norm(threshold=[1, 2, 3]) | threshold
-    forget_more(heads=collapsing) | diagnosis=FILE | longrnn diagnose states
-    COLLAPSING no.yaml | no.yaml | longrnn diagnose states
-    COLLAPSING diagnosis.yaml | layer
-    COLLAPSING healthy.yaml | healthy.yaml
-    state_norm(threshold=1)+sliding_window(window=9) |
-    chunk_select | chunk_select | --chunk-select
-     | '' is not a valid mitigation | write name(option=value)
-    forget_more(decay_scale=0.9 | is not a valid mitigation | write name(option=value)
-    forget_more(0.9) | '0.9' are not valid options of forget_more | option=value
-    forget_more(decay_scale=[) | 'decay_scale=[' are not valid options of forget_more
-    forget_more(decay_scale=0.9, decay_scale=0.8) | each once
-    forget_more(decay_scale=&a [*a]) | 'decay_scale=&a [*a]' are not valid options of forget_more
-    forget_more(self=1) | 'self': it is unknown
-    forget_more(kind=3) | 'kind=3' are not valid options of forget_more
-    nowhere.yaml | nowhere.yaml | longrnn calibrate
-    binary.yaml | binary.yaml
-    open.yaml | open.yaml
-    empty.yaml | empty.yaml | longrnn calibrate
-    none.yaml | none.yaml
-    itself.yaml | itself.yaml
-    half.yaml | half.yaml | fingerprint
-    length.yaml | length.yaml | soon
-    kind.yaml | state_norm
-    other.yaml | other.yaml
-"""
-
-
-CASES = table(SPECS, {"COLLAPSING ": COLLAPSING})
+# A mitigation, and what its error must contain.
+CASES = table((DATA / "mitigations.txt").read_text(), {"COLLAPSING ": COLLAPSING})
 
 
 @pytest.mark.parametrize(("spec", "says"), CASES, ids=[spec or "nothing" for spec, _ in CASES])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -34,35 +35,19 @@ def suite(folder: Path, text: str = SUITE) -> list[Evaluation[Any]]:
     return read_suite(str(folder / "mine.yaml"))
 
 
-class Tables(HTMLParser):
-    """Collects the texts of the cells of all tables of a page, without spaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.is_cell = False
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("th", "td"):
-            self.tables[-1][-1].append("")
-            self.is_cell = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self.is_cell = self.is_cell and tag not in ("th", "td")
-
-    def handle_data(self, data: str) -> None:
-        if self.is_cell:
-            self.tables[-1][-1][-1] += "".join(data.split())
-
-
 def read_tables(page: str) -> list[list[list[str]]]:
-    parser = Tables()
-    parser.feed(page)
-    return parser.tables
+    """Return the texts of the cells of all tables of a page, without spaces."""
+
+    def text(cell: str) -> str:
+        return "".join(unescape(re.sub(r"<[^>]*>", "", cell)).split())
+
+    return [
+        [list(map(text, re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL))) for row in rows]
+        for rows in (
+            re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+            for table in re.findall(r"<table.*?</table>", page, re.DOTALL)
+        )
+    ]
 
 
 def measure(models: Sequence[OpenCheckpoint], folder: Path) -> list[Outcome]:

@@ -75,18 +75,25 @@ def text(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(WORDS.split()) for _ in range(count))
 
 
+def small_bpe(words: str, special: list[str]) -> Any:
+    """Return a byte-level BPE of VOCAB tokens, of which the special ones are the first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([words], trainer)
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     root = tmp_path_factory.mktemp("harness")
     rng = random.Random(0)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], show_progress=False)
-    tokenizer.train_from_iterator([text(rng, 400) + "\n\n"], trainer)
+    tokenizer = small_bpe(text(rng, 400) + "\n\n", [EOS])
     causal("mamba2", vocab_size=VOCAB, tie_word_embeddings=True).save_pretrained(
         root / "checkpoint"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
-from tests.evaluation.harness.conftest import WORDS, Setting, evaluate, hf_model
+from tests.evaluation.harness.conftest import WORDS, Setting, evaluate, hf_model, small_bpe
 from tests.evaluation.harness.test_lm import TASKS, assert_equal_responses
 
 BOS, EOS = "<s>", "</s>"
@@ -24,17 +24,12 @@ def test_responses_are_those_of_the_hf_type(
     add_bos_token: bool | None, template: str, setting: Setting, tmp_path: Path
 ) -> None:
     """All kinds of requests see the same ids, with and without a BOS template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
-    special = [EOS, BOS]  # the model was made with 0 as its EOS
-    trainer = trainers.BpeTrainer(vocab_size=50, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([WORDS], trainer)
+    tokenizer = small_bpe(WORDS, [EOS, BOS])  # the model was made with 0 as its EOS
     if template:
-        tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[(EOS, 0), (BOS, 1)]
         )
     folder = shutil.copytree(setting.checkpoint, tmp_path / "checkpoint")

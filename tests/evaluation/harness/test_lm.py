@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
@@ -16,6 +15,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
+from tests.hf.foreign import causal
 
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
 LONG = 100_000
@@ -64,23 +64,10 @@ def test_a_transformer_is_that_of_hf(
     setting: Setting, tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Forks of its cache are exact; long requests are cut as `hf` cuts them, and counted."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=limit,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    sizes = {"vocab_size": 50, "max_position_embeddings": limit, "initializer_range": 0.5}
+    causal("llama", **sizes, bos_token_id=None, eos_token_id=0).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(setting.checkpoint).save_pretrained(tmp_path)
     arguments = {"pretrained": str(tmp_path), "quiet": True, "batch_size": 3}
     found = evaluate("longrnn", setting.tasks, *TASKS, model_args=arguments, num_fewshot=1)
