@@ -27,7 +27,7 @@ from longrnn.hf.auto_config import LongRNNConfig
 from longrnn.hf.auto_generation import RecurrentGeneration, StateCache, cache_of
 from longrnn.hf.auto_inputs import Backbone, check_arguments, labels_without_padding, rows_of
 from longrnn.hf.load import load
-from longrnn.hf.names import ADAPTER_RECORD, DTYPE_NAMES, resolve
+from longrnn.hf.names import ADAPTER_RECORD, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import OPTIONS
@@ -120,7 +120,7 @@ class LongRNNForCausalLM(RecurrentGeneration, PreTrainedModel, GenerationMixin):
         folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
         if (folder / ADAPTER_RECORD).is_file():
             dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
-            dtype = None if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
+            dtype = None if dtype == "auto" else dtype
             merged: Any = load(folder, dtype=dtype, device=_device_of(kwargs.get("device_map")))
             return cls.of(merged)
         return super().from_pretrained(*args, **kwargs)

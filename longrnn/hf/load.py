@@ -19,6 +19,7 @@ from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.lora import merge_adapter
 from longrnn.hf.names import (
     BEYOND,
+    DTYPE_NAMES,
     GGUF,
     NONE,
     WINDOW,
@@ -56,7 +57,7 @@ def load(
     *,
     backend: str = "auto",
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
 ) -> Model:
     """Load a language model for evaluation.
@@ -70,9 +71,10 @@ def load(
             path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
-        dtype: None for that of the checkpoint, and float32 for an adapter. The parameters that set
-            the time scales (A_log, dt_bias, D) are never rounded to a narrower dtype:
-            published checkpoints store them in float32 next to matrices in float16 or bfloat16.
+        dtype: also by its name; None for that of the checkpoint, and float32 for an adapter. The
+            parameters that set the time scales (A_log, dt_bias, D) are never rounded to a narrower
+            dtype: published checkpoints store them in float32 next to matrices in float16 or
+            bfloat16.
         revision: branch, tag or commit of a model on the Hub.
 
     Returns:
@@ -87,14 +89,17 @@ def load(
         checkpoint, named, spec = name_or_path
     else:
         checkpoint, named, spec = CheckpointName.parse(str(name_or_path))
-    if named is not None and dtype not in (None, named):
-        raise UserError(f"{checkpoint}+{named} names another dtype than {dtype}: give one of them")
+    given = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    if dtype is not None and given is None:
+        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(DTYPE_NAMES)}")
+    if None not in (named, given) and named != given:
+        raise UserError(f"{checkpoint}+{named} names another dtype than {given}: give one of them")
     folder = resolve(checkpoint, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         verified = pool.submit(verify_folder, folder)
         try:
-            stored: Any = _read(folder, backend, dtype or named)
+            stored: Any = _read(folder, backend, given or named)
             if isinstance(stored, RecurrentLM):
                 stored.loaded_from = str(folder)
                 if spec is None and stored.trained_under is not None:

@@ -204,7 +204,7 @@ def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
     ("model", "to", "reason"),
     [
         ({"mixer": "lstm"}, "hf", "lstm"),
-        ({"block": "plain"}, "native", ""),
+        ({"block": "plain"}, "native", "plain blocks"),
         ({"position": "sinusoidal"}, "hf", "positions"),
         ({"norm_eps": 1e-3}, "native", "norm_eps"),
         ({"norm_eps": 1e-3}, "hf", "norm_eps"),

@@ -195,6 +195,7 @@ def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
     """In every function that loads a checkpoint by its name, with and without a mitigation."""
     source, dtype = f"passkey-tiny+{name}", DTYPE_NAMES[name]
     models: list[Any] = [load(source), load(f"{source}+{SPEC}"), load(source, dtype=dtype)]
+    models += [load("passkey-tiny", dtype=name)]
     models.append(open_checkpoint(source, SPEC).model)
     for model in models:
         assert next(model.parameters()).dtype == dtype
@@ -203,6 +204,9 @@ def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
     other = "float64" if name == "float32" else "float32"
     with pytest.raises(UserError, match="dtype"):
         load(source, dtype=DTYPE_NAMES[other])
+    for other_dtype in (torch.int8, torch.complex64, "int8", "half"):
+        with pytest.raises(UserError, match="one of float16"):
+            load("passkey-tiny", dtype=other_dtype)
     for rest in ("float16", ""):
         with pytest.raises(UserError, match=f"'{rest}'"):
             load(f"{source}+{rest}")

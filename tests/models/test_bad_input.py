@@ -47,7 +47,7 @@ def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: t
         (torch.ones(2, 3, dtype=torch.bool), "torch.bool"),
         (torch.ones(0, 3, dtype=torch.long), "batch"),
         (torch.tensor([3]), "shape"),
-        ([[1, 2]], ""),
+        ([[1, 2]], "list"),
         (torch.tensor([[-1]]), "vocabulary"),
         (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "vocabulary"),
     ],

@@ -166,7 +166,7 @@ POSITIONS_OF_ONE = {"position_ids": torch.tensor([[0, 1, 2]])}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"inputs_embeds": torch.zeros(1, 3, 8)}, ""),
+        ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds"),
         ({"input_ids": None}, "input_ids"),
         ({"output_attentions": True}, "attentions"),
         ({"attention_masks": torch.ones(1, 3)}, "mean 'attention_mask'"),
