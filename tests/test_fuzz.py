@@ -32,7 +32,7 @@ MUTANTS = int(os.environ.get("LONGRNN_MUTANTS", "4"))
 # What stands in a file where a number or a text stood.
 NUMBERS = 'null -1 0 1e400 2147483648 "" [] {} true NaN "\\u0000" é'
 WORDS = NUMBERS.split()
-cli, models = conftest.cli, conftest.models
+cli = conftest.cli
 
 
 def mutant(content: bytes, rng: random.Random) -> bytes:
@@ -124,12 +124,3 @@ def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
     path = write_config(tiny("reverse", tmp_path / "run", max_steps=1), tmp_path / "train.yaml")
     for _ in mutants(path):
         assert_clean(cli("train", path, "init_from=nowhere"))
-
-
-def test_mutants_of_results(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """An evaluation with damaged rows resumes or is refused."""
-    command = ["eval", "passkey", models / "text", "--lengths", "160", "--depths", "1"]
-    command += ["--n", "1", "--output", tmp_path / "results"]
-    assert cli(*command).code == 0
-    for _ in mutants(next((tmp_path / "results").rglob("*.jsonl"))):
-        assert_clean(cli(*command))

@@ -83,8 +83,14 @@ def results_folder(
     """
     from longrnn.hf.names import split_spec
 
-    specs = [(Path(path).resolve().name, given) for path, given in map(split_spec, checkpoints)]
-    parts = ["+".join(filter(None, (*spec, mitigation))) for spec in specs]
+    parts = []
+    for checkpoint in checkpoints:
+        path, given = split_spec(checkpoint)
+        place = Path(path).resolve()
+        # The checkpoints of all runs have the same names.
+        is_of_run = place.name.startswith("checkpoint-")
+        name = f"{place.parent.name}-{place.name}" if is_of_run else place.name
+        parts.append("+".join(filter(None, (name, given, mitigation))))
     name = "--".join(filter(None, (*parts, variant))).lower()
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
     if len(plain) > LONGEST:

@@ -67,7 +67,9 @@ def write_suite(
     elif isinstance(task, Text):
         text = held_out_text(task.corpus, tokenizer, lengths[-1])
         tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
-        fitting = [n for n in lengths if tokens >= LEAST * n] or lengths[: tokens >= length]
+        fitting = [n for n in lengths if tokens >= LEAST * n]
+        if not fitting and tokens >= length:
+            fitting = [length]
         if fitting != lengths:
             logger.warning(
                 f"the held-out text has {tokens:,} tokens, too few for the loss at "
@@ -75,10 +77,10 @@ def write_suite(
             )
         if fitting:
             write_atomic(folder / TEXT, text)
-            what = {"texts": [str(folder / TEXT)], "lengths": [*map(str, fitting)]}
-            evaluations.append({"kind": "perplexity", **what, "windows": MOST})
+            what = {"texts": [str(folder / TEXT)], "lengths": fitting, "windows": MOST}
+            evaluations.append({"kind": "perplexity", **what})
     least = math.inf if isinstance(task, Instruct) else Passkey(tokenizer).least_length()
-    prompts = [str(n) for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
+    prompts = [n for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
     if not evaluations:

@@ -121,9 +121,9 @@ def run(
     """
     if not models or not evaluations:
         raise UserError("there is nothing to measure: give at least one model and one evaluation")
-    titles = [evaluation.title for evaluation in evaluations]
-    for names in titles, [model.name for model in models]:
-        if double := [name for name in names if names.count(name) > 1]:
+    names = [model.name for model in models]
+    for given in names, [evaluation.title for evaluation in evaluations]:
+        if double := [name for name in given if given.count(name) > 1]:
             raise UserError(
                 f"{double[0]!r} is given twice: leave one out, or give each its own name"
             )
@@ -138,11 +138,9 @@ def run(
             model.name: _measured(evaluation, model, plan.items, store, quiet)
             for model, plan in zip(models, of_models, strict=True)
         }
-        names = [model.name for model in models]
         cells, notes = [], []
         if processes.is_main():
-            by_name = dict(zip(names, of_models, strict=True))
-            cells, notes = list(_cells(evaluation, by_name, results)), evaluation.notes(results)
+            cells, notes = list(_cells(evaluation, of_models, results)), evaluation.notes(results)
         table = ResultTable(evaluation.title, evaluation.across, names, cells, notes)
         outcomes.append(Outcome(evaluation, results, table))
     return outcomes
@@ -176,13 +174,13 @@ def _measured(
 
 
 def _cells(
-    evaluation: Evaluation[Any], plans: Mapping[str, Plan], results: Mapping[str, Results]
+    evaluation: Evaluation[Any], plans: Sequence[Plan], results: Mapping[str, Results]
 ) -> Iterator[TableCell]:
     """Yield the cells of one evaluation, model by model."""
     reference: Samples | None = None
-    for model, plan in plans.items():
+    for plan, (model, measured) in zip(plans, results.items(), strict=True):
         samples: Samples = {}
-        for item, result in results[model]:
+        for item, result in measured:
             for column, at, name, value in evaluation.samples(item, result):
                 samples.setdefault((column, at), {})[name] = value
         for column, at in samples | plan.reasons:

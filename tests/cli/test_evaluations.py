@@ -64,6 +64,8 @@ def test_default_folders_name_models_and_mitigations() -> None:
     long = [results_folder("compare", specs * n).name for n in (8, 9)]
     assert max(map(len, long)) < 80
     assert long[0] != long[1], "of other models"
+    steps = [results_folder("states", [f"runs/{run}/checkpoint-00000500"]).name for run in "ab"]
+    assert steps == ["a-checkpoint-00000500", "b-checkpoint-00000500"]
 
 
 def test_another_text_or_option_has_a_folder_of_its_own(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,13 +53,8 @@ def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
         variants[2]: fingerprint(strong),
         both: fingerprint(f"{calibrated}+{strong}"),
     }
-    rows = read_rows(tmp_path / "out/rows.jsonl")[0]
-    right: dict[str, list[bool]] = {}
-    for row in rows:
-        right.setdefault(row["model"], []).append(row["result"]["correct"])
-    assert right.pop(load(CHECKPOINT).fingerprint()) == [True, True]
-    assert right[fingerprint(strong)] == right[fingerprint(f"{calibrated}+{strong}")] == [False] * 2
-    assert len(right) == 3
+    right = {cell["model"]: cell["estimate"]["mean"] for cell in found["cells"]}
+    assert (right[CHECKPOINT], right[variants[2]], right[both]) == (1, 0, 0)
     # What stands behind the checkpoint, and what --mitigation says, apply both, in this order.
     again = cli("eval", "passkey", variants[1], *SMALL, "--output", "two", "--mitigation", strong)
     assert again.code == 0
@@ -83,19 +77,10 @@ def test_a_filler_that_was_calibrated_on(
 
 
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """A mitigation changes the states, and accepts the diagnosis of the plain model."""
+    """A mitigation accepts the diagnosis of the plain model alone, and only if a head collapses."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
     ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
     assert (ours.code, ours.err) == (0, "")
-    limits: Any = mitigation(calibrated).threshold  # type: ignore[attr-defined]
-    rows = [json.loads(line) for line in (tmp_path / "ours/states.jsonl").open()]
-    shares = [
-        norm / limit
-        for row in rows
-        for layer, own in zip(row["norm"], limits, strict=True)
-        for norm, limit in zip(layer[0], own, strict=True)
-    ]
-    assert 0.9999 < max(shares) < 1.0001
     # The heads that a diagnosis names can be given to a mitigation; here, short of collapse, none.
     assert cli(*command, "--output", "plain").code == 0
     spec = "forget_more(heads=collapsing, diagnosis={}/diagnosis.yaml)"
