@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longrnn import processes
 from longrnn.checksums import damage, write_checksums
-from longrnn.errors import DivergedError, UserError
+from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import RecurrentLM
@@ -48,7 +48,10 @@ def newest(output_dir: Path) -> Path | None:
 
 
 def check(folder: Path) -> None:
-    """Raises UserError for a damaged checkpoint."""
+    """Raises UserError for a checkpoint that is missing or damaged."""
+    if not folder.is_dir():
+        known = [str(path) for path in checkpoints(folder.parent)]
+        raise UserError(f"there is no checkpoint {folder}: {nearest(str(folder), known)}")
     if (wrong := damage(folder)) is not None:
         raise UserError(
             f"{folder} is damaged ({wrong}): put it back from a copy, or remove it to continue "

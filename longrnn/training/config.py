@@ -173,12 +173,16 @@ class TrainConfig(Options, validate_default=True):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         """Refuses keys that contradict one another, and completes the tasks."""
+        self.task = TASKS.complete(self.task)
         if self.validation == HELD_OUT:
+            if "part" not in self.task:
+                raise UserError(
+                    f"validation={HELD_OUT} divides documents, which {self.task['kind']} does not "
+                    "have: give another validation, as a mapping {kind: NAME, option: value, …}"
+                )
             self.validation = {**self.task, "part": HELD_OUT}
             self.task = {**self.task, "part": "training"}
-        self.task = TASKS.complete(self.task)
-        if self.validation is not None:
-            assert isinstance(self.validation, dict)
+        elif isinstance(self.validation, dict):
             self.validation = TASKS.complete(self.validation)
         stable = self.max_steps - (self.decay_steps or 0)
         if self.warmup_steps is None:

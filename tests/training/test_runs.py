@@ -87,6 +87,11 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
         (["one", "--resume"], [f"output_dir={tmp_path / 'one'}"], origin),
         (["max_stps", "max_steps"], ["max_stps=3"], tmp_path / "one"),
         (["train.yaml"], [], tmp_path / "nowhere"),
+        (
+            ["no checkpoint", "did you mean"],
+            ["output_dir=x"],
+            origin.with_name("checkpoint-00000005"),
+        ),
         (["init_from", "blocks.2.", "is missing there"], ["model.n_layers=3"], tmp_path / "one"),
         (["66 × 8 here"], ["model.mixer.d_state=16"], tmp_path / "one"),
         (["tokenizer", "init_from"], ["tokenizer=bytes"], tmp_path / "one"),

@@ -69,6 +69,7 @@ def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
         ({"validation": {"kind": "text", "data": TEXTS[3]}}, ["validation", "03.txt"]),
         ({"validation": {"kind": "text", "data": TEXTS, "part": "held_out"}}, ["validation"]),
         ({"validation": {"kind": "text", "data": "nowhere.txt"}}, ["nowhere.txt"]),
+        ({"validation": "held_out", "task": {"kind": "passkey"}}, ["validation", "passkey"]),
         ({"validation": {"kind": "text", "data": TEXTS, "part": "held"}}, ["part"]),
     ],
 )
