@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,28 +14,23 @@ from tests.cli.conftest import CLI, assert_refused
 from tests.training.runs import metrics, tiny, write_config
 
 
-@pytest.fixture
-def small_files() -> Callable[[int], None]:
-    """Limits the size of files, like a disk that fills up; 0 removes the limit."""
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """Limit the size of files, like a disk that fills up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    def limit(size: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size or soft, hard))
 
-    return limit
-
-
-def test_a_full_disk_while_evaluating(
-    cli: CLI, models: Path, tmp_path: Path, small_files: Callable[[int], None]
-) -> None:
+def test_a_full_disk_while_evaluating(cli: CLI, models: Path, tmp_path: Path) -> None:
     """After a full disk, the evaluation resumes from the last complete row."""
     arguments = ["eval", "passkey", models / "text", "--lengths", "160", "--n", "8"]
     arguments += ["--batch-size", "4", "--output", "out"]
-    small_files(1500)
-    try:
+    with small_files(1500):
         result = cli(*arguments)
-    finally:
-        small_files(0)
     assert_refused(result, "File too large", "longrnn eval passkey")
     torn = (tmp_path / "out/rows.jsonl").read_bytes()
     assert len(torn) == 1500
@@ -54,28 +50,18 @@ def test_a_name_that_is_too_long_for_a_folder(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_while_training(
-    cli: CLI,
-    models: Path,
-    tmp_path: Path,
-    small_files: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a full disk no incomplete checkpoint is left, and training resumes as launched."""
     monkeypatch.setenv("LONGRNN_LAUNCH", "launch --cpu --num_processes 2")
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
-    small_files(2000)
-    try:
+    with small_files(2000):
         result = cli("train", "c.yaml")
-    finally:
-        small_files(0)
     assert_refused(result, "longrnn launch --cpu --num_processes 2 train --resume run")
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
     words = ["--data", "a.txt", "--length", "16", "--no-evaluate", "--output", "fine"]
-    small_files(2000)
-    try:
+    with small_files(2000):
         result = cli("finetune", models / "text", *words, "max_steps=1")
-    finally:
-        small_files(0)
     assert_refused(result, "finetune --resume fine --no-evaluate")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert not list((tmp_path / "run").glob("*.safetensors"))

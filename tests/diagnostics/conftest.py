@@ -27,8 +27,8 @@ def page() -> Iterator[Any]:
         browser.close()
 
 
-def open_alone(page: Any, path: Path) -> None:
-    """Open a report and check that there is no script error and no external request."""
+def open_alone(page: Any, path: Path, *, pictures: int) -> None:
+    """Open a report and check its pictures, and that it has no script error or request."""
     said: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: said.append(message.text))
@@ -38,3 +38,6 @@ def open_alone(page: Any, path: Path) -> None:
     page.goto(address, wait_until="networkidle")
     assert said == []
     assert [url for url in asked if not url.startswith("data:")] == [address]
+    widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+    assert (len(widths), min(widths) > 500) == (pictures, True)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
