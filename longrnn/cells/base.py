@@ -87,6 +87,13 @@ class Cell(nn.Module, ABC):
         """Whether a hook observes the recurrence, which kernels for whole layers would pass by."""
         return bool(self.recurrence._forward_hooks or self.recurrence._forward_pre_hooks)
 
+    @property
+    def device(self) -> torch.device:
+        """That of the weights."""
+        # By name where there is one: a replica of DataParallel has no parameters, only attributes.
+        names = self.recurrent_weights or [name for name, _ in self.named_parameters()]
+        return attrgetter(names[0])(self).device
+
     @abstractmethod
     def state_like(self) -> PyTree:
         """The state of one row without its batch axis, as tensors on the meta device."""
@@ -142,9 +149,7 @@ class Cell(nn.Module, ABC):
 
     def init_state(self, batch_size: int, edit: Edit | None = None) -> PyTree:
         """The state of `batch_size` rows before the first token, on the parameters' device."""
-        # By name where there is one: a replica of DataParallel has no parameters, only attributes.
-        names = self.recurrent_weights or [name for name, _ in self.named_parameters()]
-        device = attrgetter(names[0])(self).device
+        device = self.device
 
         def zeros(leaf: Tensor) -> Tensor:
             return torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device)

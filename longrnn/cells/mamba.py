@@ -12,8 +12,6 @@ output is W_o ((y + D x) · silu(z)). FalconMamba (arXiv 2410.05355) normalises 
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,12 +22,17 @@ from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
-from longrnn.cells.scanning import NO_EDIT, ScanningCell, check_sizes
+from longrnn.cells.scanning import (
+    NO_EDIT,
+    ScanningCell,
+    check_sizes,
+    conv_state_like,
+    step_bias,
+)
 from longrnn.ops.conv import CONV
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.selective import SELECTIVE
 from longrnn.ops.selective.definition import SelectiveInputs
 from longrnn.state import PyTree
@@ -59,16 +62,7 @@ class StepProjection(nn.Module):
     def __init__(self, rank: int, channels: int, dt_min: float, dt_max: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, rank).uniform_(-1, 1) * rank**-0.5)
-        dt = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
-        self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
-
-
-@lru_cache(maxsize=64)
-def _state_like(channels: int, taps: int, keys: int, dtype: torch.dtype) -> MambaState:
-    """Tensors without values, shared by all cells of these shapes: they are needed per token."""
-    conv = torch.empty(taps, channels, dtype=dtype, device="meta")
-    wide = torch.promote_types(dtype, torch.float32)
-    return MambaState(conv, torch.empty(channels, 1, keys, dtype=wide, device="meta"))
+        self.bias = step_bias(channels, dt_min, dt_max)
 
 
 @MIXERS.register("mamba")
@@ -97,6 +91,7 @@ class Mamba(ScanningCell):
     projections = ("in_proj", "x_proj", "out_proj")
     layer_operation = SELECTIVE
     tokens_at_once = 64
+    has_key_decays = True
 
     def __init__(
         self,
@@ -158,9 +153,6 @@ class Mamba(ScanningCell):
             return delta, B, C
         return _unit(delta, eps), _unit(B, eps), _unit(C, eps)
 
-    def inputs(self, steps: Steps, rest: MambaRest) -> tuple[ScanInputs, MambaRest]:
-        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
-
     def after(self, y: Tensor, rest: MambaRest, memory: Tensor) -> tuple[Tensor, MambaState]:
         y = torch.addcmul(y[..., 0], rest.x.to(y), self.D.to(y))
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
@@ -193,13 +185,8 @@ class Mamba(ScanningCell):
         return True
 
     def state_like(self) -> MambaState:
-        return _state_like(self.n_heads, self.d_conv - 1, self.d_state, self.conv1d.weight.dtype)
-
-    def inputs_like(self) -> ScanInputs:
-        wide, device = self.state_like().ssm.dtype, self.conv1d.weight.device
-        x = torch.empty(1, 0, self.n_heads, 1, dtype=wide, device=device)
-        keys = x.new_empty(1, 0, self.n_groups, self.d_state)
-        return ScanInputs(x, x[..., 0], x.expand(-1, -1, -1, self.d_state), keys, keys)
+        conv, ssm = (self.d_conv - 1, self.n_heads), (self.n_heads, 1, self.d_state)
+        return conv_state_like(MambaState, conv, ssm, self.conv1d.weight.dtype)
 
 
 def _unit(vectors: Tensor, eps: float) -> Tensor:

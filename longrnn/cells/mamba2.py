@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,13 @@ from torch.nn import functional as F
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
-from longrnn.cells.scanning import ScanningCell, check_sizes, divided
+from longrnn.cells.scanning import (
+    ScanningCell,
+    check_sizes,
+    conv_state_like,
+    divided,
+    step_bias,
+)
 from longrnn.errors import UserError
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -25,15 +30,6 @@ from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
 ANY_STEP = (0.0, math.inf)
-
-
-@lru_cache(maxsize=64)
-def _state_like(conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype) -> Mamba2State:
-    """Tensors without values, shared by all cells of these shapes: they are needed per token."""
-    return Mamba2State(
-        conv=torch.empty(conv, dtype=dtype, device="meta"),
-        ssm=torch.empty(ssm, dtype=torch.promote_types(dtype, torch.float32), device="meta"),
-    )
 
 
 def check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
@@ -82,6 +78,7 @@ class Mamba2(ScanningCell):
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
     projections = ("in_proj", "out_proj")
+    shown = ("n_heads", "d_state")
     layer_operation: ClassVar[Operation | None] = MAMBA2_LAYER
     # Of layers of another architecture; see `Weights`.
     norm_groups: int | None = None
@@ -130,9 +127,7 @@ class Mamba2(ScanningCell):
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
         self.conv1d = nn.Conv1d(self.d_xBC, self.d_xBC, d_conv, groups=self.d_xBC, bias=conv_bias)
-        log_dt = torch.empty(self.n_heads).uniform_(math.log(dt_min), math.log(dt_max))
-        dt = log_dt.exp()
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.dt_bias = step_bias(self.n_heads, dt_min, dt_max)
         self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(*A_init).log())
         self.D = nn.Parameter(torch.ones(self.n_heads))
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
@@ -162,9 +157,6 @@ class Mamba2(ScanningCell):
         parts = before(self.in_proj(x), self.weights(), state, self.backend, rows)
         return Steps(parts.x, parts.dt, parts.A), parts
 
-    def inputs(self, steps: Steps, rest: Parts) -> tuple[ScanInputs, Parts]:
-        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
-
     def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, Mamba2State]:
         return self.out_proj(after(y, rest, self.backend)), Mamba2State(rest.conv, memory)
 
@@ -193,15 +185,8 @@ class Mamba2(ScanningCell):
         # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
         dtype = self.conv1d.weight.dtype
         ssm = (self.n_heads, self.head_dim, self.d_state)
-        return _state_like((self.d_conv - 1, self.d_xBC), ssm, dtype)
+        return conv_state_like(Mamba2State, (self.d_conv - 1, self.d_xBC), ssm, dtype)
 
     def inputs_like(self) -> ScanInputs:
-        narrow = self.conv1d.weight.new_zeros(1, 0, 1)
-        wide = narrow.to(self.state_like().ssm.dtype)
-        x = narrow[..., None].expand(1, 0, self.n_heads, self.head_dim)
-        B = narrow[..., None].expand(1, 0, self.n_groups, self.d_state)
-        gain = wide.expand(1, 0, self.n_heads)
-        return ScanInputs(x, gain, gain, B, B)
-
-    def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+        like, narrow = super().inputs_like(), self.conv1d.weight.dtype
+        return like._replace(x=like.x.to(narrow), B=like.B.to(narrow), C=like.C.to(narrow))

@@ -27,7 +27,13 @@ from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.recurrence import Memory, Recurrence
-from longrnn.cells.scanning import ScanningCell, check_sizes, divided
+from longrnn.cells.scanning import (
+    ScanningCell,
+    check_sizes,
+    divided,
+    inverse_softplus,
+    step_bias,
+)
 from longrnn.errors import UserError
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -146,6 +152,7 @@ class Mamba3(ScanningCell):
     recurrent_weights = ("in_proj.weight", "dt_bias", "B_bias", "C_bias")
     wide_weights = ("dt_bias", "B_bias", "C_bias", "D")
     projections = ("in_proj", "out_proj")
+    shown = ("n_heads", "d_state")
     repeats = False
 
     def __init__(
@@ -174,13 +181,12 @@ class Mamba3(ScanningCell):
                 f"rope_fraction {rope_fraction} of d_state {d_state} is not a pair of entries or "
                 "more: set a fraction up to 1, and a larger d_state"
             )
-        self.n_groups, self.norm_eps = n_groups, norm_eps
+        self.n_vectors, self.norm_eps = n_groups, norm_eps  # of B and C before their biases
 
         h, gn = self.n_heads, n_groups * d_state
         self.in_sizes = [inner, inner, gn, gn, h, h, h, self.n_angles]  # z, x, B, C, Δ, A, λ, θ
         self.in_proj = Linear(d_input, sum(self.in_sizes), bias=False)
-        dt = torch.empty(h).uniform_(math.log(1e-3), math.log(0.1)).exp()
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.dt_bias = step_bias(h)
         self.B_norm, self.C_norm = (nn.RMSNorm(d_state, eps=norm_eps) for _ in "BC")
         self.B_bias, self.C_bias = (nn.Parameter(torch.ones(h, d_state)) for _ in "BC")
         self.D = nn.Parameter(torch.ones(h))
@@ -225,37 +231,22 @@ class Mamba3(ScanningCell):
     def _by_head(self, vectors: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
         """Norm and bias of B or C, `(b, t, h, n)`."""
         normed = rms_norm(
-            vectors.unflatten(-1, (self.n_groups, -1)), own_weight(norm), self.norm_eps
+            vectors.unflatten(-1, (self.n_vectors, -1)), own_weight(norm), self.norm_eps
         )
-        return normed.repeat_interleave(self.n_heads // self.n_groups, 2) + bias.to(vectors)
+        return normed.repeat_interleave(self.n_heads // self.n_vectors, 2) + bias.to(vectors)
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
-        dt = 1 / (scales * math.log(2))  # A = −ln 2 for an input of zeros
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        # A = −ln 2 for an input of zeros.
+        self.dt_bias.copy_(inverse_softplus(1 / (scales * math.log(2))))
         return True
 
     def state_like(self) -> Mamba3State:
-        like = self._empty("meta")
-        h, p, n = self.n_heads, self.head_dim, self.d_state
-        angle = like.new_empty(h, self.n_angles, dtype=torch.float64)
-        return Mamba3State(
-            like.new_empty(h, p, n), like.new_empty(h, p), like.new_empty(h, n), angle
-        )
-
-    def inputs_like(self) -> ScanInputs:
-        like, h = self._empty(self.dt_bias.device), self.n_heads
-        x, gain, B = (
-            like.new_empty(1, 0, h, *size) for size in ([self.head_dim], [], [self.d_state])
-        )
-        return ScanInputs(x, gain, gain, B, B)
-
-    def _empty(self, device: torch.device | str) -> Tensor:
         dtype = torch.promote_types(self.in_proj.weight.dtype, torch.float32)
-        return torch.empty(0, dtype=dtype, device=device)
-
-    def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+        h, p, n = self.n_heads, self.head_dim, self.d_state
+        ssm = torch.empty(h, p, n, dtype=dtype, device="meta")
+        angle = ssm.new_empty(h, self.n_angles, dtype=torch.float64)
+        return Mamba3State(ssm, ssm.new_empty(h, p), ssm.new_empty(h, n), angle)
 
 
 def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:

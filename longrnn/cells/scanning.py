@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from math import isfinite
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Steps
@@ -29,8 +30,8 @@ NO_EDIT = Edit()
 class ScanningCell(Cell):
     """A cell whose memory is a matrix by head, to which each token adds x_t B_tᵀ, read by C_t.
 
-    A subclass gives `before`, `inputs` and `after`. Its output is the last of its `projections`,
-    and the memory is the field `ssm` of its state.
+    A subclass gives `before` and `after`, and may replace `inputs`. Its output is the last of its
+    `projections`, and the memory is the field `ssm` of its state.
 
     Args:
         d_input: width of x.
@@ -45,6 +46,9 @@ class ScanningCell(Cell):
             `longrnn.ops.repeat` gives the state after many readings.
         tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of
             all keys of a long call never exist at once; None to compute a call as a whole.
+        has_key_decays: whether each key of a head has a decay of its own.
+        n_groups: g, the number of B and C that the recurrence reads; 0 for one per head.
+        shown: names of the attributes in its `repr`.
     """
 
     scans = True
@@ -53,6 +57,9 @@ class ScanningCell(Cell):
     operation: ClassVar[Operation] = SCAN
     layer_operation: ClassVar[Operation | None] = None
     tokens_at_once: ClassVar[int | None] = None
+    has_key_decays = False
+    n_groups: int = 0
+    shown: tuple[str, ...] = ("n_heads",)
     backend: str
 
     def __init__(self, d_input: int, d_model: int, backend: str = "auto") -> None:
@@ -87,7 +94,6 @@ class ScanningCell(Cell):
             The steps, and what `inputs` and `after` need, a NamedTuple of the cell's own.
         """
 
-    @abstractmethod
     def inputs(self, steps: Steps, rest: Any) -> tuple[Any, Any]:
         """Computes the inputs of the recurrence from the steps after stages 1 and 2.
 
@@ -99,7 +105,9 @@ class ScanningCell(Cell):
             `ScanInputs`, or what the cell's own `recurrence` takes, with a field `log_decay`; and
             `rest`, with what `after` needs of the edited steps. `steps.log_decay` has the factor
             `keep` of an edit and `steps.gain` the factor `add`. Documents are separated later.
+            This implementation reads B and C from `rest`.
         """
+        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
 
     @abstractmethod
     def after(self, y: Tensor, rest: Any, memory: Tensor) -> tuple[Tensor, PyTree]:
@@ -172,11 +180,13 @@ class ScanningCell(Cell):
         return rows.without_padding(y), after
 
     def inputs_like(self) -> ScanInputs:
-        """The inputs of the scan for one row without tokens, on the device of the weights.
-
-        A cell for which windows are not defined needs none.
-        """
-        raise TypeError(f"{type(self).__name__} has no windows")
+        """The inputs of the scan for one row without tokens, on the device of the weights."""
+        ssm = self.state_like().ssm
+        heads, channels, keys = ssm.shape
+        gain = torch.empty(1, 0, heads, dtype=ssm.dtype, device=self.device)
+        log_decay = gain.new_empty(1, 0, heads, keys) if self.has_key_decays else gain
+        B = gain.new_empty(1, 0, self.n_groups or heads, keys)
+        return ScanInputs(gain.new_empty(1, 0, heads, channels), gain, log_decay, B, B)
 
     def own_memory(self, state: PyTree) -> Tensor:
         """`memory` without a window: the field `ssm` of a state."""
@@ -204,7 +214,7 @@ class ScanningCell(Cell):
         return like if edit.heads is None else like.heads(head_index(edit.heads, like.x))
 
     def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, backend={self.backend}"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*self.shown, "backend"))
 
 
 def _without_padding(steps: Steps, rows: Rows) -> Steps:
@@ -225,7 +235,7 @@ def check_sizes(norm_eps: float, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
-    if not (norm_eps >= 0 and isfinite(norm_eps)):
+    if not (norm_eps >= 0 and math.isfinite(norm_eps)):
         raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
 
 
@@ -235,3 +245,28 @@ def divided(whole: int, meaning: str, **divisor: int) -> int:
     if whole % size:
         raise UserError(f"{name} {size} does not divide {meaning} {whole}: set another {name}")
     return whole // size
+
+
+@lru_cache(maxsize=64)
+def conv_state_like(
+    kind: Any, conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    """A state of `conv` and `ssm` without values, the latter in float32 or wider.
+
+    All cells of these shapes share it: it is needed per token.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return kind(
+        torch.empty(conv, dtype=dtype, device="meta"), torch.empty(ssm, dtype=wide, device="meta")
+    )
+
+
+def step_bias(count: int, least: float = 1e-3, largest: float = 0.1) -> nn.Parameter:
+    """Biases whose softplus, the initial step, is log-uniform between two numbers."""
+    step = torch.empty(count).uniform_(math.log(least), math.log(largest)).exp()
+    return nn.Parameter(inverse_softplus(step))
+
+
+def inverse_softplus(step: Tensor) -> Tensor:
+    """The number of which a positive number is the softplus."""
+    return step + torch.log(-torch.expm1(-step))

@@ -19,7 +19,6 @@ from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.layer_cell import LayerCell
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.definition import ScanInputs
 
 
 class LightningState(NamedTuple):
@@ -29,10 +28,10 @@ class LightningState(NamedTuple):
 
 
 class LightningRest(NamedTuple):
-    """`q` and `k`: `(b, t, h, n)`; `gate`: `(b, t, h p)`, before its sigmoid."""
+    """`B` and `C`: `(b, t, h, n)`, k and q; `gate`: `(b, t, h p)`, before its sigmoid."""
 
-    q: Tensor
-    k: Tensor
+    B: Tensor
+    C: Tensor
     gate: Tensor
 
 
@@ -46,6 +45,7 @@ class LightningAttention(LayerCell):
     constant_step = True
     recurrent_weights = ("layer.slope_rate",)
     wide_weights = ("slope_rate",)
+    shown = ("n_heads", "head_dim")
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.qkv_proj.in_features)
@@ -59,11 +59,7 @@ class LightningAttention(LayerCell):
         mixed = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (self.n_heads, -1)).to(dtype)
         q, k, v = mixed.split(self.head_dim, dim=-1)
         rate = -layer.slope_rate.to(dtype).flatten()
-        return Steps(v, torch.ones_like(v[..., 0]), rate), LightningRest(q, k, layer.output_gate(x))
-
-    def inputs(self, steps: Steps, rest: LightningRest) -> tuple[ScanInputs, LightningRest]:
-        """Returns the inputs of the recurrence after the edits of the steps."""
-        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.k, rest.q), rest
+        return Steps(v, torch.ones_like(v[..., 0]), rate), LightningRest(k, q, layer.output_gate(x))
 
     def after(
         self, y: Tensor, rest: LightningRest, memory: Tensor
@@ -78,12 +74,3 @@ class LightningAttention(LayerCell):
         dtype = self.wide_dtype(self.layer.out_proj.weight)
         sizes = self.n_heads, self.head_dim, self.head_dim
         return LightningState(torch.empty(sizes, dtype=dtype, device="meta"))
-
-    def inputs_like(self) -> ScanInputs:
-        weight = self.layer.out_proj.weight
-        gain = torch.empty(1, 0, self.n_heads, dtype=self.wide_dtype(weight), device=weight.device)
-        vectors = gain.new_empty(1, 0, self.n_heads, self.head_dim)
-        return ScanInputs(vectors, gain, gain, vectors, vectors)
-
-    def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, head_dim={self.head_dim}, backend={self.backend}"

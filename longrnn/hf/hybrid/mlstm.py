@@ -60,6 +60,7 @@ class MLSTM(LayerCell):
     """
 
     has_steps = False
+    shown = ("n_heads", "key_dim", "value_dim")
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.config.hidden_size)
@@ -116,14 +117,3 @@ class MLSTM(LayerCell):
             self.n_heads, self.value_dim + 1, self.key_dim, dtype=dtype, device="meta"
         )
         return MLSTMState(memory, memory.new_empty(self.n_heads, dtype=torch.float64))
-
-    def inputs_like(self) -> ScanInputs:
-        weight = self.layer.out_proj.weight
-        gain = torch.empty(1, 0, self.n_heads, dtype=self.wide_dtype(weight), device=weight.device)
-        x = gain.new_empty(1, 0, self.n_heads, self.value_dim + 1)
-        keys = gain.new_empty(1, 0, self.n_heads, self.key_dim)
-        return ScanInputs(x, gain, gain, keys, keys)
-
-    def extra_repr(self) -> str:
-        sizes = f"key_dim={self.key_dim}, value_dim={self.value_dim}"
-        return f"n_heads={self.n_heads}, {sizes}, backend={self.backend}"

@@ -57,6 +57,7 @@ class RGLRU(LayerCell):
 
     recurrent_weights = ("layer.rg_lru.recurrent_param",)
     wide_weights = ("recurrent_param",)
+    n_groups = 1
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.hidden_size)
@@ -106,12 +107,3 @@ class RGLRU(LayerCell):
             like.new_empty(self.n_heads, 1, 1),
             like.new_empty((), dtype=torch.bool),
         )
-
-    def inputs_like(self) -> ScanInputs:
-        weight = self.layer.conv_1d.weight
-        gain = torch.empty(1, 0, self.n_heads, dtype=self.wide_dtype(weight), device=weight.device)
-        ones = gain.new_empty(1, 0, 1, 1)
-        return ScanInputs(gain[..., None], gain, gain, ones, ones)
-
-    def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_conv={self.layer.conv1d_width}, backend={self.backend}"
