@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.cells import Mamba2
+from longrnn.cells import MIXERS, Mamba2
 from longrnn.errors import UserError
 from longrnn.ops import cpu
 from longrnn.ops.conv import CONV
@@ -449,6 +449,17 @@ def test_the_widest_filters_are_computed(taps: int) -> None:
 
     expected = results(run(exact), x, gradients=True)
     assert_near(results(run(cell), x.float(), gradients=True), expected, 1e-4)
+
+
+@pytest.mark.parametrize("time", [1, 5])
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_batch_without_rows_has_outputs_without_rows(kind: str, time: int) -> None:
+    cell = MIXERS.build({"kind": kind}, 64, 64)
+    x = torch.zeros(0, time, 64, requires_grad=True)
+    y, _ = cell(x, cell.init_state(0))
+    y.sum().backward()
+    with torch.no_grad():
+        assert cell(x, cell.init_state(0))[0].shape == y.shape == (0, time, 64)
 
 
 @needs_kernels

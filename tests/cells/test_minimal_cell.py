@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -38,32 +37,37 @@ IMPORTS = """
 from typing import NamedTuple
 import torch
 from torch import Tensor, nn
-from longrnn.cells import MIXERS, StepwiseCell, Update
+from torch.nn import functional as F
 """
+# The cells of the guide, with their options, in its order.
+CELLS = [{"kind": "mine", "bias": False}, {"kind": "gated_linear", "n_heads": 2}]
+MEMORIES = {"mine": (2, 1, 8, 1), "gated_linear": (2, 2, 4, 4)}
 
 
-@pytest.fixture
-def model() -> Iterator[RecurrentLM]:
-    """A model with the cell of the guide."""
+@pytest.fixture(params=CELLS, ids=lambda spec: spec["kind"])
+def model(request: pytest.FixtureRequest) -> Iterator[RecurrentLM]:
+    """A model with a cell of the guide."""
     section = GUIDE.read_text().split("## Add a cell")[1].split("## ")[0]
-    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    module = sys.modules["guide"] = ModuleType("guide")
-    exec(compile(IMPORTS + block, "guide", "exec"), vars(module))
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == len(CELLS)
+    module, kind = ModuleType("guide"), request.param["kind"]
+    sys.modules["guide"] = module
+    exec(compile(IMPORTS + blocks[CELLS.index(request.param)], "guide", "exec"), vars(module))
     try:
-        yield build_model({"kind": "mine", "bias": False})
+        yield build_model(request.param)
     finally:
-        del MIXERS["mine"], sys.modules["guide"]
+        del MIXERS[kind], sys.modules["guide"]
 
 
-def members() -> Iterator[Any]:
-    for kind, member in MITIGATIONS.items():
-        if member.undefined(MIXERS["gru"]) is None:
-            yield pytest.param([mitigation(mitigation_spec(kind))], id=kind)
-
-
-@pytest.mark.parametrize("specs", [[], *members()])
-def test_it_splits_packs_and_generates(model: RecurrentLM, specs: list[Any]) -> None:
-    model = model.under(specs)
+@pytest.mark.parametrize("name", [None, *MITIGATIONS])
+def test_it_splits_packs_and_generates(model: RecurrentLM, name: str | None) -> None:
+    cell = model.cells[0]
+    if name is not None:
+        if MITIGATIONS[name].undefined(type(cell)) is not None:
+            with pytest.raises(UserError, match=f"{name}.*{cell.kind}"):
+                model.under([mitigation(mitigation_spec(name))])
+            return
+        model = model.under([mitigation(mitigation_spec(name))])
     tokens, masks = random_tokens(2, 40), random_masks(2, 40)
     state = started(model, 2)
     whole = outcome(model, tokens, state, [40])
@@ -74,10 +78,9 @@ def test_it_splits_packs_and_generates(model: RecurrentLM, specs: list[Any]) -> 
     assert_near(packed, parts, 1e-10)
     model(tokens, rows=Rows(is_document_start=masks[1])).logits.sum().backward()
     assert generate(model, tokens, max_new_tokens=3).state.position.tolist() == [43] * 2
-    assert all(memory.shape == (2, 1, 8, 1) for memory in model.memories(state))
+    assert all(memory.shape == MEMORIES[cell.kind] for memory in model.memories(state))
 
 
-def test_a_mitigation_of_steps_is_refused(model: RecurrentLM) -> None:
-    with pytest.raises(UserError, match="scale_delta.*mine"):
-        model.under(mitigation("scale_delta(scale=2)"))
-    assert random_state(model, 1).layers[0].h.shape == (1, 8)
+def test_its_random_state_has_its_sizes(model: RecurrentLM) -> None:
+    memory = model.memories(random_state(model, 1))[0]
+    assert memory.shape[1:] == MEMORIES[model.cells[0].kind][1:]

@@ -24,10 +24,12 @@ def refusal(tensors: Iterable[Tensor | None]) -> str | None:
     if (reason := missing()) is not None:
         return reason
     for tensor in tensors:
-        if tensor is not None and (
-            tensor.device.type != "cpu" or type(tensor) not in (Tensor, Parameter)
-        ):
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu" or type(tensor) not in (Tensor, Parameter):
             return "its tensors are not plain tensors on the CPU"
+        if tensor.shape[:1] == (0,):
+            return "its batch has no rows"
     if is_transformed():
         return "torch transforms or records its operations"
     return None
