@@ -60,7 +60,7 @@ def corpus_of(
     if not listed:
         raise UserError("data is an empty list: give a file, a folder, a dataset or a corpus")
     folder = Path(listed[0]).expanduser()
-    if len(listed) > 1 or not (folder / HEADER).is_file():
+    if len(listed) > 1 or not os.path.isfile(folder / HEADER):
         reading = Reading(instruct=instruct)
         cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
         name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"

@@ -7,6 +7,7 @@ completion are tokenized separately, as they are when a model answers a prompt.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
@@ -43,10 +44,9 @@ def sources(data: Sequence[str]) -> list[Path | str]:
     for given in data:
         path = Path(given).expanduser().resolve()
         inside: list[Path | str] = []
-        if path.is_dir():
-            names = sorted(map(Path, glob("**", root_dir=path, recursive=True)))
-            inside += [path / name for name in names if name.suffix.lower() in IN_FOLDERS]
-        elif path.is_file():
+        if os.path.isdir(path):
+            inside += _files_in(path)
+        elif os.path.isfile(path):
             inside = [path]
         elif HUB_NAME.fullmatch(given) and not path.suffix:
             inside = [given]
@@ -57,6 +57,21 @@ def sources(data: Sequence[str]) -> list[Path | str]:
             )
         listed += inside
     return listed
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The texts and tables in a folder and below, by path; each once, whatever links there are."""
+    distinct: dict[Path, Path] = {}
+    for name in sorted(map(Path, glob("**", root_dir=folder, recursive=True))):
+        file = (folder / name).resolve()
+        if name.suffix.lower() not in IN_FOLDERS or file.is_dir():
+            continue
+        if not file.exists():
+            raise UserError(
+                f"{folder / name} is a link to a missing file: remove it, or restore the file"
+            )
+        distinct.setdefault(file, folder / name)
+    return [*distinct.values()]
 
 
 class Piece(NamedTuple):

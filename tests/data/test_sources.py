@@ -90,6 +90,19 @@ class Indents(ByteTokenizer):
         return [2**16 + byte for byte in re.sub("\n +", "\x01", text).encode()]
 
 
+def test_a_file_of_a_folder_is_read_once() -> None:
+    """However many links lead to it; a folder with the ending of a text is no text."""
+    Path("texts/notes.md").mkdir(parents=True)
+    for name in ("a.txt", "notes.md/b.txt"):
+        (Path("texts") / name).write_text(name)
+    Path("texts/again.txt").symlink_to("a.txt")
+    Path("texts/loop").symlink_to(".")
+    assert sorted(documents("texts")) == ["a.txt", "notes.md/b.txt"]
+    Path("texts/lost.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"lost\.txt is a link"):
+        documents("texts")
+
+
 def test_long_texts_have_the_tokens_of_the_whole() -> None:
     """They are tokenized in pieces, which begin with a line that is not indented."""
     text = "a line\n  that goes on\n    and on\nthe next\n" * 50_000
