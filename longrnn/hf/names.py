@@ -105,7 +105,10 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     if is_hub_name(name):
         return download(name, revision)
     parent = path.parent
-    beside = [str(entry) for entry in parent.iterdir()] if os.path.isdir(parent) else []
+    if os.path.isfile(path):
+        raise UserError(f"{name} is a file, and a checkpoint is a folder or .gguf: give {parent}")
+    inside = parent.iterdir() if os.path.isdir(parent) else ()
+    beside = [str(entry) for entry in inside if entry.is_dir()]
     raise UserError(
         f"no checkpoint {name!r}, neither embedded nor a folder: "
         f"{nearest(name, [*known, *(beside if path.name != name else [])])}"

@@ -172,6 +172,12 @@ def test_load_understands_a_mitigation() -> None:
         load("passkey-tiny+sliding_windw")
 
 
+def test_the_folder_of_a_file_is_named() -> None:
+    folder = embedded()["passkey-tiny"]
+    with pytest.raises(UserError, match=f"is a file.*: give {folder}"):
+        load(folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("name", ["a/b/c", f"{'x' * 300}/b/c", "x" * 300, "nul\0/b/c"])
 def test_a_name_without_a_checkpoint_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="neither embedded nor a folder"):
