@@ -55,20 +55,6 @@ def test_a_launch_divides_its_words_at_the_first_command(
     assert seen == [["--cpu"], ["train", "finetune", "seed=1"]]
 
 
-def test_info(cli: CLI, models: Path) -> None:
-    """`info` prints the sizes and the fingerprint of the checkpoint."""
-    result = cli("info", models / "text")
-    model = load(models / "text")
-    assert result.code == 0
-    parameters = 256 * 16 + 4 * (16 * 16 * 2 + 16 * 2) + 2 * 16
-    lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
-    assert lines["checkpoint"] == str(models / "text")
-    assert lines["parameters"] == f"{parameters:,} (torch.float32)"
-    assert lines["state"].startswith(f"{2 * 16 * 4 + 8} bytes")
-    assert lines["fingerprint"] == model.fingerprint()
-    assert "lstm" in lines["cells"]
-
-
 def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` prints what the model generates, also for a prompt from a file; seeds repeat."""
     prompt, command = "The grass is\n", ["generate", models / "text", "--temperature", "2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,3 @@ def test_training_on_a_corpus(
     bpe.save(tmp_path / "bpe")
     says = ("made with the tokenizer 'bytes'", "set tokenizer=bytes")
     refused(cli, *train, "tokenizer=bpe", f"model.vocab_size={bpe.vocab_size}", says=says)
-    shutil.copytree("corpus", "half")
-    with open("half/tokens.bin", "rb+") as file:
-        file.truncate(100)
-    refused(cli, *train, "task.data=half", says=("half", "tokens.bin", "damaged"))

@@ -271,9 +271,6 @@ def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     assert read.describe() == mitigation(members).describe()
     known = Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
     assert [part.calibration for part in read.parts()] == [known] * len(members)
-    tokens = windows(LENGTH)
-    ours = model.under(longrnn.mitigation(str(path)))(tokens).logits
-    assert torch.equal(ours, model.under(mitigation(members))(tokens).logits)
     for other in (build(seed=1), build("lstm")):
         with pytest.raises(UserError, match="model"):
             other.under(longrnn.mitigation(path))

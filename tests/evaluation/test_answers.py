@@ -106,5 +106,3 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     assert all("300" in str(cell) for cell in found.table.cells if cell.model == "short")
     with pytest.raises(UserError, match="data is an empty list"):
         measure(AnswerOptions(data=[]), tmp_path / "r", one)
-    with pytest.raises(UserError, match=str(tmp_path / "d")):
-        measure(AnswerOptions(data=str(tmp_path / "d")).evaluation(), tmp_path / "r", one)

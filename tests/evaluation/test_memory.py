@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
-from longrnn.errors import UserError
 from longrnn.evaluation.memory import remembrance
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
@@ -71,9 +70,3 @@ def test_the_evaluation(tmp_path: Path) -> None:
     both = measure(MemoryOptions(**asked), tmp_path / "both", one, other, pairs).table.cells
     compared = {cell.model for cell in both if cell.difference is not None}
     assert compared == {"other"}, "stretches of different tokens are not paired"
-    with pytest.raises(UserError, match="a.txt"):
-        measure(
-            MemoryOptions(texts=[tmp_path / "a.txt"], positions=[2**16]).evaluation(),
-            tmp_path / "long",
-            one,
-        )

@@ -193,11 +193,8 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_newlines(tmp_path: Path) -> None:
     """A text of newlines is one window; the losses by position partition it."""
-    outcome = measure(
-        PerplexityOptions(texts=[], newlines=True, lengths=[150]).evaluation(),
-        tmp_path / "r",
-        small_model("one"),
-    )
+    options = PerplexityOptions(newlines=True, lengths=[150])
+    outcome = measure(options, tmp_path / "r", small_model("one"))
     ((item, row),) = outcome.results["one"]
     assert item.spec.edges == [0, 16, 32, 64, 128, 150]
     bits = {at: cell.estimate.mean for (name, at, _), cell in cells(outcome).items() if at != 150}
@@ -213,9 +210,9 @@ def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) ->
     one, short = small_model("one"), small_model("short", position=SHORT)
     outcomes = [measure(perplexity(tmp_path, texts=t), tmp_path / "r", one) for t in (once, again)]
     assert outcomes[0].table.notes == outcomes[1].table.notes != []
-    evaluations = [CostOptions(lengths=[8]), perplexity(tmp_path, lengths=[512])]
-    built = [options.evaluation() for options in evaluations]
-    assert run([short], built, tmp_path / "r", quiet=True)[1].table.notes == []
+    beyond = perplexity(tmp_path, lengths=[512]).evaluation()
+    both = [CostOptions(lengths=[8]).evaluation(), beyond]
+    assert run([short], both, tmp_path / "r", quiet=True)[1].table.notes == []
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
@@ -224,11 +221,8 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("🙂" * 9)
     split = one._replace(tokenizer=byte_level())
     with pytest.raises(UserError, match="--lengths"):
-        measure(
-            PerplexityOptions(texts=[tmp_path / "c.txt"], lengths=[1, 4]).evaluation(),
-            tmp_path / "r",
-            split,
-        )
+        options = PerplexityOptions(texts=[tmp_path / "c.txt"], lengths=[1, 4])
+        measure(options, tmp_path / "r", split)
 
     class NoOffsets(ByteTokenizer):
         def byte_ends(self, text: str) -> list[int] | None:

@@ -142,11 +142,7 @@ def test_a_cache_file_keeps_the_answers_of_each_model_and_setting(
     """One file of `use_cache` serves every model its own answers, and none of another."""
     cache, task = str(tmp_path / "cache"), "tiny_choice"
     forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
-    subjects: list[dict[str, Any]] = [
-        {},
-        {"pretrained": forgetting},
-        {"max_length": 8},
-    ]
+    subjects: list[dict[str, Any]] = [{}, {"pretrained": forgetting}, {"max_length": 8}]
     for arguments in subjects:
         alone = evaluate(ours(setting, **arguments), setting.tasks, task)
         for computed in (True, False):
