@@ -32,6 +32,9 @@ from longrnn.hf.hybrid.layer_cell import LayerCell
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 
+# exp of a larger number would be infinite in float32, with a gradient that is NaN.
+LARGEST_EXPONENT = 80.0
+
 
 class MLSTMState(NamedTuple):
     """`ssm`: `(b, h, p + 1, n)`, C' and N' of every head, float32 or wider; `stabiliser`: `(b, h)`
@@ -104,7 +107,7 @@ class MLSTM(LayerCell):
         layer, norm = self.layer, self.layer.multihead_norm
         values, normaliser = y.split([self.value_dim, 1], dim=-1)
         m = rest.stabiliser
-        least = (-m[..., None]).exp().to(y)
+        least = (-m[..., None]).clamp(max=LARGEST_EXPONENT).exp().to(y)
         values = values / (normaliser.abs().maximum(least) + layer.config.eps)
         normed = F.layer_norm(values, values.shape[-1:], eps=norm.eps).flatten(2) * norm.weight
         normed = normed if norm.bias is None else normed + norm.bias

@@ -115,6 +115,18 @@ def test_both_limits_of_the_decay(kind: str, bias: float) -> None:
     assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_xlstm_whose_gates_are_closed_has_finite_gradients(dtype: torch.dtype) -> None:
+    layer, cell = layer_and_cell("xlstm", gate_soft_cap=1e6)
+    layer.to(dtype)
+    with torch.no_grad():
+        layer.fgate_preact.bias.fill_(-1e3)
+        layer.igate_preact.bias.fill_(-1e3)
+    x = inputs(cell).to(dtype).requires_grad_()
+    y, _ = cell(x, cell.init_state(2))
+    assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packed_documents_are_read_apart(kind: str) -> None:
     """A document in a row has the outputs that it has alone; padding leaves the state."""
