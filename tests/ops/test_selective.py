@@ -11,8 +11,10 @@ from torch import Tensor
 
 from longrnn.ops import cpu
 from longrnn.ops.operation import Implementation
+from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.definition import loop as scan_loop
 from longrnn.ops.selective import SELECTIVE
-from longrnn.ops.selective.definition import SelectiveInputs, loop
+from longrnn.ops.selective.definition import SelectiveInputs
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 5e-6}
 # Rows, tokens, channels, numbers of state per channel, groups: not multiples of a vector's width.
@@ -36,6 +38,16 @@ def random_inputs(b: int, t: int, h: int, n: int, g: int) -> list[Tensor | None]
     keep = -draw(h).abs() * 0.01 if t % 2 else None
     x, gain, rate = draw(b, t, h), draw(b, t, h).abs(), -draw(h, n).exp()
     return [x, gain, step, rate, keep, draw(b, t, g, n), draw(b, t, g, n), draw(b, h, n)]
+
+
+def loop(inputs: SelectiveInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence with the decays of all tokens, one token after another."""
+    x, gain, step, rate, log_keep, B, C = inputs
+    log_decay = step[..., None] * rate
+    log_decay = log_decay if log_keep is None else log_decay + log_keep[:, None]
+    scan = ScanInputs(x[..., None], gain, log_decay, B, C)
+    y, after = scan_loop(scan, state[:, :, None])
+    return y[..., 0], after[:, :, 0]
 
 
 def results(run: Any, tensors: list[Tensor | None]) -> list[Tensor]:

@@ -38,7 +38,7 @@ def scan(
     """See `longrnn.ops.scan.definition.scan`, which computes gradients with decays per key."""
     few = inputs.x.shape[1] <= FEW
     if inputs.has_key_decays and not tracked((*inputs, state)):
-        return reversible(scan_by_key)(inputs, state, backward=backward)
+        return reversible(untracked)(inputs, state, kernel="key_scan", backward=backward)
     if inputs.has_key_decays or (is_entrywise(inputs) and not few):
         return definition.scan(inputs, state, final=final, backward=backward)
     if state is None and (few or tracked(inputs)):
@@ -74,10 +74,8 @@ def _scan(
     return y, y if after is None else after
 
 
-def scan_by_key(
-    inputs: ScanInputs, state: Tensor | None, kernel: str = "key_scan"
-) -> tuple[Tensor, Tensor]:
-    """A recurrence with decays per key, without gradients, by `key_scan` or `key_delta`."""
+def untracked(inputs: ScanInputs, state: Tensor | None, kernel: str) -> tuple[Tensor, Tensor]:
+    """A recurrence without gradients, by `key_scan`, `key_delta` or `delta`."""
     state = inputs.zero_state() if state is None else state
     given, before = readable(inputs, state, state.dtype)
     y, after = given.x.new_empty(given.x.shape), state.clone(memory_format=torch.contiguous_format)

@@ -19,7 +19,15 @@ def refusal(*tensors: Tensor) -> str | None:
 
 
 def selective(inputs: SelectiveInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.selective.definition.loop`."""
+    """Computes the selective scan.
+
+    Args:
+        inputs: t >= 1.
+        state: `(b, h, n)`, float32 or float64.
+
+    Returns:
+        y `(b, t, h)`, and the state after the last token.
+    """
     if tracked((*inputs, state)):
         return _Selective.apply(*inputs, state)
     return _selective(inputs, state)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -34,24 +33,3 @@ class SelectiveInputs(NamedTuple):
     log_keep: Tensor | None
     B: Tensor
     C: Tensor
-
-
-def loop(inputs: SelectiveInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes one token after another.
-
-    Args:
-        inputs: t >= 1.
-        state: `(b, h, n)`, float32 or float64.
-
-    Returns:
-        y `(b, t, h)`, and the state after the last token.
-    """
-    x, gain, step, rate, log_keep, B, C = inputs
-    B, C = (keys.repeat_interleave(x.shape[2] // B.shape[2], 2) for keys in (B, C))
-    outputs = []
-    for t in range(x.shape[1]):
-        log_decay = step[:, t, :, None] * rate
-        log_decay = log_decay if log_keep is None else log_decay + log_keep[:, None]
-        state = log_decay.exp() * state + (gain[:, t] * x[:, t])[..., None] * B[:, t]
-        outputs.append((state * C[:, t]).sum(-1))
-    return torch.stack(outputs, dim=1), state
