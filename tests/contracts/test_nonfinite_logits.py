@@ -23,35 +23,24 @@ from tests.contracts.builders import Scripted, build_model, mitigation_spec, ran
 pytestmark = pytest.mark.core
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
+CALIBRATE = "calibrate MODEL --text TEXT --train-length 64 --method"
 COMMANDS = {
-    "passkey": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1"],
-    "chunk select": ["eval", "passkey", "MODEL", "--lengths", "200", "--chunk-select", "128"],
-    "perplexity": ["eval", "perplexity", "MODEL", "--text", "TEXT", "--lengths", "256"],
-    "paired": ["eval", "perplexity", "GOOD", "MODEL", "--text", "TEXT", "--lengths", "256"],
-    "sequences": [
-        "eval", "task", "MODEL", "--task", "sort", "--vocab-size", "9", "--lengths", "4",
-    ],
-    "harness, likelihood": ["eval", "harness", "MODEL", "--tasks", "task.yaml"],
-    "harness, generation": [
-        "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--limit", "1",
-    ],
-    "memory": ["diagnose", "memory", "MODEL", "--text", "TEXT", "--positions", "64"],
-    "states": [
-        "diagnose", "states", "MODEL", "--text", "TEXT", "--length", "256", "--train-length", "64",
-    ],
-    "calibrate": [
-        "calibrate", "MODEL", "--text", "TEXT", "--method", "state_norm", "--train-length", "64",
-    ],
-    "calibrate by search": [
-        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay(steps=1)",
-        "--train-length", "64", "--target-length", "128",
-    ],
-    "compare, cost": ["compare", "MODEL", "--suite", "cost.yaml"],
-    "generate": ["generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3"],
-    "sample": [
-        "generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3", "--temperature", "1",
-    ],
-}  # fmt: skip
+    "passkey": "eval passkey MODEL --lengths 200 --n 1",
+    "chunk select": "eval passkey MODEL --lengths 200 --chunk-select 128",
+    "perplexity": "eval perplexity MODEL --text TEXT --lengths 256",
+    "paired": "eval perplexity GOOD MODEL --text TEXT --lengths 256",
+    "sequences": "eval task MODEL --task sort --vocab-size 9 --lengths 4",
+    "harness, likelihood": "eval harness MODEL --tasks task.yaml",
+    "harness, generation": "eval harness MODEL --tasks longrnn_passkey --limit 1",
+    "memory": "diagnose memory MODEL --text TEXT --positions 64",
+    "states": "diagnose states MODEL --text TEXT --length 256 --train-length 64",
+    "gradients": "diagnose gradients MODEL --text TEXT --length 4",
+    "calibrate": f"{CALIBRATE} state_norm",
+    "calibrate by search": f"{CALIBRATE} scale_decay(steps=1) --target-length 128",
+    "compare, cost": "compare MODEL --suite cost.yaml",
+    "generate": "generate MODEL --prompt The --max-new-tokens 3",
+    "sample": "generate MODEL --prompt The --max-new-tokens 3 --temperature 1",
+}
 TASK = """task: likelihood
 dataset_path: text
 dataset_kwargs: {data_files: {test: TEXT}}
@@ -88,8 +77,8 @@ def test_every_evaluation_refuses_a_model_with_nan_weights(
     places = {"MODEL": tmp_path / "sick", "GOOD": tmp_path / "good", "TEXT": tmp_path / "text.txt"}
     command = COMMANDS[name]
     for placeholder, path in places.items():
-        command = [part.replace(placeholder, str(path)) for part in command]
-    done = cli(*command)
+        command = command.replace(placeholder, str(path))
+    done = cli(*command.split())
     assert done.code == 2, done.out + done.err
     error = next(line for line in done.err.splitlines() if line.startswith("error: "))
     assert "finite" in error

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import torch
 
-from longrnn import load
 from longrnn import state as states
 from longrnn.evaluation.options import CostOptions
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
-from longrnn.text import ByteTokenizer
 from tests.evaluation.small_models import SHORT, cells, measure, small_model
-from tests.hf.foreign import causal, with_bytes
 
 
 def test_each_length_is_measured_once(tmp_path: Path) -> None:
@@ -34,14 +30,3 @@ def test_each_length_is_measured_once(tmp_path: Path) -> None:
     content = (tmp_path / "r/rows.jsonl").read_bytes()
     assert cells(measure(evaluation, tmp_path / "r", *models)) == found
     assert (tmp_path / "r/rows.jsonl").read_bytes() == content
-
-
-def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
-    """The cache of a transformer grows with the length."""
-    with_bytes(causal("llama", vocab_size=256, max_position_embeddings=64), tmp_path / "llama")
-    model = load(f"{tmp_path / 'llama'}+beyond")
-    subject = OpenCheckpoint("llama", model, ByteTokenizer())
-    found = cells(measure(CostOptions(lengths=[100], decode=3), tmp_path / "r", subject))
-    # Keys and values of two layers with two heads of 8, in float32, and the position.
-    size = found["state or cache, bytes", 100, "llama"].estimate.mean
-    assert size == 100 * 2 * 2 * 2 * 8 * 4 + 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -90,43 +91,29 @@ def test_by_name(tmp_path: Path, setting: Setting) -> None:
     """`model="longrnn"` accepts arguments as text, with a mitigation behind the checkpoint."""
     save_model(setting.model, tmp_path / "ours")
     load_tokenizer(setting.checkpoint).save(tmp_path / "ours")  # type: ignore[attr-defined]
-    plain = f"pretrained={tmp_path / 'ours'}"
-    values = [
-        evaluate(model, setting.tasks, "tiny_rolling", model_args=arguments)["results"]
-        for model, arguments in (
-            ("longrnn", plain),
-            (ours(setting), None),
-            ("longrnn", f"{plain}+forget_more(decay_scale=0.5)"),
-        )
-    ]
-    found = [value["tiny_rolling"]["bits_per_byte,none"] for value in values]
+    found = []
+    for model, spec in (("longrnn", ""), (ours(setting), ""), ("longrnn", "+forget_more")):
+        arguments = f"pretrained={tmp_path / 'ours'}{spec}" if model == "longrnn" else None
+        results = evaluate(model, setting.tasks, "tiny_rolling", model_args=arguments)["results"]
+        found.append(results["tiny_rolling"]["bits_per_byte,none"])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert abs(found[0] - found[2]) > 1e-5
 
 
-class Stopping:
-    """A model that is interrupted at its third call."""
-
-    def __init__(self, inside: RecurrentLM) -> None:
-        self.inside, self.calls = inside, 0
-        self.vocab_size, self.max_length = inside.vocab_size, inside.max_length
-        self.init_state, self.fingerprint = inside.init_state, inside.fingerprint
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self.calls > 3:
-            raise KeyboardInterrupt
-        return self.inside(*args, **kwargs)
-
-
-def test_cache(setting: Setting, tmp_path: Path) -> None:
-    """Answers in a cache are not computed again."""
+def test_cache(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers in a cache are not computed again after an interruption."""
     cache, task = str(tmp_path / "cache"), "tiny_choice"
     whole = evaluate(ours(setting, batch_size=1), setting.tasks, task)
-    broken = ours(setting, batch_size=1)
-    broken.model = Stopping(setting.model)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(broken, setting.tasks, task, use_cache=cache)
+    forward, calls = RecurrentLM.forward, count()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RecurrentLM, "forward", interrupted)
+        evaluate(ours(setting, batch_size=1), setting.tasks, task, use_cache=cache)
     rest, again = (
         evaluate(ours(setting, batch_size=1), setting.tasks, task, use_cache=cache)
         for _ in range(2)
