@@ -13,44 +13,35 @@ import pytest
 from scripts import studies
 
 ROOT = Path(__file__).parent.parent
-BOOKS = ["--train", "a.txt", "--text", "b.txt"]
-REVERSE = ["--steps", "2", "--seeds", "1", "--width", "16", "--vocab-sizes"]
+BOOKS = "--train a.txt --text b.txt"
+REVERSE = "--steps 2 --seeds 1 --width 16 --vocab-sizes"
 SMOKE = {
-    "study_state_collapse.py": [
-        "collapse-tiny", "--train-length", "64", "--length", "256", "--windows", "1",
-        "--target", "128", "--calibration", "a.txt", "--choice", "c.txt", "--text", "b.txt",
-        "--method", "sliding_window", "state_norm",
-    ],
-    "study_capacity.py forget": [
-        "--d-states", "4", "--train-lengths", "64", "--steps", "1", "--seeds", "1",
-        "--train", "a.txt", "--text", "b.txt", "--length", "256", "--windows", "1",
-    ],
-    "study_capacity.py recall": [
-        "--d-states", "4", "--train-lengths", "192", "--steps", "1", "--more-steps", "1",
-        "--seeds", "1", "--prompts", "192", "--n", "2",
-    ],
-    "study_reverse.py encodings": [
-        *REVERSE, "16", "--cell", "lstm", "--encoding", "duplicate", "learned",
-    ],
-    "study_reverse.py rare": [*REVERSE, "16", "--encoding", "duplicate", "--triplets", "2"],
-    "study_reverse.py vocabularies": [*REVERSE, "8,16", "--encoding", "duplicate"],
-    "study_initial_states.py": [
-        *BOOKS, "--base", "collapse-tiny", "--train-length", "64", "--steps", "1", "--seeds", "1",
-        "--step-tokens", "256",
-        "--policy", "zero", "carry", "--length", "256", "--windows", "1",
-    ],
-    "study_char_lm.py": [
-        "long.txt", "--setting", "rnn-16", "mlp-8", "--steps", "2", "--seeds", "1", "--width", "16",
-    ],
-    "compare_with_transformer.py recall": [
-        "--size", "tiny", "--steps", "1", "--seeds", "2", "--rates", "1e-3", "--reach", "1",
-        "--n", "2", "--step-tokens", "64",
-    ],
-    "compare_with_transformer.py books": [
-        *BOOKS, "--size", "tiny", "--steps", "1", "--seeds", "1", "--rates", "1e-3", "--reach", "2",
-        "--n", "2", "--length", "32", "--step-tokens", "64",
-    ],
-}  # fmt: skip
+    "study_state_collapse.py": (
+        "collapse-tiny --train-length 64 --length 256 --windows 1 --target 128 --calibration "
+        "a.txt --choice c.txt --text b.txt --method sliding_window state_norm"
+    ),
+    "study_capacity.py forget": (
+        f"--d-states 4 --train-lengths 64 --steps 1 --seeds 1 {BOOKS} --length 256 --windows 1"
+    ),
+    "study_capacity.py recall": (
+        "--d-states 4 --train-lengths 192 --steps 1 --more-steps 1 --seeds 1 --prompts 192 --n 2"
+    ),
+    "study_reverse.py encodings": f"{REVERSE} 16 --cell lstm --encoding duplicate learned",
+    "study_reverse.py rare": f"{REVERSE} 16 --encoding duplicate --triplets 2",
+    "study_reverse.py vocabularies": f"{REVERSE} 8,16 --encoding duplicate",
+    "study_initial_states.py": (
+        f"{BOOKS} --base collapse-tiny --train-length 64 --steps 1 --seeds 1 --step-tokens "
+        "256 --policy zero carry --length 256 --windows 1"
+    ),
+    "study_char_lm.py": "long.txt --setting rnn-16 mlp-8 --steps 2 --seeds 1 --width 16",
+    "compare_with_transformer.py recall": (
+        "--size tiny --steps 1 --seeds 2 --rates 1e-3 --reach 1 --n 2 --step-tokens 64"
+    ),
+    "compare_with_transformer.py books": (
+        f"{BOOKS} --size tiny --steps 1 --seeds 1 --rates 1e-3 --reach 2 --n 2 --length 32 "
+        "--step-tokens 64"
+    ),
+}
 
 
 def study(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +74,7 @@ DEFAULT = ("state_collapse", "initial_states", "char_lm", "transformer.py books"
 )
 def test_a_study(script: str, books: Path) -> None:
     """It writes its tables and its verdict, and a second run trains nothing and finds the same."""
-    command = [*SMOKE[script], "--output", "out"]
+    command = [*SMOKE[script].split(), "--output", "out"]
     done = study(books, script, *command)
     assert done.returncode == 0, done.stderr
     (report,) = books.glob("out/**/report.md")
@@ -97,7 +88,7 @@ def test_a_study(script: str, books: Path) -> None:
 
 def test_attribution(books: Path) -> None:
     """The attribution reads the checkpoints of a run of the study of reverse ordering."""
-    options = [*SMOKE["study_reverse.py rare"], "--output", "out"]
+    options = [*SMOKE["study_reverse.py rare"].split(), "--output", "out"]
     assert study(books, "study_reverse.py rare", *options).returncode == 0
     (run,) = books.glob("out/rare/lstm-duplicate-*/")
     done = study(books, "study_attribution.py", str(run), "--n", "64", "--output", "found")

@@ -42,16 +42,15 @@ def test_two_processes_finetune_and_evaluate(models: Path, text: Path, tmp_path:
     assert (tmp_path / "run/evaluation/report.html").is_file(), done.stderr
 
 
-COMMANDS: dict[str, list[str]] = {
-    "passkey": ["eval", "passkey", "{m}/text", "{m}/text+forget_more", "--lengths", "160,256",
-                "--n", "3", "--batch-size", "4"],
-    "task": ["eval", "task", "{m}/backwards", "--n", "5"],
-    "perplexity": ["eval", "perplexity", "{m}/text", "--text", "{t}", "--lengths", "100",
-                   "--batch-size", "2"],
-    "compare": ["compare", "{m}/text", "{m}/text+forget_more", "--suite", "{t}.yaml"],
-    "overlapping": ["eval", "perplexity", "{m}/text", "{m}/text+forget_more", "--text", "{t}",
-                    "--lengths", "300", "--context", "64", "--stride", "32", "--batch-size", "1"],
-}  # fmt: skip
+BOTH = "{m}/text {m}/text+forget_more"
+LOSSES = "--text {t} --lengths"
+COMMANDS = {
+    "passkey": f"eval passkey {BOTH} --lengths 160,256 --n 3 --batch-size 4",
+    "task": "eval task {m}/backwards --n 5",
+    "perplexity": f"eval perplexity {{m}}/text {LOSSES} 100 --batch-size 2",
+    "compare": f"compare {BOTH} --suite {{t}}.yaml",
+    "overlapping": f"eval perplexity {BOTH} {LOSSES} 300 --context 64 --stride 32 --batch-size 1",
+}
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,7 @@ def test_two_processes_write_what_one_writes(
     name: str, models: Path, text: Path, tmp_path: Path
 ) -> None:
     """Two processes write the same files with the same rows as one, and print the same once."""
-    command = [part.format(m=models, t=text) for part in COMMANDS[name]]
-    command += ["--output"]
+    command = [*COMMANDS[name].format(m=models, t=text).split(), "--output"]
     one, two = tmp_path / "one", tmp_path / "two"
     alone = run(*command, one)
     assert alone.returncode == 0, alone.stderr
