@@ -16,6 +16,7 @@ from longrnn.cells.scanning import (
     step_bias,
 )
 from longrnn.ops.conv import CONV
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.delta import DELTA
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -27,14 +28,6 @@ from longrnn.ops.scan.definition import ScanInputs
 EPS = 1e-6
 # A larger β would let the memory grow.
 MAX_BETA = 2.0
-
-
-class GatedDeltaNetState(NamedTuple):
-    """`conv`: `(b, d_conv − 1, c)`, the last inputs of the convolution;
-    `ssm`: `(b, h, p, n)`, Sᵀ of every head, float32 or wider."""
-
-    conv: Tensor
-    ssm: Tensor
 
 
 class DeltaRest(NamedTuple):
@@ -104,7 +97,7 @@ class DeltaCell(ScanningCell):
         self.out_proj = Linear(self.n_heads * self.value_dim, self.d_model, bias=False)
 
     def convolved(
-        self, mixed: Tensor, gate: Tensor, state: GatedDeltaNetState, rows: Rows | None
+        self, mixed: Tensor, gate: Tensor, state: ConvState, rows: Rows | None
     ) -> tuple[Tensor, DeltaRest]:
         """v `(b, t, h, p)` and the rest, from the projections of q, k and v, `(b, t, c)`."""
         # Wide from here on: the norms of q and k magnify what is rounded before them.
@@ -123,23 +116,21 @@ class DeltaCell(ScanningCell):
         beta = steps.dt.clamp(max=MAX_BETA)
         return ScanInputs(v, beta, steps.log_decay, rest.k, rest.q), rest
 
-    def after(
-        self, y: Tensor, rest: DeltaRest, memory: Tensor
-    ) -> tuple[Tensor, GatedDeltaNetState]:
+    def after(self, y: Tensor, rest: DeltaRest, memory: Tensor) -> tuple[Tensor, ConvState]:
         y = rms_norm(y, own_weight(self.norm), self.norm_eps).flatten(2)
         y = (y * self.activation(rest.gate.to(y.dtype))).to(rest.gate.dtype)
-        return self.out_proj(y), GatedDeltaNetState(rest.conv, memory)
+        return self.out_proj(y), ConvState(rest.conv, memory)
 
     def activation(self, gate: Tensor) -> Tensor:
         """What the normed output is multiplied by."""
         raise NotImplementedError
 
-    def state_like(self) -> GatedDeltaNetState:
+    def state_like(self) -> ConvState:
         conv, ssm = (
             (self.d_conv - 1, self.in_sizes[0]),
             (self.n_heads, self.value_dim, self.key_dim),
         )
-        return conv_state_like(GatedDeltaNetState, conv, ssm, self.conv1d.weight.dtype)
+        return conv_state_like(conv, ssm, self.conv1d.weight.dtype)
 
 
 def _unit_vectors(vectors: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.delta import DeltaCell, DeltaRest, GatedDeltaNetState
+from longrnn.cells.delta import DeltaCell, DeltaRest
 from longrnn.cells.edit import Steps
 from longrnn.cells.init import initialise
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.rows import Rows
 
@@ -78,9 +79,7 @@ class GatedDeltaNet(DeltaCell):
         self.add_weights(heads, 0.01)
         initialise(self, init)
 
-    def before(
-        self, x: Tensor, state: GatedDeltaNetState, rows: Rows | None
-    ) -> tuple[Steps, DeltaRest]:
+    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, DeltaRest]:
         dtype = state.ssm.dtype
         mixed, z, b, a = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, z, state, rows)

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.delta import DeltaCell, DeltaRest, GatedDeltaNetState
+from longrnn.cells.delta import DeltaCell, DeltaRest
 from longrnn.cells.edit import Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import check_sizes, inverse_softplus
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
@@ -47,6 +48,7 @@ class KDA(DeltaCell):
 
     recurrent_weights = ("in_proj.weight", "decay_proj.weight", "A_log", "dt_bias")
     projections = ("in_proj", "decay_proj", "gate_proj", "out_proj")
+    has_key_decays = True
 
     def __init__(
         self,
@@ -83,9 +85,7 @@ class KDA(DeltaCell):
         self.add_weights(heads * key_dim, 1)
         initialise(self, init)
 
-    def before(
-        self, x: Tensor, state: GatedDeltaNetState, rows: Rows | None
-    ) -> tuple[Steps, DeltaRest]:
+    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, DeltaRest]:
         dtype = state.ssm.dtype
         mixed, a, g, b = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, self.gate_proj(g), state, rows)

@@ -30,20 +30,13 @@ from longrnn.cells.scanning import (
     step_bias,
 )
 from longrnn.ops.conv import CONV
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
 from longrnn.ops.selective import SELECTIVE
 from longrnn.ops.selective.definition import SelectiveInputs
 from longrnn.state import PyTree
-
-
-class MambaState(NamedTuple):
-    """`conv`: `(b, d_conv − 1, d)`, the last inputs of the convolution;
-    `ssm`: `(b, d, 1, n)`, the recurrent state, float32 or wider."""
-
-    conv: Tensor
-    ssm: Tensor
 
 
 class MambaRest(NamedTuple):
@@ -128,7 +121,7 @@ class Mamba(ScanningCell):
         self.out_proj = Linear(inner, d_model, bias=bias)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: MambaState, rows: Rows | None) -> tuple[Steps, MambaRest]:
+    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, MambaRest]:
         dtype = state.ssm.dtype
         x, z = self.in_proj(x).chunk(2, dim=-1)
         taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
@@ -153,10 +146,10 @@ class Mamba(ScanningCell):
             return delta, B, C
         return _unit(delta, eps), _unit(B, eps), _unit(C, eps)
 
-    def after(self, y: Tensor, rest: MambaRest, memory: Tensor) -> tuple[Tensor, MambaState]:
+    def after(self, y: Tensor, rest: MambaRest, memory: Tensor) -> tuple[Tensor, ConvState]:
         y = torch.addcmul(y[..., 0], rest.x.to(y), self.D.to(y))
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
-        return self.out_proj(y), MambaState(rest.conv, memory)
+        return self.out_proj(y), ConvState(rest.conv, memory)
 
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
@@ -184,9 +177,9 @@ class Mamba(ScanningCell):
         self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])  # of all keys
         return True
 
-    def state_like(self) -> MambaState:
+    def state_like(self) -> ConvState:
         conv, ssm = (self.d_conv - 1, self.n_heads), (self.n_heads, 1, self.d_state)
-        return conv_state_like(MambaState, conv, ssm, self.conv1d.weight.dtype)
+        return conv_state_like(conv, ssm, self.conv1d.weight.dtype)
 
 
 def _unit(vectors: Tensor, eps: float) -> Tensor:

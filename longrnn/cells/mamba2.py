@@ -21,10 +21,11 @@ from longrnn.cells.scanning import (
     step_bias,
 )
 from longrnn.errors import UserError
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2_layer import MAMBA2_LAYER, OTHER_GATE
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Parts, Weights, after, before
+from longrnn.ops.mamba2_layer.definition import Parts, Weights, after, before
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
@@ -135,8 +136,8 @@ class Mamba2(ScanningCell):
         initialise(self, init)
 
     def whole_layer(
-        self, x: Tensor, state: Mamba2State, edit: Edit, rows: Rows | None
-    ) -> tuple[Tensor, Mamba2State] | None:
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Tensor, ConvState] | None:
         weights, demands = self.weights(), set(edit.stages)
         if rows is not None:
             demands.add("documents")
@@ -153,12 +154,12 @@ class Mamba2(ScanningCell):
         y, state = implementation.run(self.in_proj(x), weights, state)
         return self.out_proj(y), state
 
-    def before(self, x: Tensor, state: Mamba2State, rows: Rows | None) -> tuple[Steps, Parts]:
+    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, Parts]:
         parts = before(self.in_proj(x), self.weights(), state, self.backend, rows)
         return Steps(parts.x, parts.dt, parts.A), parts
 
-    def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, Mamba2State]:
-        return self.out_proj(after(y, rest, self.backend)), Mamba2State(rest.conv, memory)
+    def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, ConvState]:
+        return self.out_proj(after(y, rest, self.backend)), ConvState(rest.conv, memory)
 
     def weights(self) -> Weights:
         """The parameters between the projections."""
@@ -181,11 +182,11 @@ class Mamba2(ScanningCell):
         self.A_log.copy_(-(scales * F.softplus(self.dt_bias)).log())  # dt · |A| = 1 / scale
         return True
 
-    def state_like(self) -> Mamba2State:
+    def state_like(self) -> ConvState:
         # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
         dtype = self.conv1d.weight.dtype
         ssm = (self.n_heads, self.head_dim, self.d_state)
-        return conv_state_like(Mamba2State, (self.d_conv - 1, self.d_xBC), ssm, dtype)
+        return conv_state_like((self.d_conv - 1, self.d_xBC), ssm, dtype)
 
     def inputs_like(self) -> ScanInputs:
         like, narrow = super().inputs_like(), self.conv1d.weight.dtype

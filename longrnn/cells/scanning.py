@@ -14,6 +14,7 @@ from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.recurrence import Memory, Recurrence, head_index
 from longrnn.errors import UserError, nearest
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.operation import Implementation, Operation
 from longrnn.ops.recent import Recent
 from longrnn.ops.rows import Rows
@@ -47,7 +48,7 @@ class ScanningCell(Cell):
         tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of
             all keys of a long call never exist at once; None to compute a call as a whole.
         has_key_decays: whether each key of a head has a decay of its own.
-        n_groups: g, the number of B and C that the recurrence reads; 0 for one per head.
+        n_groups: how many B and C a window remembers per token; 0 for one per head.
         shown: names of the attributes in its `repr`.
     """
 
@@ -248,15 +249,13 @@ def divided(whole: int, meaning: str, **divisor: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def conv_state_like(
-    kind: Any, conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype
-) -> Any:
-    """A state of `conv` and `ssm` without values, the latter in float32 or wider.
+def conv_state_like(conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype) -> ConvState:
+    """A state of these sizes without values, `ssm` in float32 or wider.
 
     All cells of these shapes share it: it is needed per token.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    return kind(
+    return ConvState(
         torch.empty(conv, dtype=dtype, device="meta"), torch.empty(ssm, dtype=wide, device="meta")
     )
 

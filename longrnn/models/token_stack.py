@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from longrnn.cells import Edit, EditedState, Mamba2, StepChange
 from longrnn.models.blocks import Block
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
 from longrnn.ops.hooks import ModuleRecord
 from longrnn.ops.linear import Linear
-from longrnn.ops.mamba2_layer.definition import Mamba2State
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
@@ -86,7 +86,7 @@ def _layer_state(state: PyTree) -> cpu.LayerState:
 
 def _continued(state: PyTree, after: cpu.LayerState) -> PyTree:
     """The state of a cell after the tokens, in the form of the state before them."""
-    cell_state = Mamba2State(after.conv, after.ssm)
+    cell_state = ConvState(after.conv, after.ssm)
     if isinstance(state, EditedState):
         return state._replace(state=cell_state, recent=after.recent)
     return cell_state

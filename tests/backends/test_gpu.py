@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
 from longrnn.ops import gpu
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
 from longrnn.ops.mamba2_layer import mamba_ssm as mamba_ssm_layer
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Parts, Weights
+from longrnn.ops.mamba2_layer.definition import Parts, Weights
 from longrnn.ops.operation import accepts
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
@@ -288,15 +289,15 @@ def test_products_have_the_digits_of_float32_by_default(
         assert os.environ["TRITON_F32_DEFAULT"] == expected
 
 
-def on_gpu(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Weights, Mamba2State]:
+def on_gpu(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Weights, ConvState]:
     """The arguments of a layer, without memory."""
     with FakeTensorMode():
         one = torch.empty(2, 2, 2, 2, device="cuda", dtype=dtype)
         weights = Weights(one, one, one, one, one, one, groups=1, norm_eps=0, dt_limit=(0, 1))
-        return one, weights, Mamba2State(one, one)
+        return one, weights, ConvState(one, one)
 
 
-def chosen_for(backend: str, given: tuple[Tensor, Weights, Mamba2State]) -> str | None:
+def chosen_for(backend: str, given: tuple[Tensor, Weights, ConvState]) -> str | None:
     chosen = MAMBA2_LAYER.choose(backend, *given)
     return None if chosen is None else chosen.name
 

@@ -15,11 +15,12 @@ from longrnn.cells import MIXERS, Mamba2
 from longrnn.errors import UserError
 from longrnn.ops import cpu
 from longrnn.ops.conv import CONV
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.signatures import MAX_TAPS
 from longrnn.ops.delta import DELTA
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
+from longrnn.ops.mamba2_layer.definition import Weights
 from longrnn.ops.operation import Implementation, Operation
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs, loop
@@ -269,23 +270,23 @@ def cell_arguments(
     tokens: int,
     narrow: torch.dtype | None = None,
     sizes: tuple[int, int, int, int, int, bool] = CELLS[0],
-) -> tuple[Tensor, Weights, Mamba2State]:
+) -> tuple[Tensor, Weights, ConvState]:
     b, (h, p, g, n, k, with_bias) = 2, sizes
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     c = h * p + 2 * g * n
     tensors = draw(c, k), draw(c), draw(h), draw(h), draw(h), draw(h * p)
     weights: list[Any] = [one.to(narrow or dtype) for one in tensors]
     weights[1] = weights[1] if with_bias else None
-    state = Mamba2State(draw(b, k - 1, c).to(narrow or dtype), draw(b, h, p, n).to(dtype))
+    state = ConvState(draw(b, k - 1, c).to(narrow or dtype), draw(b, h, p, n).to(dtype))
     projected = draw(b, tokens, h * p + c + h).to(narrow or dtype)
     return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
 
 
-LayerRun = Callable[[Tensor, Weights, Mamba2State], tuple[Tensor, Mamba2State]]
+LayerRun = Callable[[Tensor, Weights, ConvState], tuple[Tensor, ConvState]]
 
 
 def layer(
-    projected: Tensor, weights: Weights, state: Mamba2State
+    projected: Tensor, weights: Weights, state: ConvState
 ) -> tuple[list[Tensor], Callable[[LayerRun], Callable[..., list[Tensor]]]]:
     """Tensors of a Mamba-2 layer, and an implementation of it as a function of them."""
     named = {name: one for name, one in weights._asdict().items() if isinstance(one, Tensor)}
@@ -293,7 +294,7 @@ def layer(
     def of(run: LayerRun) -> Callable[..., list[Tensor]]:
         def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
             changed = weights._replace(**dict(zip(named, tensors, strict=True)))
-            y, after = run(projected, changed, Mamba2State(conv, ssm))
+            y, after = run(projected, changed, ConvState(conv, ssm))
             return [y, *after]
 
         return call
@@ -340,7 +341,7 @@ def test_a_layer_of_narrow_weights(
     projected, weights, state = given
     values: list[Any] = [one.double() if isinstance(one, Tensor) else one for one in weights]
     exact, after = definition.layer(
-        projected.double(), Weights(*values), Mamba2State(*(one.double() for one in state))
+        projected.double(), Weights(*values), ConvState(*(one.double() for one in state))
     )
     y, end = implementation.run(*given)
     assert y.dtype == end.conv.dtype == narrow

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import Cell
-from longrnn.cells.gated_deltanet import GatedDeltaNetState
-from longrnn.cells.mamba import MambaState
-from longrnn.cells.mamba2 import Mamba2State
 from longrnn.cells.mamba3 import Mamba3State
 from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
 from longrnn.models import RecurrentLM
+from longrnn.ops.conv.definition import ConvState
 from longrnn.state import LMState, PyTree
 
 Spec = dict[str, Any]
@@ -203,7 +201,7 @@ def rnn(mixer: Any, chain: Definition, x: Tensor, state: RNNState) -> tuple[Tens
     return h, RNNState(h)
 
 
-def mamba(mixer: Any, chain: Definition, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+def mamba(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
     """Every channel is a head with a step of its own, and every key has a rate of its own."""
     x, z = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias).chunk(2, dim=-1)
     seen = torch.cat([state.conv, x[:, None]], dim=1)
@@ -224,12 +222,10 @@ def mamba(mixer: Any, chain: Definition, x: Tensor, state: MambaState) -> tuple[
     h = chain.scanned(dt[:, :, None, None], -mixer.A_log.exp()[:, None, :], xB, state.ssm)
     y = (h[:, :, 0] * C[:, None]).sum(-1) + mixer.D * u
     y = F.linear(y * z * z.sigmoid(), mixer.out_proj.weight, mixer.out_proj.bias)
-    return y, MambaState(seen[:, 1:], h)
+    return y, ConvState(seen[:, 1:], h)
 
 
-def mamba2(
-    mixer: Any, chain: Definition, x: Tensor, state: Mamba2State
-) -> tuple[Tensor, Mamba2State]:
+def mamba2(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
     heads, p, groups, n = mixer.n_heads, mixer.head_dim, mixer.n_groups, mixer.d_state
     group_of_head = [head // (heads // groups) for head in range(heads)]
     z, xBC, dt = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias).split(
@@ -251,12 +247,12 @@ def mamba2(
     y = (y.flatten(1) * z * z.sigmoid()).view(len(x), groups, -1)
     y = (y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt()).flatten(1)
     y = F.linear(y * mixer.norm.weight, mixer.out_proj.weight, mixer.out_proj.bias)
-    return y, Mamba2State(seen[:, 1:], h)
+    return y, ConvState(seen[:, 1:], h)
 
 
 def gated_deltanet(
-    mixer: Any, chain: Definition, x: Tensor, state: GatedDeltaNetState
-) -> tuple[Tensor, GatedDeltaNetState]:
+    mixer: Any, chain: Definition, x: Tensor, state: ConvState
+) -> tuple[Tensor, ConvState]:
     """The step is β; the decay has a step of its own, which changes by the same factor."""
     heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
     sizes = [groups * n, groups * n, heads * p]
@@ -279,12 +275,10 @@ def gated_deltanet(
     y = (h @ q[..., None])[..., 0] / n**0.5
     y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
     y = (y.flatten(1) * z * z.sigmoid()) @ mixer.out_proj.weight.T
-    return y, GatedDeltaNetState(seen[:, 1:], h)
+    return y, ConvState(seen[:, 1:], h)
 
 
-def kda(
-    mixer: Any, chain: Definition, x: Tensor, state: GatedDeltaNetState
-) -> tuple[Tensor, GatedDeltaNetState]:
+def kda(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
     """As in Gated DeltaNet, but every key of a head has a decay, which comes before the erasing."""
     heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
     sizes = [groups * n, groups * n, heads * p]
@@ -309,7 +303,7 @@ def kda(
     y = (h @ q[..., None])[..., 0] / n**0.5
     y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
     y = (y.flatten(1) * (g @ mixer.gate_proj.weight.T).sigmoid()) @ mixer.out_proj.weight.T
-    return y, GatedDeltaNetState(seen[:, 1:], h)
+    return y, ConvState(seen[:, 1:], h)
 
 
 def mamba3(

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.rows import Rows
+
+
+class ConvState(NamedTuple):
+    """The state of a cell with a convolution and a recurrence.
+
+    Attributes:
+        conv: `(b, d_conv − 1, c)`, the last inputs of the convolution.
+        ssm: `(b, h, p, n)`, the memory of every head, float32 or wider.
+    """
+
+    conv: Tensor
+    ssm: Tensor
 
 
 def conv(

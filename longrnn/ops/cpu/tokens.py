@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.checks import MIXED, SEGMENT, refusal, tracked
 from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Weights
+from longrnn.ops.mamba2_layer.definition import Weights
 from longrnn.ops.recent import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
@@ -136,7 +137,7 @@ class Layer(NamedTuple):
     norm: Tensor
     eps: float
     weights: Weights
-    state: Mamba2State
+    state: ConvState
     edit: Tensor | None
     window: int | None
     heads: Tensor

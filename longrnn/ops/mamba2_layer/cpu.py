@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.checks import SEGMENT, refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
-from longrnn.ops.mamba2_layer.definition import TENSORS, Mamba2State, Weights
+from longrnn.ops.mamba2_layer.definition import TENSORS, Weights
 from longrnn.ops.scan.cpu import kept_states
 
 
@@ -22,13 +23,13 @@ class WeightNumbers(NamedTuple):
     dt_limit: tuple[float, float]
 
 
-def refusal(projected: Tensor, weights: Weights, state: Mamba2State) -> str | None:
+def refusal(projected: Tensor, weights: Weights, state: ConvState) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
     tensors = (projected, *weights.tensors().values(), *state)
     return checks.refusal(tensors) or checks.taps_refusal(weights.conv_weight.shape[1])
 
 
-def layer(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
+def layer(projected: Tensor, weights: Weights, state: ConvState) -> tuple[Tensor, ConvState]:
     """See `longrnn.ops.mamba2_layer.definition.layer`."""
     if not tracked((projected, *weights.tensors().values(), *state)):
         return _layer(projected, weights, state)
@@ -44,22 +45,22 @@ def layer(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tens
         state.conv,
         state.ssm,
     )
-    return y, Mamba2State(conv, ssm)
+    return y, ConvState(conv, ssm)
 
 
 def _layer(
     projected: Tensor,
     weights: Weights,
-    state: Mamba2State,
+    state: ConvState,
     scanned: Tensor | None = None,
     kept: Tensor | None = None,
-) -> tuple[Tensor, Mamba2State]:
+) -> tuple[Tensor, ConvState]:
     before = state.ssm.contiguous()
     dtype = before.dtype
     b, h, p, _n = before.shape
     # Not on torch's default device, which may be another one.
     y = projected.new_empty(b, projected.shape[1], h * p)
-    after = Mamba2State(torch.empty_like(state.conv), torch.empty_like(before))
+    after = ConvState(torch.empty_like(state.conv), torch.empty_like(before))
     written_conv, written_y = _mixed(after.conv, dtype), _mixed(y, dtype)
     read = {name: _mixed(tensor, dtype) for name, tensor in weights.tensors().items()}
     call(
@@ -130,7 +131,7 @@ class _Layer(torch.autograd.Function):
         weights = Weights(
             conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, **options._asdict()
         )
-        y, after = _layer(projected, weights, Mamba2State(conv, state), scanned, kept)
+        y, after = _layer(projected, weights, ConvState(conv, state), scanned, kept)
         # In the dtype of the result, unless its range is too small: before the norm, values may be
         # above the largest float16.
         saved = scanned.to(y.dtype) if y.dtype == torch.bfloat16 else scanned

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from longrnn.ops import gpu
 from longrnn.ops.conv import CONV
+from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN, fla
@@ -21,14 +22,6 @@ from longrnn.ops.scan.definition import ScanInputs
 
 # The fields of `Weights` that are tensors.
 TENSORS = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight")
-
-
-class Mamba2State(NamedTuple):
-    """`conv`: `(b, d_conv − 1, h p + 2 g n)`, the last inputs of the convolution;
-    `ssm`: `(b, h, p, n)`, the recurrent state, float32 or wider."""
-
-    conv: Tensor
-    ssm: Tensor
 
 
 class Weights(NamedTuple):
@@ -90,7 +83,7 @@ class Parts(NamedTuple):
 
 
 def before(
-    projected: Tensor, weights: Weights, state: Mamba2State, backend: str, rows: Rows | None = None
+    projected: Tensor, weights: Weights, state: ConvState, backend: str, rows: Rows | None = None
 ) -> Parts:
     """The convolution, and the step and the rate.
 
@@ -125,8 +118,8 @@ def after(y: Tensor, parts: Parts, backend: str) -> Tensor:
 
 
 def layer(
-    projected: Tensor, weights: Weights, state: Mamba2State, backend: str = "torch"
-) -> tuple[Tensor, Mamba2State]:
+    projected: Tensor, weights: Weights, state: ConvState, backend: str = "torch"
+) -> tuple[Tensor, ConvState]:
     """Computes the layer between its projections.
 
     Args:
@@ -141,10 +134,10 @@ def layer(
     parts = before(projected, weights, state, backend)
     inputs = ScanInputs(parts.x, parts.dt, parts.dt * parts.A, parts.B, parts.C)
     y, ssm = SCAN(backend, inputs, state.ssm)
-    return after(y, parts, backend), Mamba2State(parts.conv, ssm)
+    return after(y, parts, backend), ConvState(parts.conv, ssm)
 
 
-def fla_refusal(projected: Tensor, weights: Weights, state: Mamba2State) -> str | None:
+def fla_refusal(projected: Tensor, weights: Weights, state: ConvState) -> str | None:
     """Why flash-linear-attention cannot compute the recurrence of this call; None if it can."""
     tensors = (projected, *weights.tensors().values(), *state)
     return gpu.refusal(tensors, fla.BY_HEAD, *gpu.FLA_PACKAGES)

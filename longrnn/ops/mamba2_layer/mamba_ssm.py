@@ -7,7 +7,8 @@ from importlib import import_module
 from torch import Tensor
 
 from longrnn.ops import gpu
-from longrnn.ops.mamba2_layer.definition import Mamba2State, Parts, Weights, after, before
+from longrnn.ops.conv.definition import ConvState
+from longrnn.ops.mamba2_layer.definition import Parts, Weights, after, before
 from longrnn.ops.scan.definition import FEW, ScanInputs, scan
 
 MODULE, PACKAGE = "mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2"
@@ -16,16 +17,16 @@ MODULE, PACKAGE = "mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2"
 CHUNK, OFFSETS = 256, 2**31
 
 
-def refusal(projected: Tensor, weights: Weights, state: Mamba2State) -> str | None:
+def refusal(projected: Tensor, weights: Weights, state: ConvState) -> str | None:
     """Why mamba-ssm cannot compute this call; None if it can."""
     return gpu.refusal((projected, *weights.tensors().values(), *state), MODULE, PACKAGE)
 
 
-def layer(projected: Tensor, weights: Weights, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
+def layer(projected: Tensor, weights: Weights, state: ConvState) -> tuple[Tensor, ConvState]:
     """See `longrnn.ops.mamba2_layer.definition.layer`."""
     parts = before(projected, weights, state, "torch")
     y, ssm = recurrence(parts, state.ssm)
-    return after(y, parts, "torch"), Mamba2State(parts.conv, ssm)
+    return after(y, parts, "torch"), ConvState(parts.conv, ssm)
 
 
 def recurrence(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
