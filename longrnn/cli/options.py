@@ -87,9 +87,9 @@ def results_folder(
     for checkpoint in checkpoints:
         path, given = split_spec(checkpoint)
         place = Path(path).resolve()
-        # The checkpoints of all runs have the same names.
-        is_of_run = place.name.startswith("checkpoint-")
-        name = f"{place.parent.name}-{place.name}" if is_of_run else place.name
+        name = place.name
+        if name.startswith("checkpoint-"):  # which the checkpoints of all runs are called
+            name = f"{place.parent.name}-{name}"
         parts.append("+".join(filter(None, (name, given, mitigation))))
     name = "--".join(filter(None, (*parts, variant))).lower()
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")

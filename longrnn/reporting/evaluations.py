@@ -10,9 +10,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from longrnn.files import file_name, write_atomic
+from longrnn.intervals import Estimate
 from longrnn.reporting.figures import Line, heat_maps, lines, png
 from longrnn.reporting.pages import Picture, write_page
-from longrnn.reporting.tables import Column, ResultTable, TableCell
+from longrnn.reporting.tables import ResultTable
 
 CELLS = "cells.json"
 
@@ -46,12 +47,12 @@ def pictures(table: ResultTable) -> Iterator[Picture]:
     """Draw every column by length, one line per model, and the brief columns as heat maps."""
     across = "length (tokens)" if table.across == "length" else table.across
     for column in dict.fromkeys(cell.column for cell in table.cells if cell.column.drawn):
-        curves: dict[str, list[TableCell]] = {}
+        curves: dict[str, dict[int, Estimate]] = {}
         for cell in table.cells:
             if cell.column == column and cell.at is not None and cell.estimate is not None:
-                curves.setdefault(cell.model, []).append(cell)
+                curves.setdefault(cell.model, {})[cell.at] = cell.estimate
         if curves:
-            drawn = [_line(model, cells) for model, cells in curves.items()]
+            drawn = [Line(name, [*values], [*values.values()]) for name, values in curves.items()]
             figure = lines(drawn, across=across, up=column.name)
             yield Picture(_file(table, column.name), f"{column.name}.", png(figure))
     shares: dict[str, dict[tuple[int, str], float]] = {}
@@ -59,18 +60,10 @@ def pictures(table: ResultTable) -> Iterator[Picture]:
         if cell.column.brief and cell.at is not None and cell.estimate is not None:
             shares.setdefault(cell.model, {})[cell.at, cell.metric] = cell.estimate.mean
     if shares:
-        figure = heat_maps(shares, across, _main_column(table).name)
+        meaning = next(cell.column.name for cell in table.cells if cell.column.drawn)
+        figure = heat_maps(shares, across, meaning)
         caption = f"{table.title} by {across} and position."
         yield Picture(_file(table, "by position"), caption, png(figure))
-
-
-def _line(model: str, cells: Sequence[TableCell]) -> Line:
-    values = {cell.at: cell.estimate for cell in cells if cell.at and cell.estimate}
-    return Line(model, [*values], [*values.values()])
-
-
-def _main_column(table: ResultTable) -> Column:
-    return next(cell.column for cell in table.cells if cell.column.drawn)
 
 
 def _file(table: ResultTable, name: str) -> str:
