@@ -106,7 +106,7 @@ class Mamba(ScanningCell):
         super().__init__(d_input, d_model, backend)
         dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
         sizes = {"d_state": d_state, "expand": expand, "dt_rank": dt_rank, "d_conv": d_conv}
-        check_sizes(select_norm_eps or 0.0, **sizes)
+        check_sizes(select_norm_eps or 0.0, eps_name="select_norm_eps", **sizes)
         check_range("[dt_min, dt_max]", [dt_min, dt_max])
         self.n_heads, self.d_state, self.d_conv = expand * d_model, d_state, d_conv
         self.n_groups, self.dt_rank, self.select_norm_eps = 1, dt_rank, select_norm_eps

@@ -231,13 +231,13 @@ def _separated(log_decay: Tensor, rows: Rows) -> Tensor:
     return log_decay.masked_fill(starts, -torch.inf)
 
 
-def check_sizes(norm_eps: float, **sizes: int) -> None:
+def check_sizes(norm_eps: float, *, eps_name: str = "norm_eps", **sizes: int) -> None:
     """Raises a `UserError` for a size below 1, or an epsilon that is not valid in a norm."""
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
     if not (norm_eps >= 0 and math.isfinite(norm_eps)):
-        raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
+        raise UserError(f"{eps_name} must be at least 0 and finite, not {norm_eps}: give 1e-5")
 
 
 def divided(whole: int, meaning: str, **divisor: int) -> int:

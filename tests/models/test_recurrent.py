@@ -68,6 +68,7 @@ REFUSED: list[tuple[dict[str, Any], list[object]]] = [
     ({"mixer": {"kind": "rnn", "nonlinearity": "Tanh"}}, ["tanh"]),
     ({"mixer": MAMBA3 | {"head_dim": 5}}, ["head_dim"]),
     ({"mixer": MAMBA3 | {"n_groups": 3}}, ["n_groups"]),
+    ({"mixer": {"kind": "mamba", "select_norm_eps": -1.0}}, ["select_norm_eps", -1.0]),
     ({"mixer": MAMBA3 | {"rope_fraction": 1.5}}, ["rope_fraction"]),
     ({"mixer": MAMBA3 | {"d_state": 2}}, ["d_state"]),
     ({"mixer": MAMBA3 | {"backend": "mamba_ssm"}}, ["mamba_ssm"]),
