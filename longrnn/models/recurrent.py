@@ -161,7 +161,9 @@ class RecurrentLM(LanguageModel):
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         hidden = self.normed(hidden)
         if observe is not None:
-            observe[:] = [*(vectors[:, first:] for vectors in observe), hidden]
+            # Not a slice where all are kept: what is returned then has a gradient itself.
+            last = [vectors[:, first:] for vectors in observe] if first else observe
+            observe[:] = [*last, hidden]
         if rows is None:
             return hidden, after
         if observe is not None:
