@@ -22,7 +22,9 @@ cp "$root"/docs/tutorials/*.ipynb notebooks
 
 run() {
   echo "check_wheel: $*"
-  "$@" >"$folder/log.$BASHPID" 2>&1 || { cat "$folder/log.$BASHPID"; exit 1; }
+  local log
+  log=$(mktemp -p "$folder")
+  "$@" >"$log" 2>&1 || { cat "$log"; exit 1; }
 }
 
 # Two jobs at once, each of which ends at its first failure.
@@ -39,10 +41,9 @@ notebooks=$!
   run longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 2
   run longrnn --quiet train reverse_small max_steps=20 warmup_steps=2
   test -s runs/reverse-small/model.safetensors
-  text=$(python -c 'from longrnn.bundled import bundled; print(bundled("eval/data/moby_dick_excerpt.txt"))')
-  run longrnn finetune collapse-tiny --data "$text" --length 256 --dry-run
-  run longrnn --quiet diagnose states collapse-tiny --text "$text" --length 2k
-  test -s results/states/collapse-tiny/report.html
+  run longrnn finetune collapse-tiny --data bundled:moby_dick --length 256 --dry-run
+  run longrnn --quiet diagnose states collapse-tiny --text bundled:moby_dick --length 2k --output states
+  test -s states/report.html
 ) &
 wait $!
 wait $notebooks
