@@ -123,7 +123,7 @@ class PasskeyOptions(EvaluationOptions):
 class Texts(Options):
     """Texts to read."""
 
-    texts: list[TextFile] = Field([])
+    texts: list[TextFile] = Field(default=[])
     """A text file, or a bundled text such as bundled:moby_dick; may be given several times."""
     newlines: bool = False
     """Also measure a text of newlines, the simplest one."""
