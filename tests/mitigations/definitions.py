@@ -310,7 +310,7 @@ def mamba3(
     mixer: Any, chain: Definition, x: Tensor, state: Mamba3State
 ) -> tuple[Tensor, Mamba3State]:
     """A token whose step is 0 adds nothing: at the end of its own step, and before the next."""
-    heads, groups, n = mixer.n_heads, mixer.n_groups, mixer.d_state
+    heads, groups, n = mixer.n_heads, mixer.n_vectors, mixer.d_state
     z, u, B, C, dt, A, mix, theta = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, dim=-1)
     u, mix = u.view(-1, heads, mixer.head_dim), mix.sigmoid()[..., None, None]
     dt = (1 + (dt + mixer.dt_bias).exp()).log()[..., None, None]
