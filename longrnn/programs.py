@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -98,6 +99,8 @@ def _is_first(sentence: str) -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
+    # The launcher terminates the others when one has failed, and this one has yet to print.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
