@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -121,9 +122,9 @@ class DeltaCell(ScanningCell):
         y = (y * self.activation(rest.gate.to(y.dtype))).to(rest.gate.dtype)
         return self.out_proj(y), ConvState(rest.conv, memory)
 
+    @abstractmethod
     def activation(self, gate: Tensor) -> Tensor:
         """What the normed output is multiplied by."""
-        raise NotImplementedError
 
     def state_like(self) -> ConvState:
         conv, ssm = (

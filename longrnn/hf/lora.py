@@ -141,7 +141,7 @@ def merge_adapter(
 
     Args:
         folder: of the adapter, which may have been trained on a `RecurrentLM`, on the
-            `LongRNNForCausalLM` that holds it, or on the model of transformers.
+            `LongRNNForCausalLM` that holds it, or on the Hugging Face model.
         base: in float32; changed in place.
         dtype: to which the weights are cast; None for float32.
 
