@@ -19,17 +19,21 @@ DRAWN = {
     "copy": [7, 1, 4],
     "delayed_sum": [7, 1, 4, 2, 5, 8],
     "modular_sum": [7, 1, 4, 2, 5],
+    "mqar": [[2, 8, 4, 7, 4, 0, 5, 9, 2, 6], [0, 0, 0, 0, 1, 0, 0, 0, 1, 0]],
     "parity": [1, 0, 1, 1, 0],
     "permutations": [1, 2, 4, 4, 1],
+    "phonebook": [2, 4, 7, 8, 5, 6, 1, 4, 9, 6, 6, 8, 1, 4],
     "predecessor_query": [7, 1, 4, 8, 4],
     "recall": [2, 9, 0, 7, 1, 9, 1, 2, 0],
     "reverse": [7, 1, 4],
     "reverse_variable": [7, 1, 4, -1],
     "sort": [7, 1, 4, 1],
 }
-LENGTH = 8
+# Lengths at which tasks are solved; 8 for the others.
+LENGTHS = {"mqar": 16, "parity": 24, "phonebook": 24}
 # Tasks with another vocabulary than the 10 tokens of the drawings.
 SIZES = {"parity": 2, "permutations": 6}
+OPTIONS: dict[str, dict[str, Any]] = {"mqar": {"n_pairs": 2}}
 
 
 def build(kind: str, **options: Any) -> SequenceTask:
@@ -53,7 +57,7 @@ def test_every_task_is_drawn() -> None:
 @pytest.mark.parametrize("kind", sorted(DRAWN))
 def test_the_drawing_in_the_docstring(kind: str) -> None:
     """The docstring's drawing is what the task makes."""
-    task = build(kind, vocab_size=SIZES.get(kind, 10), held_out=4)
+    task = build(kind, vocab_size=SIZES.get(kind, 10), held_out=4, **OPTIONS.get(kind, {}))
     assert drawing(TASKS[kind]) == shown(task, task._batch(torch.tensor([DRAWN[kind]])))
 
 
@@ -109,6 +113,20 @@ def recall(tokens: list[int]) -> list[int]:
     return said
 
 
+def mqar(tokens: list[int]) -> list[int]:
+    """Four pairs, and their values wherever a key comes again."""
+    known = dict(zip(tokens[:8:2], tokens[1:8:2], strict=True))
+    return [known.get(token, 0) for token in tokens]
+
+
+def phonebook(tokens: list[int]) -> list[int]:
+    text = " ".join(map(str, tokens[:-4]))
+    book, asked = text.rsplit(" ", 2)[0], " ".join(text.rsplit(" ", 2)[1:])
+    lines = [book.split()[start : start + 6] for start in range(0, len(book.split()), 6)]
+    (number,) = [line[2:] for line in lines if " ".join(line[:2]) == asked]
+    return [0] * (len(tokens) - 4) + [int(digit) for digit in number]
+
+
 def modular_sum(tokens: list[int], modulus: int = 32) -> list[int]:
     return [sum(tokens[: place + 1]) % modulus for place in range(len(tokens))]
 
@@ -131,8 +149,10 @@ SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
     "copy": copy,
     "delayed_sum": delayed_sum,
     "modular_sum": modular_sum,
+    "mqar": mqar,
     "parity": lambda tokens: modular_sum(tokens, 2),
     "permutations": permutations,
+    "phonebook": phonebook,
     "predecessor_query": predecessor,
     "recall": recall,
     "reverse": reverse,
@@ -146,7 +166,7 @@ SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
 def test_an_obvious_program_solves_it(kind: str) -> None:
     """The targets follow from the tokens, in training and in the test."""
     task = build(kind)
-    length = 24 if kind == "parity" else LENGTH
+    length = LENGTHS.get(kind, 8)
     drawn = task.sample(300, length=length, seed=1)
     for batch in (drawn, task.evaluation_batch(0, 300, length=length)):
         said = torch.tensor([SOLVERS[kind](row) for row in batch.tokens.tolist()])
@@ -158,8 +178,9 @@ def test_an_obvious_program_solves_it(kind: str) -> None:
 def test_training_rejects_the_held_out_sequences(kind: str) -> None:
     """Training never samples a held-out sequence."""
     size = 6 if "dual" in kind else SIZES.get(kind, 4)
-    task = build(kind, vocab_size=size, held_out=3)
-    length = 4 if kind in ("recall", "delayed_sum", "predecessor_query") else 2
+    task = build(kind, vocab_size=size, held_out=3, **({"n_pairs": 1} if kind == "mqar" else {}))
+    longer = {"delayed_sum": 4, "mqar": 4, "phonebook": 6, "predecessor_query": 4, "recall": 4}
+    length = longer.get(kind, 2)
     held_out = {tuple(row) for row in task.evaluation_batch(0, 3, length=length).tokens.tolist()}
     generator = torch.Generator().manual_seed(0)
     batch = task.sample(3000, length=length, seed=0)
@@ -181,15 +202,27 @@ def test_lengths_of_reverse_variable_are_uniform() -> None:
     assert batch.tokens.shape == (3000, 16)
 
 
+@pytest.mark.parametrize("power", [0.01, 1.0])
+def test_distances_of_queries_follow_a_power_law(power: float) -> None:
+    """The distance of a query from its pair has the probabilities of zoology's definition."""
+    batch = build("mqar", n_pairs=1, power=power).sample(4000, length=10, seed=0)
+    shares = batch.answers()[:, 2::2].float().mean(0)
+    expected = torch.arange(1.0, 5.0) ** (power - 1)
+    assert (shares - expected / expected.sum()).abs().max() < 0.03
+    assert not batch.answers()[:, 1::2].any()
+    everywhere = batch.tokens[:, 2:][~batch.answers()[:, 2:]]
+    assert everywhere.unique().tolist() == list(range(32))
+
+
 def test_dual_frequencies() -> None:
     """Rare tokens have their probability in training, and the four conditions alternate in the
     test.
     """
     task = build("reverse_dual_frequency")
-    x = task.sample(2000, length=LENGTH, seed=0).tokens[:, :8]
+    x = task.sample(2000, length=8, seed=0).tokens[:, :8]
     assert abs(float((x >= 16).float().mean()) - 0.125) < 0.011
     assert x.unique().tolist() == list(range(32))
-    test = task.evaluation_batch(0, 1024, length=LENGTH)
+    test = task.evaluation_batch(0, 1024, length=8)
     assert (test.answers().sum(1) == 1).all()
     assert test.answers()[:, 8:].any(0).all()  # every place has its turn
     scored = test.answers()[:, 8:].flip(1)
@@ -212,9 +245,12 @@ def test_dual_frequencies() -> None:
         ("predecessor_query", {"vocab_size": 4}, 4, "held_out"),
         ("sort", {}, 0, "length"),
         ("copy", {"vocab_size": 1}, 8, "vocab_size"),
+        ("mqar", {}, 14, "lengths"),
+        ("mqar", {"n_pairs": 16}, 64, "vocab_size"),
         ("parity", {"vocab_size": 3}, 8, "vocab_size"),
         ("parity", {}, 4, "held_out"),
         ("permutations", {"vocab_size": 24}, 8, "vocab_size"),
+        ("phonebook", {"vocab_size": 2}, 12, "vocab_size"),
     ],
 )
 def test_what_does_not_fit_is_refused(
