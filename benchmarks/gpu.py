@@ -1,64 +1,196 @@
-"""Speed of the backends on a GPU (correctness is `pytest -m cuda`).
+"""Speed and errors on a GPU, beside the libraries whose kernels are used there.
 
-Forward pass, one decoded token, and forward with backward pass of a Mamba-2, for every backend that
-is installed, by `triton.testing.do_bench`, which repeats each for `--repeats` milliseconds.
+| case | what is measured |
+| --- | --- |
+| kernels | errors of outputs, states and gradients of small layers, by dtype and backend |
+| models | ms per prefill and per decoded token of a Mamba-2, beside other libraries |
+| train | ms per training step of 4 rows with carried states, in float32 and under autocast |
 
-Example:
-    python -m benchmarks.gpu --layers 24 --d-model 768 --lengths 1024 16384
+A model that a library lacks, or whose kernel fails, is a row with the reason. With `--device cpu`
+the program can be checked on a machine without a GPU.
+
+Examples:
+    python -m benchmarks.gpu kernels
+    python -m benchmarks.gpu models --layers 24 --d-model 768 --lengths 1024 16384
+    python -m benchmarks.gpu train --layers 12 --d-model 512 --vocab 256 --lengths 512
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.models import build, draw
+from benchmarks.models import MIXER, build, draw, transformers_twin
 from benchmarks.timing import parser, write_json
-from longrnn import RecurrentLM
-from longrnn.errors import UserError
+from longrnn.cells.self_test import CELLS, backends, self_test
+from longrnn.files import one_line
+from longrnn.ops.loss import weighted_cross_entropy
+from longrnn.state import detach
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BACKENDS = ("torch", "fla", "mamba_ssm")
+ROWS = 4  # of a training step
+Figures = dict[str, Any]
 
 
-def measure(model: RecurrentLM, tokens: Tensor, milliseconds: int) -> list[float]:
-    """Returns the ms of a forward pass, of one token after it, and of both passes."""
-    from triton.testing import do_bench as timed
+def milliseconds(call: Callable[[], object], args: argparse.Namespace) -> float:
+    """Returns the median time of a call, after two that are not counted."""
+    seconds = []
+    for _ in range(args.repeats + 2):
+        start = time.perf_counter()
+        call()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * median(seconds[2:])
 
-    do_bench: Any = timed  # one number, as its options are
 
-    with torch.inference_mode():
-        state = model(tokens, keep=1).state
-        read = do_bench(lambda: model(tokens, keep=1), rep=milliseconds)
-        one = do_bench(lambda: model(tokens[:, :1], state, keep=1), rep=milliseconds)
+def record(figures: Figures, name: str, measure: Callable[[], list[float]]) -> None:
+    """Adds the figures of a row and prints them; the reason in their place if it fails."""
+    try:
+        figures[name] = measure()
+    except Exception as error:  # libraries and their kernels raise many types
+        figures[name] = f"{type(error).__name__}: {one_line(error)}"
+    row = figures[name]
+    print(f"{name:44}", row if isinstance(row, str) else "  ".join(f"{value:.4g}" for value in row))
 
-    def both() -> None:
-        model.hidden(tokens, model.init_state(len(tokens)))[0].sum().backward()
 
-    return [float(ms) for ms in (read, one, do_bench(both, rep=milliseconds))]
+def kernels(args: argparse.Namespace) -> Figures:
+    """Returns the error of each layer, relative to the largest entry of each result."""
+    figures: Figures = {}
+    for name in CELLS:
+        for backend in backends(name):
+            for dtype in DTYPES:
+                tested = partial(self_test, name, backend, args.device, DTYPES[dtype])
+                row = f"{name}, {backend}, {dtype}"
+                record(figures, row, lambda tested=tested: [tested().error])
+    return figures
+
+
+def ours(args: argparse.Namespace, backend: str, tokens: Tensor) -> list[float]:
+    """Returns the times of a prefill and of one token after it."""
+    model = build(args, backend).to(args.device, DTYPES[args.dtype])
+    state = model(tokens, keep=1).state
+    return [
+        milliseconds(lambda: model(tokens, keep=1), args),
+        milliseconds(lambda: model(tokens[:, :1], state, keep=1), args),
+    ]
+
+
+def transformers(args: argparse.Namespace, tokens: Tensor) -> list[float]:
+    twin = transformers_twin(build(args)).to(args.device, DTYPES[args.dtype])
+    cache = twin(tokens, use_cache=True, logits_to_keep=1).cache_params
+    return [
+        milliseconds(lambda: twin(tokens, logits_to_keep=1), args),
+        milliseconds(lambda: twin(tokens[:, :1], cache_params=cache, use_cache=True), args),
+    ]
+
+
+def mamba_ssm(args: argparse.Namespace, tokens: Tensor) -> list[float]:
+    from mamba_ssm.models.config_mamba import MambaConfig  # pyright: ignore
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel  # pyright: ignore
+    from mamba_ssm.utils.generation import InferenceParams  # pyright: ignore
+
+    config = MambaConfig(args.d_model, 0, args.layers, args.vocab, ssm_cfg={"layer": "Mamba2"})
+    model = MambaLMHeadModel(config, device=args.device, dtype=DTYPES[args.dtype]).eval()
+    length = tokens.shape[1]
+    cache = InferenceParams(max_seqlen=length + 1, max_batch_size=1)
+    model(tokens, inference_params=cache, num_last_tokens=1)
+    cache.seqlen_offset = length
+    return [
+        milliseconds(lambda: model(tokens, num_last_tokens=1), args),
+        milliseconds(lambda: model(tokens[:, :1], inference_params=cache), args),
+    ]
+
+
+def fla(args: argparse.Namespace, tokens: Tensor) -> list[float]:
+    """Returns the time of a prefill."""
+    from fla.models import Mamba2Config, Mamba2ForCausalLM  # pyright: ignore
+
+    config = Mamba2Config(
+        vocab_size=args.vocab,
+        hidden_size=args.d_model,
+        num_hidden_layers=args.layers,
+        num_heads=MIXER["expand"] * args.d_model // MIXER["head_dim"],
+        head_dim=MIXER["head_dim"],
+        state_size=MIXER["d_state"],
+        n_groups=MIXER["n_groups"],
+    )
+    model = Mamba2ForCausalLM(config).to(args.device, DTYPES[args.dtype]).eval()
+    return [milliseconds(lambda: model(tokens, use_cache=False, logits_to_keep=1), args)]
+
+
+@torch.inference_mode()
+def models(args: argparse.Namespace) -> Figures:
+    print(f"{args.dtype}; ms of a prefill, and of one token after it")
+    figures: Figures = {}
+    libraries = {"mamba-ssm": mamba_ssm, "fla": fla, "transformers": transformers}
+    for length in args.lengths:
+        tokens = draw(args.vocab, length).to(args.device)
+        rows = {f"longrnn, {backend}": partial(ours, args, backend, tokens) for backend in BACKENDS}
+        rows |= {name: partial(measure, args, tokens) for name, measure in libraries.items()}
+        for name, measure in rows.items():
+            record(figures, f"{name}, {length:,} tokens", measure)
+    return figures
+
+
+def train(args: argparse.Namespace) -> Figures:
+    print(f"ms of a training step of {ROWS} rows with carried states")
+    figures: Figures = {}
+    for length in args.lengths:
+        for backend in BACKENDS:
+            for dtype in ("float32", "bfloat16"):
+                name = f"longrnn, {backend}, {length:,} tokens, {dtype}"
+                measure = partial(step_time, args, backend, length, dtype == "bfloat16")
+                record(figures, name, measure)
+    return figures
+
+
+def step_time(args: argparse.Namespace, backend: str, length: int, narrow: bool) -> list[float]:
+    """Returns the time of a step, under autocast to bfloat16 if `narrow`."""
+    model = build(args, backend).to(args.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = draw(args.vocab, ROWS * length + 1)[0].to(args.device)
+    tokens, targets = ids[:-1].view(ROWS, length), ids[1:].view(ROWS, length)
+    weights = torch.full(targets.shape, 1 / targets.numel(), device=args.device)
+    state = model.init_state(ROWS)
+
+    def step() -> None:
+        nonlocal state
+        with torch.autocast(args.device, torch.bfloat16, enabled=narrow):
+            hidden, after = model.hidden(tokens, state)
+            loss = weighted_cross_entropy(hidden, model.head.weight, targets, weights).loss
+        state = detach(after)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [milliseconds(step, args)]
+
+
+CASES = {"kernels": kernels, "models": models, "train": train}
 
 
 def main() -> None:
-    options = parser(__doc__, repeats=200)
+    options = parser(__doc__, repeats=20)
+    options.add_argument("case", choices=CASES, metavar="CASE")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--lengths", type=int, nargs="+", default=[1024, 16_384])
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    options.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     args = options.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: torch finds no GPU: run python -m benchmarks.speed on a CPU")
-    figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "dtype": args.dtype}
-    print(f"{figures['gpu']}, {args.dtype}; ms: read, one token, read with gradients")
-    for backend in ("torch", "fla", "mamba_ssm"):
-        model = build(args, backend).to("cuda", getattr(torch, args.dtype))
-        for length in args.lengths:
-            try:
-                found = measure(model, draw(args.vocab, length).cuda(), args.repeats)
-            except UserError as error:
-                print(f"{backend:10} {error}")
-                break
-            print(f"{backend:10} {length:8,} tokens", *(f"{ms:10.3f}" for ms in found))
-            figures[f"{backend}/{length}"] = found
+    if args.device == "cuda" and not torch.cuda.is_available():
+        options.error("torch finds no GPU: give --device cpu to check the program")
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
+    figures = CASES[args.case](args)
     if args.json:
-        write_json(args.json, figures)
+        write_json(args.json, {"gpu": gpu, **figures})
 
 
 if __name__ == "__main__":

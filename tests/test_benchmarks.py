@@ -20,6 +20,8 @@ CASES = [
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
     ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Mamba layer, decoding"),
+    ("gpu", ["models", "--device", "cpu", "--lengths", "64"], "transformers, 64 tokens"),
+    ("gpu", ["train", "--device", "cpu", "--lengths", "64"], "longrnn, mamba_ssm"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
     ("lm_eval", ["--context", "64", "--choice", "4"], f"{SAVED:.2f} times fewer"),
 ]

@@ -55,23 +55,30 @@ def backends(name: str) -> list[str]:
     return CELLS[name]("auto").backends()
 
 
-def self_test(name: str, backend: str, device: str | torch.device = "cpu") -> SelfTestResult:
-    """Compares a layer in float32 with the same layer in float64: many tokens, then a single one.
+def self_test(
+    name: str,
+    backend: str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> SelfTestResult:
+    """Compares a layer with the same layer in float64: many tokens, then a single one.
 
     Args:
         name: of a cell in `CELLS`.
         backend: one of `backends(name)`.
-        device: that of the layer in float32.
+        device: that of the layer.
+        dtype: of its weights and input; the tolerance is that of float32.
 
     Raises:
         UserError: the backend does not run here.
     """
-    expected = _results(CELLS[name]("torch").double())
-    layer = CELLS[name](backend).to(device)
+    expected = _results(CELLS[name]("torch").to(dtype).double())
+    layer = CELLS[name](backend).to(device, dtype)
     pairs = zip(_results(layer), expected, strict=True)
     error = max(_relative(ours.cpu().double(), exact) for ours, exact in pairs)
     with torch.no_grad():
-        x, state = torch.randn(1, TIMED, WIDTH, device=device), layer.init_state(1)
+        x = torch.randn(1, TIMED, WIDTH, device=device, dtype=dtype)
+        state = layer.init_state(1)
         seconds = []
         for _ in range(3):
             start = time.perf_counter()
@@ -91,7 +98,8 @@ def _results(layer: ScanningCell) -> list[Tensor]:
         last, state = layer(x[:, TOKENS:], state)
     x.requires_grad_()
     out, after = layer(x, layer.init_state(2))
-    loss = out.square().mean() + layer.own_memory(after).square().mean()
+    # As a gradient scaler does, so that small gradients in float16 are not rounded to 0.
+    loss = 1024 * (out.square().mean() + layer.own_memory(after).square().mean())
     inputs = [x, *layer.parameters()]
     return [y, last, *(leaf for _, leaf in leaves(state)), *torch.autograd.grad(loss, inputs)]
 
