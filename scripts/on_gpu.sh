@@ -27,6 +27,7 @@ step() {
     echo "$name: no time left; call the script again" | tee "$folder/$name.log"
     return
   fi
+  rm -rf "${folder:?}/$name" # the run of an earlier try
   local begun=$SECONDS
   echo "\$ $*" >"$folder/$name.log"
   timeout --preserve-status --signal TERM --kill-after 20 "$limit" "$@" >>"$folder/$name.log" 2>&1
@@ -54,7 +55,7 @@ else
   batch=("${big[@]}")
   tests=(-m "not slow" tests/ops/test_conv.py)
   launcher=cpu1
-  seconds=30
+  seconds=120
   study+=("model.d_model=32" "max_steps=5" "warmup_steps=1")
 fi
 step doctor 60 "${longrnn[@]}" doctor
@@ -64,7 +65,7 @@ step models 60 "${gpu[@]}" models "${big[@]}" --json "$folder/models.json"
 step models_1.3b 60 "${gpu[@]}" models "${huge[@]}" --json "$folder/models_1.3b.json"
 step train 45 "${gpu[@]}" train "${batch[@]}" --json "$folder/train.json"
 step launch 60 "${longrnn[@]}" --quiet launch --config_file "$launcher" \
-  train passkey_tiny_short "output_dir=$folder/launched" max_steps=10 warmup_steps=2
+  train passkey_tiny_short "output_dir=$folder/launch" max_steps=10 warmup_steps=2
 # A run that gets SIGTERM at its limit saves its step and exits with 0.
 step reverse "$seconds" "${longrnn[@]}" "${study[@]}"
 
