@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Names may contain brackets and colons.
-PLAIN: dict[str, Any] = {"markup": False, "emoji": False}
+NO_MARKUP: dict[str, Any] = {"markup": False, "emoji": False}
 
 
 def print_table(table: Table) -> None:
@@ -19,7 +19,7 @@ def print_table(table: Table) -> None:
     """
     from rich.console import Console
 
-    console, width = Console(**PLAIN), Console(width=10_000, **PLAIN).measure(table).maximum
+    console, width = Console(**NO_MARKUP), Console(width=10_000, **NO_MARKUP).measure(table).maximum
     if not console.is_terminal:  # rich takes it for 80 characters wide
         console.width = max(console.width, width)
     elif width > console.width:

@@ -152,6 +152,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def one_line(error: BaseException) -> str:
     """The first sentence of an error's message, on one line; its type where it has no message."""
+    if isinstance(error, OSError) and error.strerror:
+        name = Path(str(error.filename or "")).name
+        return f"{name}: {error.strerror}" if name else error.strerror
     sentence = re.split(r"[.!?] +(?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0]
     return sentence.rstrip(".") or type(error).__name__
 

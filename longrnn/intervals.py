@@ -24,10 +24,15 @@ class Estimate(NamedTuple):
     high: float
     n: int
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether its interval is finite."""
+        return math.isfinite(self.high - self.low)
+
     def show(self, form: str = ".2f", sign: str = "") -> str:
         """Return the value with its interval as text."""
         mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in self[:3])
-        return f"{mean} [{low}, {high}]" if math.isfinite(self.high - self.low) else mean
+        return f"{mean} [{low}, {high}]" if self.has_interval else mean
 
 
 def proportion(right: float, n: int, independent: float | None = None) -> Estimate:

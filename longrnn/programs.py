@@ -30,8 +30,10 @@ DEBUG = "LONGRNN_DEBUG"
 # Exit codes: an error that the user can fix, Ctrl-C, an unexpected error, and a closed output.
 REFUSED, INTERRUPTED, UNEXPECTED, CLOSED = 2, 130, 1, 141
 # Characters of another library's message; the traceback has all of it.
-LONGEST = 300
+LONGEST_DETAIL = 300
 
+# A name in a path, of more than 100 characters; its middle is not shown.
+_LONG_NAME = re.compile(r"([^\s/]{60})[^\s/]{21,}([^\s/]{20})")
 # How torch words a failed allocation, which is a plain RuntimeError on a CPU, and its size.
 _NO_MEMORY = re.compile(
     "can't allocate memory|out of memory|not enough memory|(calculation|multiplication) overflow",
@@ -119,13 +121,13 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
         again: the command that continues it.
     """
     if isinstance(error, UserError):
-        return str(error), REFUSED
+        return _LONG_NAME.sub(r"\1…\2", str(error)), REFUSED
     if isinstance(error, KeyboardInterrupt):
         kept = str(error) or "what was finished is kept"
         return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
-    detail = f" ({shorten(str(error), LONGEST, placeholder=' …')})" if str(error) else ""
+    detail = f" ({shorten(str(error), LONGEST_DETAIL, placeholder=' …')})" if str(error) else ""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
+        where = _LONG_NAME.sub(r"\1…\2", f" ({error.filename})") if error.filename else ""
         return (
             f"{error.strerror}{where}: check path, permissions and free space, or choose another "
             f"folder, then: {again}",

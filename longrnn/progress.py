@@ -14,7 +14,7 @@ QUIET = "TQDM_DISABLE"
 # Seconds between updates, on a terminal and in a file.
 TERMINAL, FILE = 0.1, 10.0
 # That of tqdm without its rate of steps: ours counts units.
-FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 def is_quiet() -> bool:
@@ -53,7 +53,7 @@ class Progress(tqdm):
             disable=silent,
             mininterval=every,
             ncols=columns,
-            bar_format=FORMAT,
+            bar_format=BAR_FORMAT,
         )
 
     def __bool__(self) -> bool:

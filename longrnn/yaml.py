@@ -19,7 +19,7 @@ from longrnn.files import read_text
 
 # The largest size of a text with every alias written out, in values and characters: this many, or
 # this many times the length of the text.
-MOST, TIMES = 100_000, 10
+MOST_VALUES, TIMES = 100_000, 10
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
 
 
@@ -62,7 +62,7 @@ def parse_yaml(text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        if _size(root, {}) > max(MOST, TIMES * len(text)):
+        if _size(root, {}) > max(MOST_VALUES, TIMES * len(text)):
             raise ValueError("its aliases expand to too many values")
         return loader.construct_document(root)
     except Exception as error:  # yaml raises errors of many kinds, a KeyError for `!!bool x`

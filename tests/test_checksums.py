@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -121,6 +122,15 @@ def test_every_file_of_a_run_is_covered(
     if kind == "checkpoint":
         (folder / "training.pt").write_bytes(b"")
         load(folder)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"1")
+    write_checksums(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert damage(tmp_path) == "config.json: No such file or directory"
+    os.mkfifo(tmp_path / "config.json")
+    assert damage(tmp_path) == "config.json: not a regular file"
 
 
 def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -131,6 +132,29 @@ def test_every_library_is_declared() -> None:
     names |= {"pydantic_core", "cycler", "markupsafe"}  # of pydantic, matplotlib and jinja2
     imported = {one.partition(".")[0] for text in SOURCES.values() for one in Imports(text).found}
     assert imported - names - set(sys.stdlib_module_names) == set()
+
+
+def constants(source: str) -> Iterator[tuple[str, str]]:
+    """Names and values, as written, of the constants of a module."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                if isinstance(name, ast.Name) and name.id.isupper():
+                    yield name.id, ast.unparse(value)
+
+
+def test_constants_of_a_name_have_one_value() -> None:
+    """Those of two values have to be distinguished by their modules; type variables aside."""
+    values: dict[str, set[str]] = {}
+    for source in SOURCES.values():
+        for name, value in constants(source):
+            if len(name) > 1:
+                values.setdefault(name, set()).add(value)
+    assert {name: found for name, found in values.items() if len(found) > 1} == {}
 
 
 def test_public_classes_have_names_of_their_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from longrnn.data.prompts import ANSWER, FILLER, HEADER, QUESTION
+from longrnn.data.prompts import ANSWER, FILLER, PROMPT_HEADER, QUESTION
 from longrnn.hf.tokenizer import HFTokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -29,7 +29,7 @@ def trained_bpe() -> HFTokenizer:
         special_tokens=["<s>"],
         show_progress=False,
     )
-    text = [HEADER, FILLER, QUESTION, BOOK.read_text()]
+    text = [PROMPT_HEADER, FILLER, QUESTION, BOOK.read_text()]
     numbers = [ANSWER.format(key=f"{i:05d}") for i in range(0, 100_000, 501)]
     fast.train_from_iterator(text * 5 + numbers, trainer)
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>"))

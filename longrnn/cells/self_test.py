@@ -17,7 +17,7 @@ from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.scanning import ScanningCell
 from longrnn.state import leaves
 
-WIDTH, TOKENS, TIMED = 64, 150, 2048
+WIDTH, TESTED_TOKENS, TIMED = 64, 150, 2048
 
 
 class SelfTestResult(NamedTuple):
@@ -42,7 +42,7 @@ def _cell(kind: type[ScanningCell], backend: str, **sizes: int) -> ScanningCell:
 
 
 # Small cells by name; each is tested with every implementation of its recurrence or layer.
-CELLS: dict[str, Callable[[str], ScanningCell]] = {
+TESTED_CELLS: dict[str, Callable[[str], ScanningCell]] = {
     "Mamba-2": partial(_cell, Mamba2, d_state=16, head_dim=16),
     "Mamba-1": partial(_cell, Mamba, d_state=8),
     "Gated DeltaNet": partial(_cell, GatedDeltaNet, key_dim=16, value_dim=16),
@@ -51,8 +51,8 @@ CELLS: dict[str, Callable[[str], ScanningCell]] = {
 
 
 def backends(name: str) -> list[str]:
-    """The backends of a cell of `CELLS`."""
-    return CELLS[name]("auto").backends()
+    """The backends of a cell of `TESTED_CELLS`."""
+    return TESTED_CELLS[name]("auto").backends()
 
 
 def self_test(
@@ -64,7 +64,7 @@ def self_test(
     """Compares a layer with the same layer in float64: many tokens, then a single one.
 
     Args:
-        name: of a cell in `CELLS`.
+        name: of a cell in `TESTED_CELLS`.
         backend: one of `backends(name)`.
         device: that of the layer.
         dtype: of its weights and input; the tolerance is that of float32.
@@ -72,8 +72,8 @@ def self_test(
     Raises:
         UserError: the backend does not run here.
     """
-    expected = _results(CELLS[name]("torch").to(dtype).double())
-    layer = CELLS[name](backend).to(device, dtype)
+    expected = _results(TESTED_CELLS[name]("torch").to(dtype).double())
+    layer = TESTED_CELLS[name](backend).to(device, dtype)
     pairs = zip(_results(layer), expected, strict=True)
     error = max(_relative(ours.cpu().double(), exact) for ours, exact in pairs)
     with torch.no_grad():
@@ -92,10 +92,12 @@ def _results(layer: ScanningCell) -> list[Tensor]:
     """Outputs and states without gradients, and the gradients of all weights and of the input."""
     weight = layer.get_parameter(layer.wide_weights[0])
     randomness = torch.Generator().manual_seed(1)
-    x = torch.randn(2, TOKENS + 1, WIDTH, generator=randomness, dtype=torch.float64).to(weight)
+    x = torch.randn(2, TESTED_TOKENS + 1, WIDTH, generator=randomness, dtype=torch.float64).to(
+        weight
+    )
     with torch.no_grad():
-        y, state = layer(x[:, :TOKENS], layer.init_state(2))
-        last, state = layer(x[:, TOKENS:], state)
+        y, state = layer(x[:, :TESTED_TOKENS], layer.init_state(2))
+        last, state = layer(x[:, TESTED_TOKENS:], state)
     x.requires_grad_()
     out, after = layer(x, layer.init_state(2))
     # As a gradient scaler does, so that small gradients in float16 are not rounded to 0.

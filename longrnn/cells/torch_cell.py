@@ -27,7 +27,7 @@ class TorchCell(StepwiseCell):
     Attributes:
         cell: the module, whose fused kernel runs when there is no edit.
         has_kernel: whether that kernel computes this cell.
-        cpu_cell: its name among the C++ cells (`longrnn.ops.cpu.tokens.CELLS`).
+        cpu_cell: its name among the C++ cells (`longrnn.ops.cpu.tokens.STEPWISE_CELLS`).
         cpu_first: whether the C++ cell is faster than the kernel of `cell`, where both run: on a
             CPU without gradients.
     """

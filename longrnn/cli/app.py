@@ -43,12 +43,12 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
 
 enter(app, "train", train.train)
 enter(app, "finetune", train.finetune)
-enter(app, "launch", train.launch, context_settings=train.SETTINGS)
+enter(app, "launch", train.launch, context_settings=train.LAUNCH_SETTINGS)
 ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or prompts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
     enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")
-enter(_eval, "harness", harness.harness, context_settings=harness.SETTINGS)
+enter(_eval, "harness", harness.harness, context_settings=harness.HARNESS_SETTINGS)
 enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
 enter(_diagnose, "states", diagnose.states)

@@ -89,7 +89,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     from longrnn.data import TASKS
     from longrnn.diagnostics.gradients import measure
     from longrnn.progress import Progress
-    from longrnn.reporting.gradients import COLUMNS, table, write_report
+    from longrnn.reporting.gradients import GRADIENT_COLUMNS, table, write_report
 
     sources = list(dict.fromkeys(gradients.sources))
     texts = "-".join(text.stem for text in gradients.texts)
@@ -112,7 +112,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
         "length": gradients.length,
     }
     report, *files = write_report(about, rows, folder)
-    print_rows("gradients through time", list(COLUMNS.values()), table(rows))
+    print_rows("gradients through time", list(GRADIENT_COLUMNS.values()), table(rows))
     typer.echo("\n".join(map(str, [*files, report])))
 
 

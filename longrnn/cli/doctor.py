@@ -27,7 +27,7 @@ def doctor() -> None:
     """
     import torch
 
-    from longrnn.cells.self_test import CELLS, backends
+    from longrnn.cells.self_test import TESTED_CELLS, backends
 
     versions = {package: _version(package) for package in PACKAGES}
     for name, value in (versions | _machine()).items():
@@ -35,7 +35,7 @@ def doctor() -> None:
     typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
     failed = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        for cell in CELLS:
+        for cell in TESTED_CELLS:
             rows = [_tested(cell, backend, device) for backend in backends(cell)]
             columns = ("backend", "error", "ms without gradients")
             print_rows(f"A {cell} layer on {device}", columns, rows)

@@ -48,6 +48,8 @@ def generate(model: Model, sampling: Sampling) -> None:
     prompt, file = sampling.prompt, sampling.prompt_file
     if (prompt is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file")
+    if "" in sampling.stops:
+        raise UserError("--stop is an empty text: leave it out, or give at least one character")
     text = prompt if file is None else read_text(file)[0]
     target = pick_device(model.device)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=target)

@@ -14,7 +14,7 @@ from longrnn.errors import UserError
 from longrnn.options import Options
 
 # Options that are not declared here are words of the argument for lm-eval.
-SETTINGS = {"ignore_unknown_options": True}
+HARNESS_SETTINGS = {"ignore_unknown_options": True}
 
 
 class Tasks(Options):

@@ -15,7 +15,7 @@ from longrnn.errors import UserError
 from longrnn.options import Options
 
 # Characters of the name of a default folder for results; longer ones are cut.
-LONGEST = 72
+LONGEST_FOLDER_NAME = 72
 
 
 class Where(Options):
@@ -93,9 +93,9 @@ def results_folder(
         parts.append("+".join(filter(None, (name, given, mitigation))))
     name = "--".join(filter(None, (*parts, variant))).lower()
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
-    if len(plain) > LONGEST:
+    if len(plain) > LONGEST_FOLDER_NAME:
         digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-        plain = f"{plain[: LONGEST - len(digest) - 1].rstrip('-._')}-{digest}"
+        plain = f"{plain[: LONGEST_FOLDER_NAME - len(digest) - 1].rstrip('-._')}-{digest}"
     return Path("results") / command / plain
 
 

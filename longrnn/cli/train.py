@@ -25,7 +25,7 @@ CURRENT: dict[Path, list[str]] = {}
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
 # All options before the command are accelerate's, and all behind it the command's, `--help` too.
-SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 class Resumable(Options):

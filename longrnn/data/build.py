@@ -36,7 +36,7 @@ from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
 
 # Changes whenever the files of a corpus do.
-FORMAT = "longrnn-corpus-3"
+CORPUS_FORMAT = "longrnn-corpus-3"
 
 
 def corpus_of(
@@ -142,7 +142,7 @@ def _identity(listed: Sequence[Path | str], reading: Reading, tokenizer: Tokeniz
     used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
     stats = [source.stat() for source in listed if isinstance(source, Path)]
     read_from = [*map(str, listed), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
-    return digest([FORMAT, read_from, *used, tokenizer.eos_id, template])
+    return digest([CORPUS_FORMAT, read_from, *used, tokenizer.eos_id, template])
 
 
 def _write(

@@ -14,7 +14,7 @@ from torch import Tensor
 from longrnn.errors import LengthError, UserError
 from longrnn.text import Tokenizer
 
-HEADER = "Something important is hidden in the text below. Remember it.\n"
+PROMPT_HEADER = "Something important is hidden in the text below. Remember it.\n"
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
@@ -113,7 +113,7 @@ class PasskeyPrompts:
 
     def __init__(self, tokenizer: Tokenizer, filler: str, most_keys: int) -> None:
         self.tokenizer, self.most_keys = tokenizer, most_keys
-        self._header, self._filler = self.ids(HEADER), self.ids(filler)
+        self._header, self._filler = self.ids(PROMPT_HEADER), self.ids(filler)
         self.n_header, self.n_filler = len(self._header), len(self._filler)
         if self.n_filler == 0:
             raise UserError("passkey needs a filler: name text files, or leave filler out")

@@ -28,7 +28,7 @@ Vocabulary = Annotated[int, Field(ge=2, lt=2**31)]
 # Draws in a row that may be held out.
 TRIES = 1000
 # The length of a sequence without a limit of its own.
-LONGEST = 10**9
+LONGEST_SEQUENCE = 10**9
 
 
 class SequenceTask(Task):
@@ -73,7 +73,7 @@ class SequenceTask(Task):
     @property
     def lengths(self) -> range:
         """The lengths that the task has."""
-        return range(1, LONGEST + 1)
+        return range(1, LONGEST_SEQUENCE + 1)
 
     def condition(self, index: int) -> str | None:
         """Name of the condition of held-out sequence `index`; None where there is only one."""
@@ -187,7 +187,7 @@ class DelayedSum(SequenceTask):
 
     @property
     def lengths(self) -> range:
-        return range(2, LONGEST + 1, 2)
+        return range(2, LONGEST_SEQUENCE + 1, 2)
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=1)

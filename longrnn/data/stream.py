@@ -35,7 +35,7 @@ from longrnn.files import read_json
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
 Part = Literal["all", "training", "held_out"]
 # Held out: this share of all tokens, but at most this many tokens.
-SHARE, MOST = 0.05, 2**22
+SHARE, MOST_HELD_OUT = 0.05, 2**22
 Whole = NDArray[np.int64]
 
 
@@ -170,7 +170,7 @@ def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:
     """
     spans = spans[shuffled(len(spans), "held out")]
     lengths = spans[:, 1] - spans[:, 0]
-    kept = int(lengths.sum()) - int(min(SHARE * lengths.sum(), MOST))
+    kept = int(lengths.sum()) - int(min(SHARE * lengths.sum(), MOST_HELD_OUT))
     ends = np.cumsum(lengths)
     border = int(np.searchsorted(ends, kept))
     head, tail = spans[: border + 1].copy(), spans[border:].copy()

@@ -37,7 +37,7 @@ from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.units import format_length
 
 # Tokens between two observations.
-EVERY = 16
+CALIBRATED_EVERY = 16
 Members = list[dict[str, Any]]
 
 
@@ -111,7 +111,7 @@ class Job(NamedTuple):
             UserError: the logits are not finite.
         """
         tokens = self.windows(self.train_length, most)
-        stops = [*range(EVERY, self.train_length, EVERY), self.train_length]
+        stops = [*range(CALIBRATED_EVERY, self.train_length, CALIBRATED_EVERY), self.train_length]
         recurrences = [cell.recurrence for cell in self.model.cells if cell.scans]
         steps: list[list[Tensor]] = [[] for _ in recurrences]
 

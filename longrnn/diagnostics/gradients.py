@@ -27,7 +27,7 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
 # Number of sequences.
-ROWS = 8
+SEQUENCES = 8
 # Tokens of the first sequence at which spectra are taken, evenly spaced.
 READINGS = 16
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
@@ -35,7 +35,7 @@ LOWEST, HIGHEST, BINS = -16, 2, 36
 Record = dict[str, Any]
 
 
-def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = ROWS) -> list[Record]:
+def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = SEQUENCES) -> list[Record]:
     """Measure the gradients of a model on a task.
 
     Args:

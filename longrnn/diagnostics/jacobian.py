@@ -17,7 +17,7 @@ from longrnn.state import PyTree, leaves, unflatten
 
 # Matrices of at most so many rows are computed explicitly; of larger ones ARPACK (scipy) finds the
 # largest eigenvalue and singular value from products with vectors, to this relative tolerance.
-DENSE, TOLERANCE = 1024, 1e-8
+DENSE, EIGEN_TOLERANCE = 1024, 1e-8
 
 
 def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
@@ -65,7 +65,7 @@ def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, fl
         largest = np.linalg.svd(matrix, compute_uv=False)[0]
         return float(np.abs(np.linalg.eigvals(matrix)).max()), float(largest)
     start = np.random.default_rng(0).standard_normal(size)
-    options: dict[str, Any] = {"k": 1, "tol": TOLERANCE, "v0": start}
+    options: dict[str, Any] = {"k": 1, "tol": EIGEN_TOLERANCE, "v0": start}
     try:
         values: Any = eigs(operator, return_eigenvectors=False, **options)
     except ArpackNoConvergence as error:

@@ -28,7 +28,7 @@ from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 
 # A milder choice is taken unless its objective is above the least one by more than this, in nats.
-TOLERANCE = 0.002
+OBJECTIVE_TOLERANCE = 0.002
 
 Head = tuple[int, int]
 Chosen = dict[Head, str]
@@ -84,7 +84,9 @@ def search(
         if len(known.keys() | {tuple(choice.values()) for choice in tried}) > passes:
             return chosen
         values = [objective(choice) for choice in tried]
-        return tried[next(i for i, v in enumerate(values) if v <= min(values) + TOLERANCE)]
+        return tried[
+            next(i for i, v in enumerate(values) if v <= min(values) + OBJECTIVE_TOLERANCE)
+        ]
 
     choices = list(options)
     chosen = choose(dict.fromkeys(heads, "none"), heads, choices)

@@ -34,8 +34,8 @@ from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.units import format_length
 
-# Tokens between observations, of which there are about MOST in a long text.
-EVERY, MOST = 128, 512
+# Tokens between observations, of which there are about MOST_OBSERVATIONS in a long text.
+OBSERVED_EVERY, MOST_OBSERVATIONS = 128, 512
 # Minimum number of observations inside the training length, which determine the ranges.
 INSIDE = 16
 MARGIN = 0.5
@@ -131,7 +131,7 @@ def diagnose(
                 "give a longer text or a smaller --length"
             )
     tokens = torch.stack([document.tokens[:length] for document in documents])
-    every = max(EVERY, length // MOST)
+    every = max(OBSERVED_EVERY, length // MOST_OBSERVATIONS)
     dense = range(0, train_length, min(every, max(1, train_length // INSIDE)))
     stops = sorted({*dense[1:], *range(every, length, every), train_length, length})
     seen = observe(model, tokens, stops, trained=train_length, quiet=quiet)

@@ -34,9 +34,10 @@ from longrnn.yaml import yaml_text
 logger = logging.getLogger(__name__)
 
 # The longest evaluation, as a multiple of the training length.
-BEYOND = 16
-# Windows of text that are read if there are so many; fewer than LEAST have no useful interval.
-MOST, LEAST = 16, 5
+EVALUATED_MULTIPLE = 16
+# Windows of text that are read if there are so many; intervals of fewer than FITTING_WINDOWS are
+# too wide to be useful.
+MOST_WINDOWS, FITTING_WINDOWS = 16, 5
 # Passkeys of each length and depth.
 PROMPTS = 10
 # The names of the suite and of the text.
@@ -53,12 +54,13 @@ def write_suite(
         tokenizer: of the model.
         folder: of the evaluation.
         length: on which the model was trained, in tokens.
-        longest: tokens of the longest evaluation, at least `length`; by default `BEYOND` times it.
+        longest: tokens of the longest evaluation, at least `length`; by default
+            `EVALUATED_MULTIPLE` times it.
 
     Raises:
         UserError: there is nothing to evaluate at these lengths.
     """
-    longest = longest or BEYOND * length
+    longest = longest or EVALUATED_MULTIPLE * length
     lengths = [length * 2**k for k in range(longest.bit_length()) if length * 2**k <= longest]
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
@@ -67,7 +69,7 @@ def write_suite(
     elif isinstance(task, Text):
         text = held_out_text(task.corpus, tokenizer, lengths[-1])
         tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
-        fitting = [n for n in lengths if tokens >= LEAST * n]
+        fitting = [n for n in lengths if tokens >= FITTING_WINDOWS * n]
         if not fitting and tokens >= length:
             fitting = [length]
         if fitting != lengths:
@@ -77,7 +79,7 @@ def write_suite(
             )
         if fitting:
             write_atomic(folder / TEXT, text)
-            what = {"texts": [str(folder / TEXT)], "lengths": fitting, "windows": MOST}
+            what = {"texts": [str(folder / TEXT)], "lengths": fitting, "windows": MOST_WINDOWS}
             evaluations.append({"kind": "perplexity", **what})
     least = math.inf if isinstance(task, Instruct) else Passkey(tokenizer).least_length()
     prompts = [n for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
@@ -120,7 +122,7 @@ def without_failed_passkeys(
 
 
 def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
-    """Return a text of at most `MOST` windows, from as many documents as possible.
+    """Return a text of at most `MOST_WINDOWS` windows, from as many documents as possible.
 
     It has the beginnings of all documents, each as long as a window at most, the longest first; if
     that is not enough, what follows them.
@@ -130,7 +132,7 @@ def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
         tokenizer: of the documents.
         length: tokens of a window.
     """
-    order, left = np.argsort(-corpus.lengths, kind="stable").tolist(), MOST * length
+    order, left = np.argsort(-corpus.lengths, kind="stable").tolist(), MOST_WINDOWS * length
     parts = []
     for start, document in product(range(0, int(corpus.lengths.max()), length), order):
         stop = min(start + length, int(corpus.lengths[document]))

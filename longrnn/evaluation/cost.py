@@ -21,7 +21,7 @@ from longrnn.reporting.tables import Column
 from longrnn.results import Result
 
 MIB = 2**20
-COLUMNS = {
+COST_COLUMNS = {
     "prefill": Column("prefill, tokens/s", MEAN, ",.0f"),
     "decode": Column("decoding, tokens/s", MEAN, ",.0f"),
     "state_bytes": Column("state or cache, bytes", MEAN, ",.0f"),
@@ -42,7 +42,7 @@ class Cost(Evaluation[CostOptions]):
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         tokens = {length: length + self.options.decode for length in self.options.lengths}
-        fitting = [within(model, tokens, COLUMNS["prefill"]) for model in models]
+        fitting = [within(model, tokens, COST_COLUMNS["prefill"]) for model in models]
         return [
             Plan([Item({"length": length}, length) for length in reached], reasons)
             for reached, reasons in fitting
@@ -57,7 +57,7 @@ class Cost(Evaluation[CostOptions]):
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         for name, value in result.items():
-            yield Sample(COLUMNS[name], item.spec, "", value)
+            yield Sample(COST_COLUMNS[name], item.spec, "", value)
 
 
 @torch.no_grad()

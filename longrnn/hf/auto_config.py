@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
-from longrnn.models.checkpoint import FORMAT
+from longrnn.models.checkpoint import CHECKPOINT_FORMAT
 from longrnn.models.recurrent import RecurrentConfig
 
 
@@ -34,7 +34,7 @@ class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
 
     architectures: list[str] | None = field(default_factory=lambda: ["LongRNNForCausalLM"])
     tokenizer: str = "tokenizer.json"
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
     mitigation: str | None = None
     use_cache: bool = True
     num_attention_heads: int = 1

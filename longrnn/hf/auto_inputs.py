@@ -14,10 +14,13 @@ from longrnn.errors import UserError, nearest
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
-# Arguments of the loss; how documents are packed; and lengths that follow from that.
-KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "output_attentions"}
+# How documents are packed.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
-KNOWN |= {*PACKING, "max_length_q", "max_length_k"}
+# The same, lengths that follow from that, and arguments of the loss.
+KNOWN_ARGUMENTS = {
+    *PACKING, "max_length_q", "max_length_k",
+    "num_items_in_batch", "ignore_index", "shift_labels", "output_attentions",
+}  # fmt: skip
 # Arguments of other models, and what to do instead.
 INSTEAD = {
     "cache_params": "give the cache as past_key_values",
@@ -52,9 +55,9 @@ class Backbone:
 
 def check_arguments(names: Iterable[str]) -> None:
     """Refuses arguments that would have no effect."""
-    for name in sorted({*names} - KNOWN):
+    for name in sorted({*names} - KNOWN_ARGUMENTS):
         parameters = {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"}
-        remedy = INSTEAD.get(name) or nearest(name, KNOWN | parameters)
+        remedy = INSTEAD.get(name) or nearest(name, KNOWN_ARGUMENTS | parameters)
         raise UserError(f"{name} is not an argument of a recurrent model: {remedy}")
 
 

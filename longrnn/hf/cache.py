@@ -25,7 +25,7 @@ from longrnn.errors import UserError
 from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
-KNOWN = (
+CONVERTED_LAYERS = (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -67,7 +67,7 @@ def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[Lay
     if type(cache) is not kind:
         raise ValueError(f"its cache is a {type(cache).__name__}")
     for layer in cache.layers:
-        if type(layer) not in KNOWN:
+        if type(layer) not in CONVERTED_LAYERS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
     return tuple(map(_keep, cache.layers))
 

@@ -12,7 +12,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import new_folder, partial_path, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
-from longrnn.hf.names import NONE, base_of, is_adapter, resolve
+from longrnn.hf.names import NONE, CheckpointName, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
 from longrnn.locks import locked
 from longrnn.models.checkpoint import read_config, save_model
@@ -45,7 +45,7 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
-    model = load_recurrent(f"{source}+{NONE}")
+    model = load_recurrent(CheckpointName(str(source), mitigation=NONE))
     while is_adapter(folder):
         folder = resolve(base_of(folder))  # which has the tokenizer
     # What the layout does not support is refused before anything is written.

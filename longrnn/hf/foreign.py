@@ -38,7 +38,7 @@ from longrnn.state import (
 )
 
 # Tokens of one piece, over all rows.
-SEGMENT_TOKENS = 1024
+PIECE_TOKENS = 1024
 # Names under which models take a cache and return it.
 CACHES = ("past_key_values", "cache_params")
 # Architectures known to continue a state with one token at a time only.
@@ -190,7 +190,7 @@ class ForeignLM(LanguageModel):
         start, time = 0, tokens.shape[1]
         while start < time:
             apart = not self.tokens_together and position + start > 0
-            width = 1 if apart else max(16, SEGMENT_TOKENS // len(tokens))
+            width = 1 if apart else max(16, PIECE_TOKENS // len(tokens))
             piece = tokens[:, start : start + width]
             wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
             logits, layers = self.call(piece, layers, position + start, max(1, wanted))

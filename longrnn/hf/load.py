@@ -85,10 +85,7 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
-    if isinstance(name_or_path, CheckpointName):
-        checkpoint, named, spec = name_or_path
-    else:
-        checkpoint, named, spec = CheckpointName.parse(str(name_or_path))
+    checkpoint, named, spec = CheckpointName.parse(name_or_path)
     given = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and given is None:
         raise UserError(f"weights cannot be {dtype}: give one of {', '.join(DTYPE_NAMES)}")
@@ -163,7 +160,7 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
     return model.under(mitigation(others)) if others else model
 
 
-def load_editable(name_or_path: str | Path, **options: Any) -> Model:
+def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> Model:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Args:
@@ -173,18 +170,18 @@ def load_editable(name_or_path: str | Path, **options: Any) -> Model:
     Raises:
         UserError: as `load`, and for any other model.
     """
-    model = load(name_or_path, **options)
+    model, name = load(name_or_path, **options), CheckpointName.parse(name_or_path).checkpoint
     if model.mitigation is not None:
         raise UserError(
-            f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
-            f"{CheckpointName.parse(str(name_or_path)).checkpoint}+{NONE}"
+            f"{name} is a model under {model.mitigation}, and this needs it without: give "
+            f"{name}+{NONE}"
         )
     if not model.cells:
-        raise UserError(f"{name_or_path} cannot be used here: {NO_CELLS}")
+        raise UserError(f"{name} cannot be used here: {NO_CELLS}")
     return model
 
 
-def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
+def load_recurrent(name_or_path: str | Path | CheckpointName, **options: Any) -> RecurrentLM:
     """Load a `RecurrentLM`, for code that needs all of its layers; see `load_editable`.
 
     Raises:
@@ -194,8 +191,8 @@ def load_recurrent(name_or_path: str | Path, **options: Any) -> RecurrentLM:
     if isinstance(model, RecurrentLM):
         return model
     raise UserError(
-        f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
-        "compute: give a checkpoint of longrnn"
+        f"{CheckpointName.parse(name_or_path).checkpoint} is a Hugging Face {model.kind}, whose "
+        "other layers longrnn does not compute: give a checkpoint of longrnn"
     )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
 
 # What PEFT puts in front of the names of parameters, and into those of adapters.
-PREFIX, NAME = "base_model.model.", ".default."
+PREFIX, ADAPTER_INFIX = "base_model.model.", ".default."
 # How the names of an adapter of a `Mamba2ForCausalLM` begin.
 OF_TRANSFORMERS = (f"{PREFIX}backbone.", f"{PREFIX}lm_head.")
 
@@ -123,7 +123,7 @@ def save_adapter(
 
 def _saved_name(name: str) -> str:
     """The name in an adapter's file of a parameter of a model with adapters."""
-    return PREFIX + name.replace(NAME, ".")
+    return PREFIX + name.replace(ADAPTER_INFIX, ".")
 
 
 class Holder(nn.Module):
@@ -203,7 +203,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
     for name in result.unexpected_keys:
         raise ValueError(f"it has {name}, which {base_of(folder)} does not have")
     for name in result.missing_keys:
-        if NAME in name:
+        if ADAPTER_INFIX in name:
             raise ValueError(f"it has no {name}")
     for layer in adapted.modules():
         if "base_layer" in layer._modules:

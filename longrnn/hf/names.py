@@ -36,7 +36,7 @@ GGUF = ".gguf"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def embedded() -> dict[str, Path]:
@@ -75,9 +75,11 @@ class CheckpointName(NamedTuple):
     mitigation: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> CheckpointName:
+    def parse(cls, name: str | Path | CheckpointName) -> CheckpointName:
         """Read `CHECKPOINT+DTYPE+MITIGATION`, of which the last two may be left out."""
-        checkpoint, spec = split_spec(text)
+        if isinstance(name, CheckpointName):
+            return name
+        checkpoint, spec = split_spec(str(name))
         first, plus, rest = (spec or "").partition("+")
         if first in DTYPE_NAMES:
             return cls(checkpoint, DTYPE_NAMES[first], rest if plus else None)
@@ -117,7 +119,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` has the form `organisation/model` and `organisation` is not a local folder."""
-    return NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
+    return MODEL_NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
 
 
 def download(name: str, revision: str | None = None) -> Path:

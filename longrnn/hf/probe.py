@@ -12,7 +12,7 @@ from longrnn.files import one_line
 from longrnn.hf.foreign import ForeignLM
 from longrnn.models.finite import refuse_nonfinite
 
-ROWS, TIME = 2, 12
+PROBED_ROWS, TIME = 2, 12
 # Lengths of the pieces into which each row is cut, and the same for `not model.tokens_together`.
 SPLIT, ONE_BY_ONE = (7, 1, 1, 3), (7, 1, 1, 1, 1, 1)
 
@@ -47,9 +47,9 @@ class ExpertChoices(TorchFunctionMode):
             return result
         whole = next(self.remaining, result.indices)
         scores = args[0] if args else kwargs["input"]
-        if whole.numel() % (ROWS * TIME) or scores.shape[:-1] != result.indices.shape[:-1]:
+        if whole.numel() % (PROBED_ROWS * TIME) or scores.shape[:-1] != result.indices.shape[:-1]:
             return result  # not a choice for each token
-        indices = whole.reshape(ROWS, TIME, -1)[:, self.piece]
+        indices = whole.reshape(PROBED_ROWS, TIME, -1)[:, self.piece]
         if indices.numel() != result.indices.numel():
             return result
         indices = indices.reshape(result.indices.shape)
@@ -66,13 +66,15 @@ def probe(model: ForeignLM) -> str | None:
     Raises:
         UserError: the logits are not finite.
     """
-    tokens = torch.arange(1, 1 + ROWS * TIME, device=model.model.device).view(ROWS, TIME)
+    tokens = torch.arange(1, 1 + PROBED_ROWS * TIME, device=model.model.device).view(
+        PROBED_ROWS, TIME
+    )
     tokens = tokens % model.vocab_size
     choices = ExpertChoices()
     try:
         with choices:
             whole = model.model(input_ids=tokens, use_cache=False).logits
-        state, pieces, start = model.init_state(ROWS), [], 0
+        state, pieces, start = model.init_state(PROBED_ROWS), [], 0
         for piece in tokens.split(SPLIT if model.tokens_together else ONE_BY_ONE, dim=1):
             with choices.replay(start, start + piece.shape[1]):
                 logits, state = model.read(piece, state, start, piece.shape[1])

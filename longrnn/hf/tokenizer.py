@@ -42,7 +42,7 @@ MISSING = (
     "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
 )
 # Begins what the assistant wrote, in a chat template.
-GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class HFTokenizer:
@@ -77,7 +77,7 @@ class HFTokenizer:
                 "the tokenizer has no chat template: put a chat_template.jinja beside its "
                 "tokenizer.json, or give prompt and completion instead of messages"
             ) from error
-        if not GENERATION.search(template):
+        if not GENERATION_TAG.search(template):
             raise UserError(
                 "the chat template does not say which text the assistant wrote: put {% generation "
                 "%} and {% endgeneration %} around it, or give prompt and completion"

@@ -26,7 +26,7 @@ from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
 
 ModelT = TypeVar("ModelT", bound=LanguageModel)
-FORMAT = 2
+CHECKPOINT_FORMAT = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Layers whose weights have the dtype of the activations; those of other layers are cast.
 PRODUCTS = (nn.Linear, nn.Embedding, nn.RNNBase)
@@ -66,7 +66,7 @@ def save_model(
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:
         del tensors["head.weight"]
-    description = {"model_type": "longrnn", "format": FORMAT, "tokenizer": tokenizer}
+    description = {"model_type": "longrnn", "format": CHECKPOINT_FORMAT, "tokenizer": tokenizer}
     if mitigation or model.trained_under:
         description["mitigation"] = mitigation or model.trained_under
     description |= asdict(model.config)
@@ -88,10 +88,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} is not a checkpoint folder (it has no config.json): give a folder with one"
         )
     config = read_json(path)
-    if config.get("model_type") == "longrnn" and config.get("format") != FORMAT:
+    if config.get("model_type") == "longrnn" and config.get("format") != CHECKPOINT_FORMAT:
         raise UserError(
             f"{folder} has checkpoint format {config.get('format')}, and this version of longrnn "
-            f"reads {FORMAT}: use the version that wrote it"
+            f"reads {CHECKPOINT_FORMAT}: use the version that wrote it"
         )
     return config
 

@@ -6,7 +6,7 @@ Notable choices:
   sets nothing else, makes three such products of each, with about 22 bits.
 - Both libraries add up log decays in float32, `longrnn.ops.scan` in float64. Where strong decays or
   document starts come before slow decays, results differ by up to 1e-5 with flash-linear-attention
-  (see `LEAST_LOG_DECAY`), and by some 1e-4 with mamba-ssm.
+  (see `LEAST_GPU_LOG_DECAY`), and by some 1e-4 with mamba-ssm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLA_FEW, FLA_MOST = 64, 2**16 - 1
 # The least log decay, also at document starts, where −∞ − −∞ would be NaN. It keeps 1e-13 of the
 # state before it, far less than float32 rounds away. Running sums near it are rounded to 2e-6: the
 # relative error of the decays after it in its chunk. With −1e4 the error would be 1e-3.
-LEAST_LOG_DECAY = -30.0
+LEAST_GPU_LOG_DECAY = -30.0
 
 
 def fla_takes_few(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Replaces a Σ log_decay of 0, where 1 − a would be 0: (1 − a^k) / (1 − a) is then k to rounding.
-LEAST = -1e-30
+LARGEST_SUM = -1e-30
 
 
 def repeated(before: Tensor, after: Tensor, log_decay: Tensor, times: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def repeated(before: Tensor, after: Tensor, log_decay: Tensor, times: Tensor) ->
     Returns:
         `(b, h, p, n)`, differentiable in all arguments except `times`.
     """
-    once = log_decay.clamp(max=LEAST)[:, :, None]  # b h 1 n
+    once = log_decay.clamp(max=LARGEST_SUM)[:, :, None]  # b h 1 n
     all_times = times[:, None, None, None].to(once) * once
     passes = torch.expm1(all_times) / torch.expm1(once)
     return all_times.exp() * before + passes * (after - once.exp() * before)

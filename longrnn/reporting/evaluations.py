@@ -15,7 +15,7 @@ from longrnn.reporting.figures import Line, heat_maps, lines, png
 from longrnn.reporting.pages import Picture, write_page
 from longrnn.reporting.tables import ResultTable
 
-CELLS = "cells.json"
+CELLS_FILE = "cells.json"
 
 
 def write_report(
@@ -37,10 +37,12 @@ def write_report(
     """
     about = {"models": models, "evaluations": evaluations}
     cells = [cell.plain() for table in tables for cell in table.cells]
-    write_atomic(folder / CELLS, to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null"))
+    write_atomic(
+        folder / CELLS_FILE, to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null")
+    )
     drawn = [picture for table in tables for picture in pictures(table)]
     values = {**about, "tables": [(table.title, table.texts(), table.notes) for table in tables]}
-    return [folder / CELLS, *write_page("evaluations.html", folder, drawn, values)]
+    return [folder / CELLS_FILE, *write_page("evaluations.html", folder, drawn, values)]
 
 
 def pictures(table: ResultTable) -> Iterator[Picture]:

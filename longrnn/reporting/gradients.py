@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from longrnn.diagnostics.gradients import Record
 
 # The columns of the table on the terminal and in the page.
-COLUMNS = {
+GRADIENT_COLUMNS = {
     "model": "model",
     "layer": "layer",
     "factor": "factor per token",
@@ -55,13 +55,13 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Record], folder: Path)
     by_size = curves([Panel("number of entries", weights)], across="log₁₀ |gradient|")
     drawn = [("norms", NORMS, by_distance), ("weights", WEIGHTS, by_size)]
     pictures = [Picture(name, caption, png(figure)) for name, caption, figure in drawn]
-    values = {"about": about, "columns": COLUMNS, "rows": table(rows)}
+    values = {"about": about, "columns": GRADIENT_COLUMNS, "rows": table(rows)}
     return [*write_page("gradients.html", folder, pictures, values), record]
 
 
 def table(rows: Sequence[Record]) -> list[list[str]]:
     """Return the rows as texts, one per column."""
-    return [[_shown(row[name]) for name in COLUMNS] for row in rows]
+    return [[_shown(row[name]) for name in GRADIENT_COLUMNS] for row in rows]
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,8 @@ def write_page(
     Args:
         template: name of a file in `longrnn/reporting/templates`.
         folder: created if it does not exist.
-        pictures: shown in this order, and also written as PNG files.
+        pictures: shown in this order, and also written as PNG files. Pictures of one name are
+            numbered.
         values: variables of the template besides `pictures`.
 
     Returns:
@@ -51,12 +53,19 @@ def write_page(
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    counts: Counter[str] = Counter()
+    numbered = []
+    for picture in pictures:
+        counts[picture.name] += 1
+        count = counts[picture.name]
+        name = f"{picture.name}-{count}" if count > 1 else picture.name
+        numbered.append(picture._replace(name=name))
     environment = Environment(
         loader=PackageLoader("longrnn.reporting"), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["breakable"] = breakable
-    html = environment.get_template(template).render({**values, "pictures": pictures})
-    for picture in pictures:
+    html = environment.get_template(template).render({**values, "pictures": numbered})
+    for picture in numbered:
         write_atomic(folder / f"{picture.name}.png", picture.data)
     write_atomic(folder / REPORT, html)
-    return [folder / REPORT, *(folder / f"{picture.name}.png" for picture in pictures)]
+    return [folder / REPORT, *(folder / f"{picture.name}.png" for picture in numbered)]

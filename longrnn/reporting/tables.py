@@ -130,6 +130,15 @@ class ResultTable(NamedTuple):
         print_table(grid)
         for note in self.notes:
             print(note)
-        if len(self.models) > 1:
-            first = self.models[0]
-            print(f"[95 % intervals]; below a value, its difference from {first}, paired")
+        if legend := self.legend():
+            print(legend)
+
+    def legend(self) -> str:
+        """Return what the brackets and the second lines of the cells are, if there are any."""
+        shown = [cell for cell in self.cells if cell.column.listed and not cell.column.brief]
+        parts = []
+        if any(cell.estimate is not None and cell.estimate.has_interval for cell in shown):
+            parts.append("[95 % intervals]")
+        if any(cell.difference is not None for cell in shown):
+            parts.append(f"below a value, its difference from {self.models[0]}, paired")
+        return "; ".join(parts)

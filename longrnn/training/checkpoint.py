@@ -30,12 +30,14 @@ from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import gathered, sharded_like
 
-NAME = re.compile(r"checkpoint-(\d{8})")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{8})")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name))
+    return sorted(
+        path for path in output_dir.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)
+    )
 
 
 def newest(output_dir: Path) -> Path | None:

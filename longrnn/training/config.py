@@ -37,7 +37,7 @@ No = BeforeValidator(lambda value: "no" if value is False else value)
 Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 # Mappings with a `kind`, and the registry with the options of each.
-FAMILIES: dict[str, Registry[Any]] = {
+REGISTRIES: dict[str, Registry[Any]] = {
     "model.position": POSITIONS,
     "model.mixer": MIXERS,
     "task": TASKS,
@@ -253,7 +253,7 @@ def _drop_meaningless(values: dict[str, Any], given: set[str]) -> None:
         given: dotted keys.
     """
     dropped = set()
-    for prefix, family in FAMILIES.items():
+    for prefix, family in REGISTRIES.items():
         spec: Any = values
         for name in prefix.split("."):
             spec = spec.get(name) if isinstance(spec, dict) else None

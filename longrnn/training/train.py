@@ -83,7 +83,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
         UserError: the folder has no run, a checkpoint is to be continued in its own folder, or an
             override cannot change a run that has begun.
     """
-    is_branch = checkpoint.NAME.fullmatch(folder.name) is not None
+    is_branch = checkpoint.CHECKPOINT_NAME.fullmatch(folder.name) is not None
     home = folder.parent if is_branch else folder
     recorded = read_recorded(home)
     if not recorded:
@@ -151,7 +151,8 @@ def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = Fa
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"
     else:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory = f"{used / 2**20:.2f} GiB of the process"
+        per_gib = 2**30 if sys.platform == "darwin" else 2**20  # of bytes, or of KiB
+        memory = f"{used / per_gib:.2f} GiB of the process"
     return (
         f"Peak memory of a step: {memory}. Speed: {tokens / seconds:,.0f} tokens/s; {left:,} steps "
         f"take about {format_interval(left * seconds)} without validation"

@@ -39,7 +39,7 @@ from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
 # Keys of the configuration that determine which rows a process reads and what their states are.
-ROWS = {
+ROW_KEYS = {
     *("task", "length", "seed", "initial_state", "segments_per_step", "mitigation"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
@@ -255,7 +255,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, which a checkpoint holds beside weights, optimizer and initial states."""
         # The data may be elsewhere when a run is resumed; its content is compared.
-        rows = self.config.model_dump(mode="json", include=ROWS, exclude={"task": {"data"}})
+        rows = self.config.model_dump(mode="json", include=ROW_KEYS, exclude={"task": {"data"}})
         counters = {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
         return counters | {"pending": self.pending, "data": self.task.data_sha256, "rows": rows}
 

@@ -22,7 +22,7 @@ from longrnn.training.objective import Objective, rows_of
 # Tokens of a row that are read at a time.
 TOKENS_AT_ONCE = 4096
 # By default, validation rows are this many times as long as the longest training row.
-BEYOND = 16
+VALIDATED_MULTIPLE = 16
 
 
 class Validation:
@@ -47,7 +47,7 @@ class Validation:
         self.config, self.task = config, task
         _refuse_overlap(training, task)
         trained = config.length.max
-        length = config.eval_length or BEYOND * trained
+        length = config.eval_length or VALIDATED_MULTIPLE * trained
         self.rows = task.held_out(config.eval_samples, length=min(length, positions or length))
         whole = self.rows.tokens.shape[1]
         doubled = (trained * 2**k for k in range(whole.bit_length()))

@@ -46,7 +46,10 @@ def test_a_full_disk_while_evaluating(cli: CLI, models: Path, tmp_path: Path) ->
 def test_a_name_that_is_too_long_for_a_folder(cli: CLI, tmp_path: Path) -> None:
     """It is one sentence, without a traceback of the search for what to continue."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
-    assert_refused(cli("train", "c.yaml", f"output_dir={'x' * 300}"), "File name too long")
+    name = "x" * 300
+    refusal = cli("train", "c.yaml", f"output_dir={name}")
+    assert_refused(refusal, "File name too long", f"output_dir={name}")
+    assert refusal.err.count(name) == 1  # in the command that continues
 
 
 def test_a_full_disk_while_training(

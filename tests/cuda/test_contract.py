@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.cells import MIXERS
-from longrnn.cells.self_test import CELLS, backends, self_test
+from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
 from longrnn.errors import UserError
 from longrnn.inference.engine import token_losses
 from longrnn.models import Rows, generate
@@ -84,7 +84,7 @@ def test_cells(spec: Spec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "backend"), [(cell, backend) for cell in CELLS for backend in backends(cell)]
+    ("cell", "backend"), [(cell, backend) for cell in TESTED_CELLS for backend in backends(cell)]
 )
 def test_backends(cell: str, backend: str) -> None:
     """The check of `longrnn doctor`: many tokens, a single one, and all gradients."""

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from longrnn.data import Passkey
 from longrnn.data.passkey import with_numbers
-from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, Needle, keys, read
+from longrnn.data.prompts import (
+    ANSWER,
+    FILLER,
+    KEY_LINE,
+    PROMPT_HEADER,
+    QUESTION,
+    Needle,
+    keys,
+    read,
+)
 from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
 from tests.data.drawings import drawing
@@ -33,7 +42,7 @@ class Signs(ByteTokenizer):
     """A tokenizer that knows the parts of a passkey prompt as the signs of the drawing."""
 
     vocab_size = 128
-    parts = {HEADER: "HH", FILLER: "f", KEY_LINE.format(key="42719"): "KK", QUESTION: "QQ"}
+    parts = {PROMPT_HEADER: "HH", FILLER: "f", KEY_LINE.format(key="42719"): "KK", QUESTION: "QQ"}
 
     def encode(self, text: str) -> list[int]:
         return [ord(sign) for sign in self.parts.get(text, text)]
@@ -75,12 +84,12 @@ def test_prompts_have_exactly_the_length_asked(
     assert prompt.dtype == torch.int64
     text = task.tokenizer.decode(prompt.tolist())
     line = KEY_LINE.format(key=key)
-    assert text.startswith(HEADER)
+    assert text.startswith(PROMPT_HEADER)
     assert text.endswith(QUESTION)
     assert text.count(line) == 1
     # The key line stands where the depth says, counted in tokens of filler.
-    filler = len(prompt) - sum(len(task.ids(part)) for part in (HEADER, line, QUESTION))
-    before = text.index(line) - len(HEADER)
+    filler = len(prompt) - sum(len(task.ids(part)) for part in (PROMPT_HEADER, line, QUESTION))
+    before = text.index(line) - len(PROMPT_HEADER)
     after = len(text) - text.index(line) - len(line) - len(QUESTION)
     if filler > 500:
         assert before / (before + after) == pytest.approx(depth, abs=0.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longrnn.data import UNSCORED, Batch, Passkey
-from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
+from longrnn.data.prompts import ANSWER, FILLER, KEY_LINE, PROMPT_HEADER, QUESTION
 from longrnn.text import ByteTokenizer
 
 LENGTH, STEPS, N_STREAMS = 160, 60, 6
@@ -52,10 +52,10 @@ def fillers(document: list[Batch]) -> list[str]:
     assert len(text) == LENGTH * len(document)
     match = re.search(r"The passkey is (\d{5})", text)
     assert match is not None
-    assert text.startswith(HEADER)
+    assert text.startswith(PROMPT_HEADER)
     line = KEY_LINE.format(key=match[1])
     assert text.count(match[1]) == 2
-    parts = [body(part, 0).removeprefix(HEADER) for part in document]
+    parts = [body(part, 0).removeprefix(PROMPT_HEADER) for part in document]
     assert sum(part.count(line) for part in parts) == 1
     return [part.replace(line, "") for part in parts]
 
@@ -87,7 +87,7 @@ def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
         assert not batch.answers()[:, :LENGTH].any()
         for row in range(N_STREAMS):
             query = ByteTokenizer().decode(batch.tokens[row, LENGTH:].tolist())
-            assert bool(batch.begins[row]) == body(batch, row).startswith(HEADER)
+            assert bool(batch.begins[row]) == body(batch, row).startswith(PROMPT_HEADER)
             assert QUESTION not in body(batch, row)
             assert re.fullmatch(re.escape(QUESTION) + r" \d{4}", query)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import EVERY, METHODS, Inside, calibrate
-from longrnn.diagnostics.per_head import TOLERANCE, keyed_prompts, search
+from longrnn.diagnostics.calibrate import CALIBRATED_EVERY, METHODS, Inside, calibrate
+from longrnn.diagnostics.per_head import OBJECTIVE_TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
@@ -38,7 +38,7 @@ PROSE = (
     "is a damp, drizzly November in my soul; then, I account it high time to get to sea."
 )
 OTHER = "There is nothing surprising in this. If they but knew it, almost all men in their degree."
-LENGTH, TARGET = 40, 150  # LENGTH is no multiple of EVERY
+LENGTH, TARGET = 40, 150  # LENGTH is no multiple of CALIBRATED_EVERY
 SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
 LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
 # Settings with which every method runs quickly on PROSE.
@@ -75,7 +75,7 @@ def largest_norms(model: RecurrentLM, tokens: Tensor) -> list[list[float]]:
     state, found = model.init_state(len(tokens)), []
     for position, token in enumerate(tokens.split(1, dim=1), start=1):
         state = model(token, state).state
-        if position % EVERY == 0 or position == tokens.shape[1]:
+        if position % CALIBRATED_EVERY == 0 or position == tokens.shape[1]:
             memories = [getattr(layer, field_of(layer)) for layer in state.layers]
             found.append([m.reshape(len(m), heads_of(m), -1).norm(dim=2) for m in memories])
     by_layer = [torch.stack(norms).amax((0, 1)) for norms in zip(*found, strict=True)]
@@ -215,7 +215,7 @@ class Scripted:
         if (0, 0) in self.chosen:
             loss += 1.5
         if self.chosen.get((0, 1)) == "sliding_window":  # too little to be chosen
-            loss -= TOLERANCE / 2
+            loss -= OBJECTIVE_TOLERANCE / 2
         return torch.full(rows.shape, loss), None
 
 
@@ -252,7 +252,7 @@ def test_a_model_whose_logits_are_not_finite_is_refused(documents: list[Document
     with torch.no_grad():
         model.cells[0].get_parameter("in_proj.weight")[0, 0] = torch.nan
     with pytest.raises(UserError, match="finite"):
-        calibrate(model, documents, "state_norm", train_length=EVERY, quiet=True)
+        calibrate(model, documents, "state_norm", train_length=CALIBRATED_EVERY, quiet=True)
 
 
 @pytest.mark.parametrize("method", list(METHODS))

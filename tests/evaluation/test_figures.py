@@ -11,9 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
-from longrnn.intervals import proportion
+from longrnn.intervals import MEAN, SCORE, mean, proportion
 from longrnn.reporting.curves import Panel, curves
+from longrnn.reporting.evaluations import write_report
 from longrnn.reporting.figures import Line, heat_maps, lines, png
+from longrnn.reporting.tables import Column, ResultTable, TableCell
 
 
 def labels(panel: Axes, axis: str) -> list[str]:
@@ -88,6 +90,32 @@ def test_names_are_drawn_as_they_are(
         assert all(panel.get_facecolor()[:3] != (1, 0, 0) for panel in figure.axes)
     for figure in (figures[0], figures[2]):
         assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
+
+
+def test_pictures_of_one_name_have_files_of_their_own(tmp_path: Path) -> None:
+    """Titles of evaluations that differ in their signs alone give the same name of a picture."""
+    tables = []
+    for title, value in (("recall (a)", 0.25), ("recall [a]", 0.75)):
+        column = Column("keys", SCORE)
+        cell = TableCell(title, "keys", "m", 256, proportion(4 * value, 4), None, None, column)
+        tables.append(ResultTable(title, "length", ["m"], [cell], []))
+    _, _, *pictures = write_report(tables, {}, {}, tmp_path)
+    first, second = (picture.read_bytes() for picture in pictures)
+    assert first != second
+
+
+def test_the_line_below_a_table_explains_what_it_has() -> None:
+    """A cost that was measured once has no interval, and may have a difference."""
+    column = Column("speed", MEAN)
+    once, often = mean([1.0]), mean([1.0, 2.0])
+    for estimate, difference, line in (
+        (once, None, ""),
+        (often, None, "[95 % intervals]"),
+        (once, once, "below a value, its difference from a, paired"),
+        (often, often, "[95 % intervals]; below a value, its difference from a, paired"),
+    ):
+        cell = TableCell("cost", "speed", "a", 256, estimate, difference, None, column)
+        assert ResultTable("cost", "length", ["a"], [cell], []).legend() == line
 
 
 def test_long_names_are_inside_the_picture() -> None:

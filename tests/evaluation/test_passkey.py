@@ -133,7 +133,7 @@ def test_insertion_points(tmp_path: Path) -> None:
         needle = prompts.Needle(row["key"], place / max(task.free(row["key"], length), 1))
         prompt = bytes(task.prompt_of([needle], 0, length=length).tolist())
         line = f"\nThe passkey is {row['key']}. ".encode()
-        assert (len(prompt), prompt.index(line)) == (length, len(prompts.HEADER) + place)
+        assert (len(prompt), prompt.index(line)) == (length, len(prompts.PROMPT_HEADER) + place)
         assert row["key"] == found[400, place, index]["key"]
 
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_has_its_checksums_when_it_appears(
     listed, replace = [], os.replace
 
     def checked(old: Path, new: Path) -> None:
-        if checkpoint.NAME.fullmatch(Path(new).name):
+        if checkpoint.CHECKPOINT_NAME.fullmatch(Path(new).name):
             listed.append("training.pt" in read_checksums(Path(old)))
         replace(old, new)
 

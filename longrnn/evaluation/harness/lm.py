@@ -51,12 +51,12 @@ BATCH_SIZE = 8
 # lm-eval's default for tasks that do not set `max_gen_toks`.
 MAX_NEW_TOKENS = 256
 # Generation options that are supported, and values of others that have no effect.
-GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
+GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
 # The maximum length of a model without one.
-UNLIMITED = sys.maxsize
+NO_MAX_LENGTH = sys.maxsize
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type
 
@@ -114,7 +114,7 @@ class LongRNN(HFLM):
         hf = byte_level() if type(loaded) is ByteTokenizer else loaded
         self.tokenizer: Any = hf.tokenizer
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
-        longest = self.model.max_length or UNLIMITED
+        longest = self.model.max_length or NO_MAX_LENGTH
         self.max_length = longest if max_length is None else int(max_length)
         if not 1 < self.max_length <= longest:
             raise UserError(
@@ -285,11 +285,13 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
         UserError: an option that is not supported.
     """
     given: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
-    unknown = {name for name, value in given.items() if NEUTRAL.get(name) != value} - GENERATION
+    unknown = {
+        name for name, value in given.items() if NEUTRAL.get(name) != value
+    } - GENERATION_OPTIONS
     if unknown:
         raise UserError(
             f"generation option {min(unknown)} is not supported: leave it out, or use "
-            f"{', '.join(sorted(GENERATION))}"
+            f"{', '.join(sorted(GENERATION_OPTIONS))}"
         )
     return {
         "until": handle_stop_sequences(given["until"], eos=eos),

@@ -19,7 +19,7 @@ from longrnn.ops.recent import Recent, extended
 # less time in torch than the call.
 FEW_ROWS, FEW_WEIGHTS = 4, 2**13
 # As in stepwise.h.
-CELLS = ("tanh", "relu", "identity", "gru", "lstm")
+STEPWISE_CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 
 
 def stepwise_suits(*tensors: Tensor) -> bool:
@@ -44,7 +44,7 @@ def stepwise(
     """Computes an RNN, a GRU or an LSTM, one token after another.
 
     Args:
-        cell: one of `CELLS`.
+        cell: one of `STEPWISE_CELLS`.
         projected: `(b, t, gates · d)`, W_ih x + b_ih, with the gates in the order of torch.nn.
         weight: `(gates · d, d)`, W_hh.
         bias: `(gates · d,)`, b_hh.
@@ -64,7 +64,7 @@ def stepwise(
     call(
         "stepwise",
         h.dtype,
-        cell=CELLS.index(cell),
+        cell=STEPWISE_CELLS.index(cell),
         b=b,
         t=t,
         d=h.shape[1],

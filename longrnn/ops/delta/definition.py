@@ -28,10 +28,10 @@ from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
 from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
-CHUNK = 32
+DELTA_CHUNK = 32
 # Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
 # would cost the decays after it their digits, which this recurrence amplifies.
-LEAST_LOG_DECAY = -800.0
+LEAST_DELTA_LOG_DECAY = -800.0
 
 Delta = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
@@ -64,7 +64,7 @@ def delta(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    size = min(CHUNK, scans.CHUNK)
+    size = min(DELTA_CHUNK, scans.CHUNK)
     return in_segments(inputs, state, loop, partial(in_chunks, chunks=_chunks, size=size))
 
 
@@ -84,7 +84,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
         both, total, to_end = key_decays(torch.stack([k, q], -2), k, log_decay)
         alike, scores = both.unbind(-2)
     else:
-        total = cut(inputs.log_decay.double().clamp(min=LEAST_LOG_DECAY)[..., None]).cumsum(3)
+        total = cut(inputs.log_decay.double().clamp(min=LEAST_DELTA_LOG_DECAY)[..., None]).cumsum(3)
         between, to_end = (total - total.mT).to(dtype), total[:, :, :, -1:] - total
         future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()

@@ -13,15 +13,15 @@ from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.scan.definition import ScanInputs
 
 # Modules, and the last words of their kernels' names; decays per head, and per key.
-BY_HEAD = ("fla.ops.gated_delta_rule", "gated_delta_rule")
-BY_KEY = ("fla.ops.kda", "kda")
+HEAD_KERNEL = ("fla.ops.gated_delta_rule", "gated_delta_rule")
+KEY_KERNEL = ("fla.ops.kda", "kda")
 # The most keys of `chunk_kda`.
 MAX_KEYS = 256
 
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    module, _ = BY_HEAD if inputs.log_decay.ndim == 3 else BY_KEY
+    module, _ = HEAD_KERNEL if inputs.log_decay.ndim == 3 else KEY_KERNEL
     if inputs.B.shape[3] > MAX_KEYS:
         return f"it has at most {MAX_KEYS} keys per head, and this layer has {inputs.B.shape[3]}"
     return gpu.refusal((*inputs, state), module, *gpu.FLA_PACKAGES)
@@ -32,7 +32,7 @@ def delta(
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.delta.definition.delta`; in float32."""
     x, beta, log_decay, B, C = inputs.to(torch.float32)
-    module, name = BY_HEAD if log_decay.ndim == 3 else BY_KEY
+    module, name = HEAD_KERNEL if log_decay.ndim == 3 else KEY_KERNEL
     # The kernel for few tokens has no gradients.
     few = gpu.fla_takes_few(x) and not tracked((*inputs, state))
     kernel = getattr(import_module(module), f"{'fused_recurrent' if few else 'chunk'}_{name}")
@@ -40,7 +40,7 @@ def delta(
         q=C,
         k=B,
         v=x,
-        g=log_decay.clamp(min=gpu.LEAST_LOG_DECAY),
+        g=log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY),
         beta=beta,
         scale=1.0,
         initial_state=None if state is None else state.mT.contiguous(),

@@ -44,7 +44,7 @@ def scan(
 
 def _scan(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor, Tensor]:
     x, gain, log_decay, B, C = inputs.to(torch.float32)
-    heads, decay = x.shape[2], log_decay.clamp(min=gpu.LEAST_LOG_DECAY)
+    heads, decay = x.shape[2], log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY)
     given = {
         "q": C.repeat_interleave(heads // C.shape[2], 2),
         "k": B.repeat_interleave(heads // B.shape[2], 2),
