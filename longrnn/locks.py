@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from longrnn.errors import UserError
 
 # Characters of a command line that an error message shows.
@@ -49,6 +47,8 @@ def locked(
         UserError: the target is the root of all folders.
         LockedError: another process holds the lock.
     """
+    from filelock import FileLock, Timeout  # imports asyncio
+
     place = target.resolve()
     if place == place.parent:
         raise UserError(f"{target} is the root of all folders: {instead}")

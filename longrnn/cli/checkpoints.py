@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,16 +28,18 @@ def info(options: InfoOptions) -> None:
 
     Example: longrnn info passkey-tiny
     """
-    from longrnn.data.stream import HEADER
-
-    is_corpus = (Path(options.checkpoint) / HEADER).is_file()
-    for name, value in (_corpus if is_corpus else _model)(options.checkpoint).items():
+    for name, value in (_corpus(options.checkpoint) or _model(options.checkpoint)).items():
         typer.echo(f"{name:<18} {value}")
 
 
 def _corpus(folder: str) -> dict[str, Any]:
-    from longrnn.data.stream import Corpus
+    """Return what describes a corpus; nothing if there is none in this folder."""
+    if not os.path.isdir(folder):  # such as the name of an embedded checkpoint
+        return {}
+    from longrnn.data.stream import HEADER, Corpus
 
+    if not (Path(folder) / HEADER).is_file():
+        return {}
     corpus = Corpus(Path(folder))
     lengths = sorted((corpus.spans[:, 1] - corpus.spans[:, 0]).tolist())
     return {

@@ -18,7 +18,6 @@ from importlib import import_module
 from importlib.metadata import version
 
 import torch
-from packaging.requirements import Requirement
 from torch import Tensor
 
 from longrnn.errors import UserError
@@ -87,6 +86,8 @@ def missing(module: str, *packages: str) -> str | None:
         module: its name; it is imported.
         packages: what must be installed, with the oldest versions.
     """
+    from packaging.requirements import Requirement  # no CPU needs it
+
     os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
     try:
         for package in map(Requirement, packages):
