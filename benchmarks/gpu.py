@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.models import MIXER, build, draw, transformers_twin
 from benchmarks.timing import parser, write_json
-from longrnn.cells.self_test import CELLS, backends, self_test
+from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
 from longrnn.files import one_line
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
@@ -65,7 +65,7 @@ def record(figures: Figures, name: str, measure: Callable[[], list[float]]) -> N
 def kernels(args: argparse.Namespace) -> Figures:
     """Returns the error of each layer, relative to the largest entry of each result."""
     figures: Figures = {}
-    for name in CELLS:
+    for name in TESTED_CELLS:
         for backend in backends(name):
             for dtype in DTYPES:
                 tested = partial(self_test, name, backend, args.device, DTYPES[dtype])
