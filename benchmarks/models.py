@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn import RecurrentConfig, RecurrentLM
 from longrnn.cells import Mamba2
@@ -77,6 +77,15 @@ def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
             cell.in_proj(torch.ones(width, cell.d_input, dtype=dtype))
             cell.out_proj(torch.ones(width, cell.d_inner, dtype=dtype))
     model.head(torch.ones(1, model.config.d_model, dtype=dtype))
+
+
+def read_weights(module: nn.Module, steps: int) -> None:
+    """Only reads every weight once per step: a lower bound on the time of decoding."""
+    for _ in range(steps):
+        for weight in module.parameters():
+            # Sums in bfloat16 are slow: pairs are read as one float32.
+            flat = weight.detach().view(-1)
+            flat[: len(flat) // 2 * 2].view(torch.float32).sum()
 
 
 class Llama(NamedTuple):

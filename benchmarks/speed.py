@@ -9,7 +9,7 @@ of a case are interleaved in one process, and outputs are compared before anythi
 | decode | one token per call; bound: reading all weights once per token |
 | train | forward, backward and optimizer step, in float32 |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
-| layer | a Gated DeltaNet and a Mamba layer, beside those of transformers without GPU kernels |
+| layer | a layer of each cell, beside that of transformers without GPU kernels; bounds as above |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
 
@@ -27,17 +27,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from shutil import which
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import Llama, build, draw, products, transformers_twin
+from benchmarks.layers import LAYERS
+from benchmarks.models import Llama, build, draw, products, read_weights, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
-from longrnn.cells import Cell, GatedDeltaNet, Mamba
-from longrnn.hf.foreign_load import quietly
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
 
@@ -119,12 +118,7 @@ def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
             name: ours(model) for name, model in models.items()
         }
         calls["transformers"] = theirs
-        # Sums in bfloat16 are slow: pairs are read as one float32.
-        flat = [weight.detach().view(-1) for weight in models["longrnn"].parameters()]
-        whole = [one[: len(one) // 2 * 2].view(torch.float32) for one in flat]
-        calls["reading the weights"] = lambda whole=whole: [
-            one.sum() for _ in range(args.steps) for one in whole
-        ]
+        calls["reading the weights"] = partial(read_weights, models["longrnn"], args.steps)
         title = f"decoding, {dtype}"
         timers = llama_timers(args, "decode", dtype, args.steps)
         yield title, report(title, args.steps, interleaved(calls, args.repeats, timers))
@@ -231,78 +225,16 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     yield title, report(title, args.steps, interleaved(calls, args.repeats))
 
 
-class LayerPair(NamedTuple):
-    """A layer of longrnn, and that of transformers, with a cache for it, of the same sizes."""
-
-    title: str
-    ours: Cell
-    theirs: nn.Module
-    cache: Any
-
-
-def delta_pair(d_model: int) -> LayerPair:
-    """A Gated DeltaNet as in Qwen3-Next."""
-    from transformers import DynamicCache, Qwen3NextConfig
-
-    with quietly():
-        from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-        rule = getattr(module, name)  # wrapped, so that Triton kernels take its place
-        setattr(module, name, getattr(rule, "__wrapped__", rule))
-    heads = max(2, d_model // 64)
-    keys, size = heads // 2, 128
-    cell = GatedDeltaNet(
-        d_model, d_model, n_heads=heads, n_key_heads=keys, key_dim=size, value_dim=size
-    )
-    config = Qwen3NextConfig(
-        hidden_size=d_model,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_value_heads=heads,
-        linear_num_key_heads=keys,
-        linear_key_head_dim=size,
-        linear_value_head_dim=size,
-    )
-    theirs = module.Qwen3NextGatedDeltaNet(config, 0)
-    return LayerPair("Gated DeltaNet", cell, theirs, DynamicCache(config=config))
-
-
-def mamba_pair(d_model: int) -> LayerPair:
-    """A Mamba with the weights of a `MambaMixer`."""
-    from transformers import DynamicCache, MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    config = MambaConfig(hidden_size=d_model, num_hidden_layers=1)
-    theirs, cell = MambaMixer(config, 0).eval(), Mamba(d_model, d_model)
-    cell.load_state_dict(theirs.state_dict())
-    return LayerPair("Mamba", cell, theirs, DynamicCache(config=config))
-
-
 @torch.inference_mode()
 def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    for title, cell, theirs, cache in (delta_pair(args.d_model), mamba_pair(args.d_model)):
+    for build_layer in LAYERS.values():
+        timed = build_layer(args.d_model)
         text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
-        state = cell(text, cell.init_state(1))[1]
-        theirs(text, cache_params=cache)
-        tokens = text[:, : args.steps].split(1, dim=1)
-
-        def decode(cell: Cell = cell, state: Any = state, tokens: Any = tokens) -> None:
-            for token in tokens:
-                _, state = cell(token, state)
-
-        def decode_theirs(theirs: Any = theirs, cache: Any = cache, tokens: Any = tokens) -> None:
-            for token in tokens:
-                theirs(token, cache_params=cache)
-
-        prefill: dict[str, Callable[[], object]] = {
-            "longrnn": partial(cell, text, state),
-            "transformers": partial(theirs, text),
-        }
-        decoding = {"longrnn": decode, "transformers": decode_theirs}
-        name = f"{title} layer, prefill of {text.shape[1]:,} tokens"
+        prefill = timed.prefill(text)
+        name = f"{timed.title} layer, prefill of {text.shape[1]:,} tokens"
         yield name, report(name, text.shape[1], interleaved(prefill, args.repeats))
-        name = f"{title} layer, decoding"
+        decoding = timed.decoding(text, args.steps)
+        name = f"{timed.title} layer, decoding"
         yield name, report(name, args.steps, interleaved(decoding, args.repeats))
 
 
