@@ -19,7 +19,7 @@ CASES = [
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
-    ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Mamba layer, decoding"),
+    ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Kimi Delta Attention layer, decoding"),
     ("gpu", ["models", "--device", "cpu", "--lengths", "64"], "transformers, 64 tokens"),
     ("gpu", ["train", "--device", "cpu", "--lengths", "64"], "longrnn, mamba_ssm"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
