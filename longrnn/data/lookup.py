@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import TASKS, UNSCORED
-from longrnn.data.sequences import LONGEST, SequenceTask, Vocabulary, distinct
+from longrnn.data.sequences import LONGEST_SEQUENCE, SequenceTask, Vocabulary, distinct
 from longrnn.errors import UserError
 from longrnn.options import Count, Seed
 from longrnn.text import Tokenizer
@@ -105,7 +105,7 @@ class Phonebook(SequenceTask):
     @property
     def lengths(self) -> range:
         line = NAME + NUMBER
-        return range(line, min(LONGEST, (self.n_tokens // 2) ** NAME * line) + 1, line)
+        return range(line, min(LONGEST_SEQUENCE, (self.n_tokens // 2) ** NAME * line) + 1, line)
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """The lines and the name that is asked for, `(n, length + 2)`."""
