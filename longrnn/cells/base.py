@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from operator import attrgetter
 from typing import NamedTuple
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells.edit import Edit
+from longrnn.cells.edit import Edit, StepChange
+from longrnn.cells.weights import with_weights
+from longrnn.errors import UserError
 from longrnn.ops.rows import Rows, run_documents
 from longrnn.registry import Registry
 from longrnn.state import PyTree, tree_map
@@ -57,6 +60,8 @@ class Cell(nn.Module, ABC):
         constant_step: whether that step is the same for every token.
         gated: whether its new memory is linear in the old one, given the gates.
         diagonal: whether a token multiplies the memory by numbers, not by a matrix.
+        rate_weight: name of the weight that determines the rates A; None where tokens do.
+        bias_weight: name of the weight that has the bias of the steps, or of the forget gate.
     """
 
     n_heads = 1
@@ -68,6 +73,8 @@ class Cell(nn.Module, ABC):
     constant_step = False
     gated = True
     diagonal = True
+    rate_weight: str | None = None
+    bias_weight: str | None = None
     recurrence: nn.Module
     # The last result of `like`, because it is needed per token.
     _known_like: KnownLike | None = None
@@ -143,6 +150,11 @@ class Cell(nn.Module, ABC):
         """
         if edit is not None:
             edit = edit.to(x.device)
+            if edit.rate is not None or edit.bias is not None:
+                weights = self.fold(Edit(rate=edit.rate, bias=edit.bias))
+                assert weights is not None
+                rest = edit._replace(rate=None, bias=None)
+                return with_weights(self, weights)(x, state, rest if rest.stages else None, rows)
         if rows is None:
             return self.run(x, state, edit)
         return self.run_packed(x, state, edit, rows)
@@ -172,6 +184,71 @@ class Cell(nn.Module, ABC):
             known = KnownLike(plain, edit, EditedState(plain, recent, window))
             self._known_like = known
         return known.edited
+
+    def fold(self, edit: Edit) -> dict[str, Tensor] | None:
+        """The weights with which this cell computes without an edit what it computes under it.
+
+        Args:
+            edit: on the device of the weights.
+
+        Returns:
+            Weights by name, in float64 rounded to the dtype of the weight that each replaces; None
+            where no weights do the same.
+
+        Raises:
+            UserError: additions for more keys or units than the cell has.
+        """
+        change, *others = edit.steps or (StepChange(),)
+        if edit.stages - {"steps", "rate", "bias"} or others or not isinstance(change, StepChange):
+            return None
+        if change.threshold is not None or change.step is not None:
+            return None
+        weights: dict[str, Tensor] = {}
+        if any(numbers is not None for numbers in (edit.rate, change.power, change.log_rate)):
+            if self.rate_weight is None:
+                return None
+            weight = attrgetter(self.rate_weight)(self)
+            log_rate = self._added(self.log_rate(weight.double()), edit.rate)
+            by_head = log_rate.reshape(self.n_heads, -1)
+            if change.power is not None:
+                by_head = by_head * change.power[:, None]
+            if change.log_rate is not None:
+                by_head = by_head + change.log_rate[:, None]
+            largest = math.log(torch.finfo(weight.dtype).max) - 1  # A is finite, as in an edit
+            folded = self.weight_of_log_rate(by_head.clamp(max=largest).view(weight.shape))
+            weights[self.rate_weight] = folded.to(weight.dtype)
+        if edit.bias is not None:
+            if self.bias_weight is None:
+                return None
+            weight = attrgetter(self.bias_weight)(self)
+            before, biases, after = weight.double().flatten().split(self.bias_sizes(weight))
+            folded = torch.cat([before, self._added(biases, edit.bias), after])
+            weights[self.bias_weight] = folded.view(weight.shape).to(weight.dtype)
+        return weights
+
+    def _added(self, weight: Tensor, addition: Tensor | None) -> Tensor:
+        """A weight plus an addition by head, `(h, 1)` or `(h, k)`."""
+        if addition is None:
+            return weight
+        by_head = weight.reshape(self.n_heads, -1)
+        if addition.shape[1] not in (1, by_head.shape[1]):
+            raise UserError(
+                f"a head of this cell has {by_head.shape[1]} keys or units, and the lists have "
+                f"{addition.shape[1]} numbers for one: give one number per head, or as many"
+            )
+        return (by_head + addition).view(weight.shape)
+
+    def log_rate(self, weight: Tensor) -> Tensor:
+        """The logarithm of |A| from `rate_weight`."""
+        return weight
+
+    def weight_of_log_rate(self, log_rate: Tensor) -> Tensor:
+        """The inverse of `log_rate`."""
+        return log_rate
+
+    def bias_sizes(self, weight: Tensor) -> list[int]:
+        """How many numbers of `bias_weight` are before, in and after the bias."""
+        return [0, weight.numel(), 0]
 
     def init_time_scales(self, scales: Tensor) -> bool:
         """Initialises the gate that decides how long a new cell remembers, if it has one.

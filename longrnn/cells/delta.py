@@ -48,6 +48,7 @@ class DeltaCell(ScanningCell):
     """
 
     wide_weights = ("A_log", "dt_bias")
+    rate_weight, bias_weight = "A_log", "dt_bias"
     operation = DELTA
     diagonal = False
     repeats = False

@@ -4,13 +4,15 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 
 | stage | scanning cells | stepwise cells |
 | --- | --- | --- |
+| 0 `rate`, `bias` | additions to the log of −A and to dt's bias | to the forget gate's bias |
 | 1 `steps` | functions of the step dt and the rate A, and of x | |
 | 2 `keep`, `add` | factors of the decay and of the gain | factors of those of `Update` |
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
 | 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
 
-Stage 3 changes a head once: it has a limit or a window. An implementation that does not know a
-stage refuses an edit that has it (`Edit.stages`).
+Stage 0 is a change of weights (`Cell.fold`), after which a cell computes the other stages. Stage 3
+changes a head once: it has a limit or a window. An implementation that does not know a stage
+refuses an edit that has it (`Edit.stages`).
 """
 
 from __future__ import annotations
@@ -177,6 +179,8 @@ class Edit(NamedTuple):
         limit: largest norm of each head's state, `(h,)` float64; infinite for no limit.
         window: number of last tokens that the state of a windowed head is a sum over.
         heads: the windowed heads, `(h,)` bool on the CPU, where they are counted; None for all.
+        rate: added to the logarithm of each head's rate |A|, `(h, 1)` or per key `(h, n)` float64.
+        bias: added to the bias of its step, or of the forget gate, `(h, 1)` or per unit `(h, k)`.
     """
 
     steps: tuple[StepFunction, ...] | None = None
@@ -185,6 +189,8 @@ class Edit(NamedTuple):
     limit: Tensor | None = None
     window: int | None = None
     heads: Tensor | None = None
+    rate: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def stages(self) -> Set[str]:
@@ -282,4 +288,6 @@ COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "limit": torch.minimum,
     "window": _refuse_two_windows,
     "heads": torch.logical_or,
+    "rate": torch.add,
+    "bias": torch.add,
 }

@@ -78,6 +78,7 @@ class Mamba2(ScanningCell):
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
+    rate_weight, bias_weight = "A_log", "dt_bias"
     projections = ("in_proj", "out_proj")
     shown = ("n_heads", "d_state")
     layer_operation: ClassVar[Operation | None] = MAMBA2_LAYER

@@ -151,6 +151,7 @@ class Mamba3(ScanningCell):
 
     recurrent_weights = ("in_proj.weight", "dt_bias", "B_bias", "C_bias")
     wide_weights = ("dt_bias", "B_bias", "C_bias", "D")
+    bias_weight = "dt_bias"
     projections = ("in_proj", "out_proj")
     shown = ("n_heads", "d_state")
     repeats = False

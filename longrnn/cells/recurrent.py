@@ -36,6 +36,7 @@ class LSTM(TorchCell):
 
     cpu_cell = "lstm"
     cpu_first = False  # torch's kernel reads the weights once for all rows of a batch
+    bias_weight = "cell.bias_hh_l0"
 
     def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
@@ -49,6 +50,9 @@ class LSTM(TorchCell):
         bias_ih[: 2 * self.d_model] = torch.cat([-forget, forget])
         bias_hh[: 2 * self.d_model] = 0
         return True
+
+    def bias_sizes(self, weight: Tensor) -> list[int]:
+        return [self.d_model, self.d_model, 2 * self.d_model]
 
     def state_like(self) -> LSTMState:
         return LSTMState(self.vector_like(), self.vector_like())
@@ -91,6 +95,7 @@ class GRU(TorchCell):
     """
 
     cpu_cell = "gru"
+    bias_weight = "cell.bias_hh_l0"
 
     def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
@@ -104,6 +109,9 @@ class GRU(TorchCell):
         bias_ih[keep] = (scales - 1).log()  # its sigmoid is 1 − 1 / scale
         bias_hh[keep] = 0
         return True
+
+    def bias_sizes(self, weight: Tensor) -> list[int]:
+        return [self.d_model] * 3
 
     def state_like(self) -> GRUState:
         return GRUState(self.vector_like())

@@ -87,7 +87,8 @@ class Conversion(Options):
     """What is written in which layout."""
 
     source: Annotated[str, Argument("SOURCE")]
-    """A Mamba checkpoint: a name, or a folder in any of the layouts."""
+    """A checkpoint in any of the layouts, or a hybrid; CHECKPOINT+MITIGATION folds what can be
+    folded."""
     destination: Annotated[Path, Argument("DESTINATION")]
     """A new folder; the tokenizer is copied too."""
     to: str
@@ -97,7 +98,8 @@ class Conversion(Options):
 def convert(conversion: Conversion) -> None:
     """Write a Mamba-1 or 2 checkpoint in another layout; the weights stay bit for bit the same.
 
-    An adapter (LoRA) is merged into its base model.
+    scale_decay, power_decay and time_scales are folded into the weights, those of a hybrid too; a
+    mitigation that cannot be folded is recorded in our layout. An adapter (LoRA) is merged.
 
     Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
     """

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field, PositiveFloat
 from scipy.optimize import minimize
-from torch import Tensor
 
-from longrnn.cells.observe import watch
-from longrnn.diagnostics.observe import GLOBAL, observe
+from longrnn.diagnostics.fit import fit_time_scales
+from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.diagnostics.per_head import keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
@@ -32,104 +30,8 @@ from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.options import Count, Share
 from longrnn.progress import Progress
-from longrnn.registry import Registry
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.units import format_length
-
-# Tokens between two observations.
-CALIBRATED_EVERY = 16
-Members = list[dict[str, Any]]
-
-
-class Inside(NamedTuple):
-    """Observations inside the training length.
-
-    Attributes:
-        norms: `(layers, h)`, the largest norm of each head's state.
-        retention: `(layers, h)`, geometric mean over the windows of the share of its state that
-            each head retains over the training length; 1 in an Elman cell.
-        dt: by layer, `(n, h)` float64, the steps of all tokens; empty for stepwise cells.
-    """
-
-    norms: Tensor
-    retention: Tensor
-    dt: list[Tensor]
-
-    def step_quantiles(self, share: float) -> list[list[float]]:
-        """Return the step of each head that at least this share of the steps do not exceed."""
-        # By NumPy: torch accepts at most 16 million numbers. Rounded up, so that the step which is
-        # the quantile is not above it.
-        quantiles = [np.quantile(steps.cpu().numpy(), share, axis=0) for steps in self.dt]
-        return [(steps * (1 + 1e-6)).tolist() for steps in quantiles]
-
-    def global_heads(self) -> list[tuple[int, int]]:
-        """Return (layer, head) of the global heads, the longest memory first.
-
-        Raises:
-            UserError: there is none.
-        """
-        heads = [(layer, head) for layer, head in (self.retention > GLOBAL).nonzero().tolist()]
-        if not heads:
-            raise UserError(
-                f"no head keeps more than {GLOBAL} of its state over the training length, so no "
-                "head can collapse and there is nothing to filter: use the model as it is"
-            )
-        return sorted(heads, key=lambda head: -float(self.retention[head]))
-
-
-class Job(NamedTuple):
-    """What a calibration works on; `tokenizer` is that of the documents, lengths are in tokens."""
-
-    model: LanguageModel
-    documents: Sequence[Document]
-    train_length: int
-    target_length: int
-    tokenizer: Tokenizer
-    quiet: bool
-
-    def share(self, quantile: float | None) -> float:
-        """Return the share of tokens to filter out: as many tokens are left as inside."""
-        return 1 - self.train_length / self.target_length if quantile is None else quantile
-
-    def windows(self, length: int, most: int) -> Tensor:
-        """Return at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
-        texts = [document.tokens for document in self.documents]
-        if max(map(len, texts)) < length:
-            raise UserError(
-                f"the longest text has {max(map(len, texts)):,} tokens and a window needs "
-                f"{length:,}: give more text"
-            )
-        long = [text for text in texts if len(text) >= length]
-        windows = torch.cat([text.unfold(0, length, length) for text in long])
-        count = min(most, len(windows))
-        return windows[torch.arange(count) * len(windows) // count]
-
-    def inside(self, most: int) -> Inside:
-        """Observe at most `most` windows of the training length.
-
-        Raises:
-            UserError: the logits are not finite.
-        """
-        tokens = self.windows(self.train_length, most)
-        stops = [*range(CALIBRATED_EVERY, self.train_length, CALIBRATED_EVERY), self.train_length]
-        recurrences = [cell.recurrence for cell in self.model.cells if cell.scans]
-        steps: list[list[Tensor]] = [[] for _ in recurrences]
-
-        def keep(index: int, seen: Any, *_: Any) -> None:
-            steps[index].append(seen.gain.double())  # which is dt without a mitigation
-
-        with watch(recurrences, keep):
-            seen = observe(self.model, tokens, stops, trained=self.train_length, quiet=self.quiet)
-        return Inside(
-            seen.norm.amax((0, 2)),
-            seen.retention[-1].log().mean(1).exp().nan_to_num(1.0),
-            [torch.cat(of_layer, 1).flatten(0, 1) for of_layer in steps],
-        )
-
-
-# Dataclasses whose fields are their settings, and whose `run(job)` returns mappings with `kind` and
-# options, of which `mitigation` makes one mitigation.
-METHODS: Registry[Any] = Registry("method of calibration")
 
 
 def calibrate(
@@ -253,6 +155,29 @@ class DecayFactors(FactorSearch):
 @METHODS.register("power_decay")
 class DecayPowers(FactorSearch):
     kind = "power_decay"
+
+
+@METHODS.register("fit")
+@dataclass(kw_only=True)
+class TimeScaleFit:
+    """Additions to the weights that set time scales, by gradients; see `fit_time_scales`.
+
+    Attributes:
+        steps: of the optimizer.
+        rows: streams of text that are read at once.
+        keys: rows of documents with a passkey that are read beside them.
+        learning_rate: of the additions to log |A|; that of biases is half of it.
+    """
+
+    steps: Count = 300
+    rows: Count = 8
+    keys: Annotated[int, Field(ge=0)] = 0
+    learning_rate: PositiveFloat = 0.01
+
+    def run(self, job: Job) -> Members:
+        settings = vars(self)
+        with Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress:
+            return fit_time_scales(job, **settings, progress=progress)
 
 
 @METHODS.register("per_head")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import new_folder, partial_path, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
-from longrnn.hf.load import load_recurrent
+from longrnn.hf.load import load
 from longrnn.hf.names import NONE, CheckpointName, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
 from longrnn.locks import locked
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import read_config, save_model
-
-logger = logging.getLogger(__name__)
+from longrnn.models.fold import fold
 
 OURS = "ours"
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
@@ -26,37 +26,79 @@ COPIED = (*TOKENIZER_FILES, "generation_config.json")
 def convert(source: str | Path, destination: Path, *, to: str) -> None:
     """Write a checkpoint in another layout; every weight keeps its bits and its dtype.
 
-    The tokenizer is copied, if there is one. In other layouts than ours, the byte tokenizer becomes
-    a `tokenizer.json`.
+    A mitigation that weights can express is folded into them (see `longrnn.models.fold`). The
+    tokenizer is copied, if there is one. In other layouts than ours, the byte tokenizer becomes a
+    `tokenizer.json`.
 
     Args:
-        source: a checkpoint, as `load` takes it; an adapter is merged into its base in float32.
+        source: a checkpoint, as `load` takes it, with the mitigation that it records or names; an
+            adapter is merged into its base in float32.
         destination: a folder that does not exist or is empty; it appears complete or not at all.
-        to: `ours`, `native` (mamba-ssm) or `hf` (transformers' MambaForCausalLM,
-            FalconMambaForCausalLM or Mamba2ForCausalLM).
+        to: `ours`, which records a mitigation that does not fold; `native` (mamba-ssm); or `hf`
+            (transformers: its Mamba models, and a hybrid as what it is).
 
     Raises:
-        UserError: the checkpoint cannot be loaded or the layout does not support it; or the
-            destination is in use.
+        UserError: the checkpoint cannot be loaded, or the layout does not support it or its
+            mitigation; or the destination is in use.
     """
     known = [OURS, *LAYOUTS]
     if to not in known:
         raise UserError(f"unknown layout {to!r}: {nearest(to, known)}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: give a new folder")
-    folder = resolve(source)
-    model = load_recurrent(CheckpointName(str(source), mitigation=NONE))
-    while is_adapter(folder):
-        folder = resolve(base_of(folder))  # which has the tokenizer
-    # What the layout does not support is refused before anything is written.
-    config = None if to == OURS else LAYOUTS[to].write(model)
+    write_checkpoint(load(source), CheckpointName.parse(str(source)).checkpoint, destination, to)
 
-    draft = partial_path(destination.absolute())
+
+def layout_of(checkpoint: str) -> str:
+    """Return the name of the layout of a checkpoint; `hf` for Hugging Face models of any kind."""
+    config = read_config(folder_of(checkpoint))
+    if config.get("model_type") == "longrnn":
+        return OURS
+    return next((name for name, known in LAYOUTS.items() if known.is_described(config)), "hf")
+
+
+def folder_of(checkpoint: str) -> Path:
+    """Return the folder with the tokenizer of a checkpoint, for an adapter that of its base."""
+    folder = resolve(checkpoint)
+    while is_adapter(folder):
+        folder = resolve(base_of(folder))
+    return folder
+
+
+def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, to: str) -> None:
+    """Write a loaded model; see `convert`.
+
+    Args:
+        model: its mitigation is folded into its weights where possible.
+        checkpoint: its name, which has the tokenizer.
+        destination: a folder, as for `convert`.
+        to: a layout.
+    """
+    is_hybrid = not isinstance(model, RecurrentLM)
+    if is_hybrid and (to != "hf" or not model.cells):
+        raise UserError(
+            f"{checkpoint} is a Hugging Face {getattr(model, 'kind', 'model')}, whose other layers "
+            "longrnn does not compute: give a checkpoint of longrnn, or convert a hybrid to hf"
+        )
+    # What the layout does not support is refused before anything is written.
+    rest = fold(model)
+    names = " and ".join(part.name for part in rest.parts())
+    if names and to != OURS:
+        raise UserError(
+            f"{names} of {checkpoint} cannot be folded into weights, and the layout {to} records "
+            f"no mitigation: {'' if is_hybrid else 'convert it to ours, which does, or '}load "
+            f"{checkpoint}+MITIGATION with longrnn; {checkpoint}+{NONE} leaves it out"
+        )
+    config = None if to == OURS or is_hybrid else LAYOUTS[to].write(model)
+    folder, draft = folder_of(checkpoint), partial_path(destination.absolute())
     with locked(destination, instead="choose another folder"):
         new_folder(draft)  # in place of that of a conversion that was killed
         try:
-            tokenizer = _write_tokenizer(folder, draft, bytes_too=config is not None)
-            if config is None:
+            tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
+            if is_hybrid:
+                _save_hybrid(model, draft)
+            elif config is None:
+                model.trained_under = rest.describe() or None
                 save_model(model, draft, tokenizer=tokenizer)
             else:
                 write_atomic(draft / "config.json", config)
@@ -66,11 +108,14 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     sync_folder(destination.parent)
-    if model.trained_under is not None and to != OURS:
-        logger.warning(
-            f"{source} was trained under {model.trained_under}, which the layout {to} does not "
-            f"record: load it as {destination}+{model.trained_under}"
-        )
+
+
+def _save_hybrid(model: Any, folder: Path) -> None:
+    """Write a hybrid as transformers does."""
+    from longrnn.hf.foreign_load import quietly
+
+    with quietly():
+        model.model.save_pretrained(folder)
 
 
 def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:

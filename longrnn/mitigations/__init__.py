@@ -9,6 +9,7 @@ from longrnn.mitigations.scaling import PowerDecay, ScaleDecay, ScaleDelta
 from longrnn.mitigations.sliding_window import SlidingWindow
 from longrnn.mitigations.spec import mitigation
 from longrnn.mitigations.state_norm import StateNorm
+from longrnn.mitigations.time_scales import TimeScales
 from longrnn.mitigations.token_filter import TokenFilter
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ScaleDelta",
     "SlidingWindow",
     "StateNorm",
+    "TimeScales",
     "TokenFilter",
     "bind",
     "mitigation",

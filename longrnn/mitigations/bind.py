@@ -60,8 +60,23 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
         edit = merge(
             [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
         )
+        _check_weights(edit, cells[layer])
         edits.append(edit if edit.stages else None)
     return Bound(chain, heads, edits)
+
+
+def _check_weights(edit: Edit, cell: Cell) -> None:
+    """Refuses additions to weights that a cell does not have."""
+    for name in ("rate", "bias"):
+        addition = getattr(edit, name)
+        if addition is None:
+            continue
+        if getattr(cell, f"{name}_weight") is None:
+            raise UserError(
+                f"time_scales has no option {name} for {cell.kind}, whose {name} is not a weight: "
+                "leave it out"
+            )
+        cell.fold(Edit(**{name: addition}).to(cell.device))  # refuses other sizes
 
 
 def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None:

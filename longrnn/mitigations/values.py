@@ -48,6 +48,7 @@ AboveZero = Annotated[Any, _numbers(lambda number: number > 0, "above 0")]
 FiniteAboveZero = Annotated[
     Any, _numbers(lambda number: 0 < number < math.inf, "above 0 and finite")
 ]
+Finite = Annotated[Any, _numbers(math.isfinite, "finite")]
 AtLeastZero = Annotated[Any, _numbers(lambda number: number >= 0, "at least 0")]
 Factor = Annotated[Any, _numbers(lambda number: 0 < number <= 1, "above 0 and at most 1")]
 

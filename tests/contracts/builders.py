@@ -45,6 +45,7 @@ MITIGATION_OPTIONS: dict[str, Spec] = {
     "scale_delta": {"scale": 0.7},
     "sliding_window": {"window": 7, "heads": [0]},
     "state_norm": {"threshold": 0.015},
+    "time_scales": {"bias": -0.4, "heads": [0]},
     "token_filter": {"threshold": 0.05},
 }
 # Options that run code of their own.

@@ -14,7 +14,8 @@ from torch import Tensor
 import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import CALIBRATED_EVERY, METHODS, Inside, calibrate
+from longrnn.diagnostics.calibrate import calibrate
+from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside
 from longrnn.diagnostics.per_head import OBJECTIVE_TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
@@ -44,6 +45,7 @@ LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
 # Settings with which every method runs quickly on PROSE.
 QUICK = {name: f"{name}(windows=2)" for name in METHODS}
 QUICK |= {name: f"{name}(windows=2, steps=2)" for name in SEARCHED}
+QUICK["fit"] = "fit(steps=2, rows=2)"
 
 
 @pytest.fixture
@@ -193,6 +195,41 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     assert min(better) >= 0
     assert better == sorted(better)
     assert better[-1] > 1e-6, "nothing was found"
+
+
+@pytest.mark.parametrize("mixer", [kind for kind, cell in MIXERS.items() if cell.bias_weight])
+def test_a_fit_of_time_scales_lowers_the_loss_and_changes_no_weight(
+    mixer: str, documents: list[Document]
+) -> None:
+    """One number per head, or per unit, in every cell; the weights keep their values, and have no
+    gradient, while those who train the model afterwards get one."""
+    model = build(mixer, seed=3)
+    whole = torch.cat([document.tokens for document in documents])
+    tokens = whole[: len(whole) // 2 * 2].view(2, -1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    method = "fit(steps=30, rows=2, learning_rate=0.05)"
+    (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
+    assert member.keys() - {"kind"} == ({"rate", "bias"} if MIXERS[mixer].rate_weight else {"bias"})
+    assert [len(layer) for layer in member["bias"]] == [cell.n_heads for cell in model.cells]
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+    assert mean_loss(model.under(mitigation(member)), tokens) < mean_loss(model, tokens)
+
+
+def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
+    documents: list[Document],
+) -> None:
+    """Keyed documents change the result, by repeated segments and by carried ones."""
+    found = {}
+    for mixer in ("mamba2", "gated_deltanet"):
+        model = build(mixer).under("forget_more(decay_scale=0.95)")
+        for keys in (0, 2):
+            method = f"fit(steps=4, rows=2, keys={keys})"
+            lengths = {"train_length": 120, "target_length": 480}
+            (found[mixer, keys],) = calibrate(model, documents, method, **lengths, quiet=True)
+        assert found[mixer, 0] != found[mixer, 2]
+    plain = calibrate(build(), documents, "fit(steps=4, rows=2)", **lengths, quiet=True)
+    assert plain != [found["mamba2", 0]]
 
 
 class Scripted:

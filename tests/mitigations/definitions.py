@@ -13,6 +13,7 @@ edits, and is not fast. Vectors count as one head, so that every memory has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class Defined:
 
     def __init__(self, spec: Spec, layer: int, n_heads: int) -> None:
         self.spec, self.layer, self.n_heads = spec, layer, n_heads
+
+    def added(self, option: str, weight: Tensor) -> Tensor:
+        """A weight that sets time scales, after this mitigation."""
+        return weight
 
     def steps(self, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         return dt, A
@@ -85,6 +90,14 @@ class TokenFilter(Defined):
         return torch.where(dt <= self.value("threshold", -1.0), torch.zeros_like(dt), dt), A
 
 
+class TimeScales(Defined):
+    def added(self, option: str, weight: Tensor) -> Tensor:
+        if option not in self.spec:
+            return weight
+        by_head = weight.reshape(self.n_heads, -1) + self.value(option, 0.0)[:, :, 0]
+        return by_head.view(weight.shape)
+
+
 class ForgetMore(Defined):
     def multiplied(self, keep: Tensor | None, add: Tensor) -> tuple[Tensor | None, Tensor]:
         assert keep is not None
@@ -127,8 +140,26 @@ DEFINITIONS: dict[str, type[Defined]] = {
     "scale_delta": ScaleDelta,
     "sliding_window": SlidingWindow,
     "state_norm": StateNorm,
+    "time_scales": TimeScales,
     "token_filter": TokenFilter,
 }
+
+# The names of the weights that determine the time scales of each cell.
+RATES = dict.fromkeys(("mamba", "mamba2", "gated_deltanet", "kda"), "A_log")
+BIASES = dict.fromkeys(("mamba2", "mamba3", "gated_deltanet", "kda"), "dt_bias")
+BIASES |= {"mamba": "dt_proj.bias", "lstm": "cell.bias_hh_l0", "gru": "cell.bias_hh_l0"}
+
+
+class Replaced:
+    """An object with another value of one attribute, which may be one of an attribute of it."""
+
+    def __init__(self, thing: Any, name: str, value: Any) -> None:
+        first, _, rest = name.partition(".")
+        self._thing = thing
+        setattr(self, first, Replaced(getattr(thing, first), rest, value) if rest else value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)
 
 
 class Definition:
@@ -136,6 +167,12 @@ class Definition:
 
     def __init__(self, specs: Sequence[Spec], layer: int, n_heads: int) -> None:
         self.members = [DEFINITIONS[spec["kind"]](spec, layer, n_heads) for spec in specs]
+
+    def added(self, option: str, weight: Tensor) -> Tensor:
+        """A weight that sets time scales, after all mitigations."""
+        for member in self.members:
+            weight = member.added(option, weight)
+        return weight
 
     def steps(self, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         """The step (b, h, 1, 1) and the rate (h, 1, 1) of a scanning cell."""
@@ -353,11 +390,24 @@ CELLS: dict[str, Any] = {
 }
 
 
+def with_time_scales(kind: str, mixer: Any, chain: Definition) -> Any:
+    """A cell with the weights that it has under a chain."""
+    for option, names in (("rate", RATES), ("bias", BIASES)):
+        if kind in names:
+            weight = attrgetter(names[kind])(mixer)
+            is_gate = kind in ("lstm", "gru")  # of which the second is the forget gate
+            parts = list(weight.split(mixer.d_model)) if is_gate else [weight]
+            parts[is_gate] = chain.added(option, parts[is_gate])
+            mixer = Replaced(mixer, names[kind], torch.cat(parts))
+    return mixer
+
+
 def run_mixer(
     kind: str, mixer: Cell, chain: Definition, x: Tensor, state: PyTree
 ) -> tuple[Tensor, PyTree]:
     """`mixer(x, state)` under a chain."""
     outputs = []
+    mixer = with_time_scales(kind, mixer, chain)
     for token in x.unbind(1):
         y, state = CELLS[kind](mixer, chain, token, state)
         outputs.append(y)

@@ -39,6 +39,7 @@ class SharedZamba(SharedMamba):
 
     wide_weights = ("A_log", "D", "dt_proj_bias")
     shared: ClassVar = {name: name for name in ("conv1d", "out_proj", "dt_proj_bias")}
+    bias_weight = "dt_proj_bias"
 
     def __init__(self, theirs: Any, family: Any) -> None:
         super().__init__(theirs, family)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.edit import Steps
+from longrnn.cells.scanning import inverse_softplus
 from longrnn.hf.hybrid.layer_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
 from longrnn.ops.rows import Rows
@@ -57,11 +58,19 @@ class RGLRU(LayerCell):
 
     recurrent_weights = ("layer.rg_lru.recurrent_param",)
     wide_weights = ("recurrent_param",)
+    rate_weight = "layer.rg_lru.recurrent_param"
+    bias_weight = "layer.rg_lru.recurrent_gate_bias"
     n_groups = 1
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.hidden_size)
         self.n_heads = layer.lru_width
+
+    def log_rate(self, weight: Tensor) -> Tensor:
+        return (RATE * F.softplus(weight)).log()
+
+    def weight_of_log_rate(self, log_rate: Tensor) -> Tensor:
+        return inverse_softplus(log_rate.exp() / RATE)
 
     def before(self, x: Tensor, state: RGLRUState, rows: Rows | None) -> tuple[Steps, RGLRURest]:
         """Computes the convolution and the gates."""

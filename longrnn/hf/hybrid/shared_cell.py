@@ -38,6 +38,10 @@ class SharedCell(ScanningCell):
         if activation not in ("silu", "swish"):
             raise UnsupportedLayerError(f"its activation is {activation}")
         self.layer, self._family = theirs, family
+        assert self.rate_weight is not None
+        assert self.bias_weight is not None
+        self.rate_weight = f"layer.{self.shared.get(self.rate_weight, self.rate_weight)}"
+        self.bias_weight = f"layer.{self.shared.get(self.bias_weight, self.bias_weight)}"
 
     def __getattr__(self, name: str) -> Any:
         if name in self.shared:

@@ -45,7 +45,7 @@ def rg_lru(
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
         return (u @ torch.block_diag(*weight) + bias.flatten()).sigmoid()
 
-    r = gate(unit.recurrent_gate_weight, unit.recurrent_gate_bias)
+    r = gate(unit.recurrent_gate_weight, chain.added("bias", unit.recurrent_gate_bias))
     i = gate(unit.input_gate_weight, unit.input_gate_bias)
     rate = -8 * (1 + unit.recurrent_param.exp()).log()
     dt, A = chain.steps(r[..., None, None], rate[:, None, None])

@@ -37,7 +37,7 @@ class EditedScan:
     ) -> Tensor:
         chain = self.chains[self.calls]
         self.calls += 1
-        dt = F.softplus(dt + others["delta_bias"][:, None])
+        dt = F.softplus(dt + chain.added("bias", others["delta_bias"])[:, None])
         h, outputs = x.new_zeros(len(x), len(A), 1, A.shape[1]), []
         for u, step, b, c in zip(*(one.unbind(-1) for one in (x, dt, B, C)), strict=True):
             xB = u[..., None, None] * b[:, None, None]

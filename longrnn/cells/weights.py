@@ -1,0 +1,32 @@
+"""Computes a module with other weights, and leaves the module as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def with_weights(module: ModuleT, weights: Mapping[str, Tensor]) -> ModuleT:
+    """A shallow copy of a module that computes with some other weights.
+
+    The module is not changed, so that threads may share it, and the copy has the hooks of all
+    submodules. Gradients reach what the weights were computed from.
+
+    Args:
+        module: shares all other weights with the copy.
+        weights: by name; a dotted one is that of a submodule.
+    """
+    copied = type(module).__new__(type(module))
+    # What is in the dictionary of an object takes precedence over parameters and submodules.
+    own = vars(copied)
+    own.update(vars(module))
+    for name, tensor in weights.items():
+        first, _, rest = name.partition(".")
+        own[first] = with_weights(getattr(module, first), {rest: tensor}) if rest else tensor
+    if isinstance(copied, nn.RNNBase):  # which lists its weights
+        own["_flat_weights"] = [getattr(copied, name) for name in copied._flat_weights_names]
+    return copied

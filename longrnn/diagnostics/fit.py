@@ -1,0 +1,217 @@
+"""Fits the weights that set time scales to texts far longer than those of training.
+
+Few numbers are trained, and everything else is frozen: per head an addition to log |A| and one to
+the bias of its step, per unit of an LSTM or a GRU one to the bias of the forget gate. Training is
+truncated backpropagation through time: rows continue with the state that they ended with, so that
+the loss is that of states at positions up to the target length. Sources of the parts: arXiv
+2509.19633 (rates by gradients), 2507.02782 (few hundred steps with passed states).
+
+Notable choices:
+- A segment has at least the training length, and so many tokens that the steps pass the target
+  length once. Rows begin a new document every target length, at different steps.
+- Documents with a key (`longrnn.data.passkey`) grow to the target length: by closed-form repetition
+  of segments where the recurrence is linear, else by more segments.
+- The learning rate rises over the first twentieth of the steps, and falls to a tenth by a cosine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrnn.cells import Cell, Edit, ScanningCell
+from longrnn.data import Batch, Passkey
+from longrnn.data.batch import row_starts
+from longrnn.diagnostics.job import Job, Members
+from longrnn.errors import UserError
+from longrnn.models import LanguageModel, RecurrentLM
+from longrnn.progress import Progress
+from longrnn.training.initial_states import Carry, Context
+from longrnn.training.objective import Objective
+
+# Segments of a document with a key whose segments are repeated in closed form.
+REPEATED_SEGMENTS = 8
+# By layer, the additions to the rates and to the biases, `(h, 1)` or `(h, k)`; None where there is
+# no such weight.
+Additions = list[tuple[Tensor | None, Tensor | None]]
+
+
+def fit_time_scales(
+    job: Job, *, steps: int, rows: int, keys: int, learning_rate: float, progress: Progress
+) -> Members:
+    """Fit additions to the time scales of a model.
+
+    Args:
+        job: the model, without gradients of its own, and the texts.
+        steps: of the optimizer.
+        rows: streams of text.
+        keys: rows of documents with a key, whose loss is that of the answers.
+        learning_rate: of the rates.
+        progress: counts the steps.
+
+    Returns:
+        The mapping of which `mitigation` makes `time_scales`.
+
+    Raises:
+        UserError: the cells have no such weights, the texts are too short, or the loss is not
+            finite.
+    """
+    model = job.model
+    if not isinstance(model, RecurrentLM):
+        raise UserError("fit needs gradients, which this model does not have: use scale_decay")
+    device = model.init_state(1).position.device
+    additions = [_additions(cell, device) for cell in model.cells]
+    rates = [rate for rate, _ in additions if rate is not None]
+    biases = [bias for _, bias in additions if bias is not None]
+    groups = [(rates, learning_rate), (biases, learning_rate / 2)]
+    optimizer = torch.optim.Adam(
+        [{"params": params, "lr": rate, "scale": rate} for params, rate in groups if params],
+        betas=(0.9, 0.95),
+    )
+    length = max(job.train_length, math.ceil(job.target_length / steps))
+    trained = model.under(None)
+    edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
+    vars(trained).update(_edits=edits)
+    objective, context = Objective(trained), Context(trained.init_state, 0, 0, 1, lambda x: x)
+    starts = [Carry(context), Carry(context)]
+    text = _stretches(job, rows)
+    with _frozen(model), _keyed_task(job, keys, length, steps) as task:
+        for step in range(steps):
+            batches = [_text_batch(text, step, length, job.target_length)]
+            if task is not None:
+                how: dict[str, Any] = {"length": length, "seed": 0, "carried": True}
+                batches.append(task.batch(step, range(keys), of=keys, **how))
+            total = 0.0
+            for start, on_host in zip(starts, batches, strict=False):
+                batch = on_host.to(device)
+                output = objective([batch], start.before(batch, step, 0))
+                output.loss.backward()
+                start.after(output.state, 0)
+                total += float(output.loss.detach())
+            if not math.isfinite(total):
+                raise UserError(
+                    f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
+                )
+            torch.nn.utils.clip_grad_norm_([*rates, *biases], 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = group["scale"] * _schedule(step, steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            tokens = sum(batch.tokens.numel() for batch in batches)
+            progress.advance(1, tokens, f"loss {total:.3f}")
+    return [{"kind": "time_scales", **_options(additions)}]
+
+
+def _additions(cell: Cell, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The numbers to fit for one cell, which begin at 0."""
+
+    def zeros(width: int) -> Tensor:
+        size = (cell.n_heads, width)
+        return torch.zeros(size, dtype=torch.float64, device=device, requires_grad=True)
+
+    if cell.rate_weight is None and cell.bias_weight is None:
+        raise UserError(f"no weight of {cell.kind} sets its time scales alone: use another method")
+    rate = None if cell.rate_weight is None else zeros(1)
+    units = 1 if cell.scans else cell.d_model
+    return rate, None if cell.bias_weight is None else zeros(units)
+
+
+def _merged(edit: Edit | None, rate: Tensor | None, bias: Tensor | None) -> Edit:
+    """The edit of a layer with additions that have gradients, beside those that it has."""
+    from longrnn.cells import merge
+
+    given = Edit(rate=rate, bias=bias)
+    return given if edit is None else merge([edit, given])
+
+
+def _stretches(job: Job, rows: int) -> Tensor:
+    """The texts as equal stretches that follow each other, `(rows, t)`."""
+    whole = torch.cat([document.tokens for document in job.documents])
+    length = len(whole) // rows
+    if length <= job.train_length:
+        raise UserError(
+            f"the texts have {len(whole):,} tokens, too few for {rows} streams of more than the "
+            "training length: give more text, or fewer rows"
+        )
+    return whole[: rows * length].view(rows, length)
+
+
+def _text_batch(text: Tensor, step: int, length: int, target: int) -> Batch:
+    """The segment of a step from each stretch, which is read in a circle.
+
+    Rows begin a document every `target` tokens, each at other steps.
+    """
+    rows, size = text.shape
+    at = (step * length + torch.arange(length + 1)) % size
+    segments = max(1, target // length)
+    begins = (step + torch.arange(rows) * segments // rows) % segments == 0
+    tokens = text[:, at]
+    starts = row_starts(tokens[:, :-1], begins | torch.tensor(step == 0))
+    return Batch(tokens[:, :-1], tokens[:, 1:], starts)
+
+
+@contextmanager
+def _keyed_task(job: Job, keys: int, length: int, steps: int) -> Iterator[Passkey | None]:
+    """The documents with keys, in the text of the job; None without."""
+    if not keys:
+        yield None
+        return
+    repeats = all(isinstance(cell, ScanningCell) and cell.repeats for cell in job.model.cells)
+    segments = max(1, job.target_length // length)
+    few = min(REPEATED_SEGMENTS, segments) if repeats else segments
+    with TemporaryDirectory() as folder:
+        filler = Path(folder) / "filler.txt"
+        parts = [job.tokenizer.decode(document.tokens.tolist()) for document in job.documents]
+        filler.write_text("\n".join(parts), encoding="utf-8")
+        yield Passkey(
+            job.tokenizer,
+            text_weight=0.0,
+            max_segments=few,
+            max_repeat=max(1, 2 * segments // few) if repeats else 1,
+            grow_steps=steps // 2,
+            filler=str(filler),
+        )
+
+
+@contextmanager
+def _frozen(model: LanguageModel) -> Iterator[None]:
+    """A context in which no weight of a model has a gradient."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """The factor of the learning rate of a step, counted from 0."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+
+def _options(additions: Additions) -> dict[str, Any]:
+    """The options of `time_scales`, by layer and head."""
+
+    def listed(values: Tensor | None) -> Any:
+        if values is None:
+            return 0.0
+        rounded = [[round(number, 6) for number in row] for row in values.tolist()]
+        return [row[0] if len(row) == 1 else row for row in rounded]
+
+    by_name = {
+        "rate": [listed(rate) for rate, _ in additions],
+        "bias": [listed(bias) for _, bias in additions],
+    }
+    return {name: values for name, values in by_name.items() if any(values)}

@@ -1,0 +1,174 @@
+"""Folding: weights that express a mitigation give its logits to readers who do not know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn import load
+from longrnn.cells import MIXERS
+from longrnn.errors import UserError
+from longrnn.hf.convert import convert
+from longrnn.mitigations import mitigation
+from longrnn.models.checkpoint import read_weights, save_model
+from longrnn.models.fold import fold
+from tests.contracts.builders import assert_near, build_model, random_tokens
+from tests.hf.architectures import architecture
+from tests.hf.foreign import MAMBA, MAMBA2, native, tokens
+from tests.refusals import naming
+
+RATES = "scale_decay(scale=3, heads=[[0, 1], [1, 0]])+power_decay(scale=1.3, layers=[1])"
+BOTH = f"{RATES}+time_scales(rate=0.4, bias=-0.5, heads=[0, 2])"
+
+
+EXPERTS = ("jamba", "kimi_linear", "nemotron_h", "qwen3_next")
+
+
+def stock_logits(folder: Path, text: Tensor, dtype: str = "float64") -> Tensor:
+    """The logits of transformers, without longrnn."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(text).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", [MAMBA, {**MAMBA, "select_norm_eps": 1e-5}, MAMBA2])
+def test_stock_transformers_computes_a_folded_mamba(mixer: dict[str, Any], tmp_path: Path) -> None:
+    """Also where dt is limited; the plain model differs."""
+    if mixer is MAMBA2:
+        mixer = {**MAMBA2, "dt_limit": [0.01, 0.06]}
+    save_model(build_model(mixer, vocab_size=60), tmp_path / "ours")
+    text = tokens(2, 200) % 60
+    expected = load(tmp_path / "ours").under(BOTH)(text).logits
+    convert(f"{tmp_path / 'ours'}+{BOTH}", tmp_path / "hf", to="hf")
+    assert_near(stock_logits(tmp_path / "hf", text), expected, 1e-6)
+    plain = load(tmp_path / "ours")(text).logits
+    assert (plain - expected).abs().max() > 1e-3 * expected.abs().max()
+    folded = load(tmp_path / "hf")
+    assert folded.mitigation is None
+    assert_near(folded(text).logits, expected, 1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("falcon_h1", "jamba", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen3_next"),
+        *("recurrent_gemma", "zamba", "zamba2"),
+    ],
+)
+def test_stock_transformers_computes_a_folded_hybrid(kind: str, tmp_path: Path) -> None:
+    """In its own architecture, under the names of its own weights."""
+    # transformers computes recurrences in float32 at least, and experts not in float64.
+    dtype, tolerance = ("float32", 1e-5) if kind in EXPERTS else ("float64", 1e-6)
+    architecture(kind).to(getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")
+    source, text = f"{tmp_path / 'theirs'}+{dtype}", tokens(2, 90, seed=4) % 60
+    spec = RATES if len(load(source).cells) > 1 else "scale_decay(scale=3, heads=[0])"
+    spec += "+time_scales(bias=-0.5)"
+    expected = load(f"{source}+{spec}")(text).logits
+    convert(f"{source}+{spec}", tmp_path / "folded", to="hf")
+    assert_near(stock_logits(tmp_path / "folded", text, dtype), expected, tolerance)
+    plain = load(source)(text).logits
+    assert (plain - expected).abs().max() > 2e-5 * expected.abs().max()
+
+
+def test_the_reference_scan_of_mamba_ssm_computes_a_folded_native_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """`selective_scan_ref` on the weights in the file gives the output of the first layer."""
+    native(tmp_path / "native", torch.float64, MAMBA)
+    model, x = load(f"{tmp_path / 'native'}+{BOTH}"), torch.randn(2, 150, 8, dtype=torch.float64)
+    convert(f"{tmp_path / 'native'}+{BOTH}", tmp_path / "folded", to="native")
+    prefix = "backbone.layers.0.mixer."
+    w = {k.removeprefix(prefix): v for k, v in read_weights(tmp_path / "folded").items()}
+    inputs, z = (x @ w["in_proj.weight"].T).chunk(2, -1)
+    width = w["conv1d.weight"].shape[-1]
+    mixed = F.conv1d(
+        F.pad(inputs.transpose(1, 2), (width - 1, 0)),
+        w["conv1d.weight"],
+        w["conv1d.bias"],
+        groups=inputs.shape[-1],
+    )
+    u = F.silu(mixed)  # (b, d, t)
+    rank, n = w["dt_proj.weight"].shape[1], w["A_log"].shape[1]
+    delta, B, C = (u.transpose(1, 2) @ w["x_proj.weight"].T).split([rank, n, n], -1)
+    dt = F.softplus(delta @ w["dt_proj.weight"].T + w["dt_proj.bias"])
+    A, h, outputs = -w["A_log"].exp(), torch.zeros(2, *w["A_log"].shape, dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None]
+        h = (step * A).exp() * h + step * B[:, t, None] * u[:, :, t, None]
+        outputs.append((h * C[:, t, None]).sum(-1))
+    y = torch.stack(outputs, 1) + w["D"] * u.transpose(1, 2)
+    expected = (y * F.silu(z)) @ w["out_proj.weight"].T
+    cell, edit = model.cells[0], model.edits[0]
+    found, _ = cell(x, cell.init_state(2, edit), edit)
+    assert_near(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", [k for k, cell in MIXERS.items() if cell.bias_weight])
+def test_a_folded_model_of_ours_computes_what_it_computed(kind: str) -> None:
+    """Every cell, from a carried state; what does not fold stays a mitigation."""
+    model = build_model(kind)
+    spec = "forget_more(decay_scale=0.9)+time_scales(bias=[[0.3], [-0.2]], heads=[0])"
+    if model.cells[0].n_heads > 1:
+        spec = spec.replace("[[0.3], [-0.2]]", "0.3")
+    if MIXERS[kind].rate_weight:
+        spec = f"scale_decay(scale=2, heads=[1])+{spec}+time_scales(rate=0.3, layers=[1])"
+    mitigated, text = model.under(spec), random_tokens(2, 40)
+    before, state = mitigated(text[:, :13])
+    expected = torch.cat([before, mitigated(text[:, 13:], state).logits], 1)
+    rest = fold(mitigated)
+    assert [part.name for part in rest.parts()] == ["forget_more"]
+    assert_near(model.under(rest)(text).logits, expected, 1e-10)
+
+
+def test_a_unit_of_an_lstm_has_a_bias_of_its_own() -> None:
+    """A list in the place of a head's number; a list of another length is refused."""
+    model, text = build_model("lstm"), random_tokens(2, 30)
+    biases = torch.linspace(-1, 1, 8).tolist()
+    mitigated = model.under(f"time_scales(bias=[[{biases}], 0])")
+    expected = mitigated(text).logits
+    weights: Any = model.cells[0]
+    with torch.no_grad():
+        weights.cell.bias_ih_l0[8:16] += torch.tensor(biases, dtype=torch.float64)
+    assert_near(model(text).logits, expected, 1e-10)
+    with pytest.raises(UserError, match=naming("8 keys or units", "3 numbers")):
+        model.under("time_scales(bias=[[[1, 2, 3]], 0])")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "spec", "to", "words"),
+    [
+        (MAMBA2, "token_filter(threshold=0.1)", "hf", ("token_filter", "cannot be folded", "ours")),
+        (MAMBA2, "scale_delta(scale=2)", "native", ("scale_delta", "cannot be folded")),
+        ("mamba3", "time_scales(rate=1)", "ours", ("time_scales", "rate", "mamba3")),
+        ("rnn", "time_scales(bias=1)", "ours", ("time_scales", "rnn")),
+    ],
+)
+def test_what_does_not_fold_is_refused_by_name(
+    mixer: Any, spec: str, to: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In layouts that record no mitigation, and nothing is written."""
+    save_model(build_model(mixer, dtype=torch.float32), tmp_path / "ours")
+    with pytest.raises(UserError, match=naming(*words)):
+        convert(f"{tmp_path / 'ours'}+{spec}", tmp_path / "new", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_our_layout_records_what_does_not_fold(tmp_path: Path) -> None:
+    """The checkpoint opens under the rest, which a conversion to another layout then refuses."""
+    save_model(build_model(dtype=torch.float32), tmp_path / "ours")
+    text, rest = random_tokens(2, 60), "sliding_window(window=8)"
+    source = f"{tmp_path / 'ours'}+scale_decay(scale=2)+{rest}"
+    convert(source, tmp_path / "new", to="ours")
+    opened = load(tmp_path / "new")
+    assert str(opened.mitigation) == str(mitigation(rest))
+    assert_near(opened(text).logits, load(source)(text).logits, 1e-5)
+    with pytest.raises(UserError, match="sliding_window.*none leaves it out"):
+        convert(tmp_path / "new", tmp_path / "hf", to="hf")
+    convert(f"{tmp_path / 'new'}+none", tmp_path / "hf", to="hf")
