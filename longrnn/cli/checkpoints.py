@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from longrnn.cli.command import Argument
+from longrnn.errors import UserError
 from longrnn.options import Options
 
 
@@ -88,22 +89,37 @@ class Conversion(Options):
 
     source: Annotated[str, Argument("SOURCE")]
     """A checkpoint in any of the layouts, or a hybrid; CHECKPOINT+MITIGATION folds what can be
-    folded."""
+    folded. With --from, a file of weights, or a folder with manifest.json."""
     destination: Annotated[Path, Argument("DESTINATION")]
     """A new folder; the tokenizer is copied too."""
     to: str
     """Layout to write: ours, native (mamba-ssm), or hf (transformers)."""
+    from_: str | None = None
+    """Library whose RNN, GRU or LSTM is read: torch or tensorflow."""
+    names: str | None = None
+    """With --from: YAML file that says which tensor is what, or the name of a bundled one."""
 
 
 def convert(conversion: Conversion) -> None:
     """Write a Mamba-1 or 2 checkpoint in another layout; the weights stay bit for bit the same.
 
     scale_decay, power_decay and time_scales are folded into the weights, those of a hybrid too; a
-    mitigation that cannot be folded is recorded in our layout. An adapter (LoRA) is merged.
+    mitigation that cannot be folded is recorded in our layout. An adapter (LoRA) is merged. With
+    --from, an RNN, GRU or LSTM of another library becomes a checkpoint of longrnn.
 
     Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
     """
-    from longrnn.hf.convert import convert as write
+    source, destination = conversion.source, conversion.destination
+    if conversion.from_ is None:
+        from longrnn.hf.convert import convert as write
 
-    write(conversion.source, conversion.destination, to=conversion.to)
+        if conversion.names is not None:
+            raise UserError("--names belongs to --from: give --from torch or --from tensorflow")
+        write(source, destination, to=conversion.to)
+    else:
+        from longrnn.hf.rnn_weights import convert_rnn
+
+        if conversion.to != "ours":
+            raise UserError(f"--to {conversion.to} does not support these models: give --to ours")
+        convert_rnn(Path(source), destination, library=conversion.from_, names=conversion.names)
     typer.echo(str(conversion.destination))

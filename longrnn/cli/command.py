@@ -99,7 +99,7 @@ def flag(name: str, field: FieldInfo) -> str:
     """Return the option of a field, `--batch-size`; `--text` for a field `texts`."""
     if _is_repeated(field):
         name = name.removesuffix("s")
-    return f"--{name.replace('_', '-')}"
+    return f"--{name.strip('_').replace('_', '-')}"
 
 
 def _is_repeated(field: FieldInfo) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,6 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     known = [OURS, *LAYOUTS]
     if to not in known:
         raise UserError(f"unknown layout {to!r}: {nearest(to, known)}")
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} exists already: give a new folder")
     write_checkpoint(load(source), CheckpointName.parse(str(source)).checkpoint, destination, to)
 
 
@@ -90,24 +90,17 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             f"{checkpoint}+MITIGATION with longrnn; {checkpoint}+{NONE} leaves it out"
         )
     config = None if to == OURS or is_hybrid else LAYOUTS[to].write(model)
-    folder, draft = folder_of(checkpoint), partial_path(destination.absolute())
-    with locked(destination, instead="choose another folder"):
-        new_folder(draft)  # in place of that of a conversion that was killed
-        try:
-            tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
-            if is_hybrid:
-                _save_hybrid(model, draft)
-            elif config is None:
-                model.trained_under = rest.describe() or None
-                save_model(model, draft, tokenizer=tokenizer)
-            else:
-                write_atomic(draft / "config.json", config)
-                LAYOUTS[to].save(model, draft)
-            write_checksums(draft)
-            os.rename(draft, destination)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(destination.parent)
+    folder = folder_of(checkpoint)
+    with complete_folder(destination) as draft:
+        tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
+        if is_hybrid:
+            _save_hybrid(model, draft)
+        elif config is None:
+            model.trained_under = rest.describe() or None
+            save_model(model, draft, tokenizer=tokenizer)
+        else:
+            write_atomic(draft / "config.json", config)
+            LAYOUTS[to].save(model, draft)
 
 
 def _save_hybrid(model: Any, folder: Path) -> None:
@@ -116,6 +109,30 @@ def _save_hybrid(model: Any, folder: Path) -> None:
 
     with quietly():
         model.model.save_pretrained(folder)
+
+
+@contextmanager
+def complete_folder(destination: Path) -> Iterator[Path]:
+    """A new folder that appears with all of its files and their checksums, or not at all.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        UserError: the destination is in use.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination} exists already: give a new folder")
+    draft = partial_path(destination.absolute())
+    with locked(destination, instead="choose another folder"):
+        new_folder(draft)  # in place of that of a conversion that was killed
+        try:
+            yield draft
+            write_checksums(draft)
+            os.rename(draft, destination)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    sync_folder(destination.parent)
 
 
 def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:

@@ -260,6 +260,11 @@ def _cell_options(model: RecurrentLM, reader: str, eps: float) -> tuple[str, dic
             f"{config.position['kind']} positions: give a model of {' or '.join(CELLS)} cells in "
             "residual blocks without positions"
         )
+    if config.head_bias or config.d_embedding is not None:
+        raise UserError(
+            f"{reader} supports neither head_bias nor d_embedding, and this model has "
+            f"{config.head_bias} and {config.d_embedding}: convert it to ours"
+        )
     options = _defaults(kind) | config.mixer
     if {config.norm_eps, options.get("norm_eps", eps)} != {eps}:
         raise UserError(

@@ -16,9 +16,10 @@ from unittest.mock import patch
 
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
-from longrnn.files import one_line, write_atomic
+from longrnn.files import one_line, read_json, write_atomic
 from longrnn.hf.names import GGUF, base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
+from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer, utf8
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ MISSING = (
     "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
     "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
 )
+# Stands for unknown characters, and is not in the vocabulary: they are refused.
+NO_TOKEN = "\0"
 # Begins what the assistant wrote, in a chat template.
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -61,12 +64,24 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         utf8(text)  # the tokenizers library would raise a TypeError that does not say why
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded([text])["input_ids"][0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return self._encoded(texts)["input_ids"] if texts else []
+
+    def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
+        try:
+            return self.tokenizer(list(texts), add_special_tokens=False, **options)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            text = "".join(texts)
+            if self._backend.normalizer is not None:
+                text = self._backend.normalizer.normalize_str(text)
+            unknown = "".join(sorted(set(text) - self._backend.get_vocab().keys()))[:20]
+            raise UserError(
+                f"the tokenizer cannot encode a text ({one_line(error)}), perhaps because of "
+                f"{unknown!a}: replace these characters in the text, or by `replace` where "
+                "the tokenizer was made"
+            ) from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """See `longrnn.text.Tokenizer`. The chat template marks what the assistant wrote."""
@@ -113,10 +128,10 @@ class HFTokenizer:
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._encoded([text], return_offsets_mapping=True)
         # Offsets count characters.
         bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
-        ends = [bytes_up_to[stop] for _, stop in encoded["offset_mapping"]]
+        ends = [bytes_up_to[stop] for _, stop in encoded["offset_mapping"][0]]
         return [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
 
     def fingerprint(self) -> str:
@@ -139,6 +154,31 @@ def byte_level() -> HFTokenizer:
     fast = Fast(BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
+
+
+def character_level(path: Path, replace: Mapping[str, str]) -> HFTokenizer:
+    """Return a Hugging Face tokenizer with one id per character.
+
+    Args:
+        path: a JSON file with the id of each character.
+        replace: texts that take the place of characters before texts are encoded.
+
+    Raises:
+        UserError: it cannot be read or holds something else.
+    """
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = validated(dict[str, int], read_json(path), str(path))
+    fast = Fast(WordLevel(vocab=vocabulary, unk_token=NO_TOKEN))
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Replace(old, new) for old, new in replace.items()]
+    )
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast.decoder = decoders.Fuse()
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
 
 

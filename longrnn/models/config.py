@@ -16,7 +16,7 @@ class RecurrentConfig:
 
     Attributes:
         vocab_size: number of token ids.
-        d_model: width of embeddings, cells and head.
+        d_model: width of cells and head, and of the embedding by default.
         n_layers: number of blocks.
         mixer: `{"kind": name in `longrnn.MIXERS`, option: value, …}`.
         position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
@@ -26,6 +26,8 @@ class RecurrentConfig:
         norm_eps: added to the mean square in the norms of `residual`.
         residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
             weights are narrower.
+        head_bias: whether the head adds a bias to the logits.
+        d_embedding: width of the embedding; None for `d_model`.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -39,3 +41,5 @@ class RecurrentConfig:
     tie_embeddings: bool = True
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     residual_in_fp32: bool = False
+    head_bias: bool = False
+    d_embedding: Count | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
+from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
@@ -34,6 +35,8 @@ SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
 DEVICE_SEGMENT_TOKENS = 2**16
 # A window is computed in blocks of its own length, up to so many tokens.
 MAX_WINDOW_SEGMENT = 2**14
+# Options that are newer than existing calibrations, whose fingerprints lack them.
+NEW_OPTIONS = ("residual_in_fp32", "head_bias", "d_embedding")
 
 
 class RecurrentLM(LanguageModel):
@@ -61,8 +64,14 @@ class RecurrentLM(LanguageModel):
         self._wide = residual and config.residual_in_fp32
         self._token_stack = TokenStack()
 
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position = POSITIONS.build(config.position, config.d_model)
+        d_embedding = config.d_embedding or config.d_model
+        if config.tie_embeddings and d_embedding != config.d_model:
+            raise UserError(
+                f"a head of width {config.d_model} cannot share the weights of an embedding of "
+                f"width {d_embedding}: set tie_embeddings to false, or leave d_embedding out"
+            )
+        self.embedding = nn.Embedding(config.vocab_size, d_embedding)
+        self.position = POSITIONS.build(config.position, d_embedding)
         self.max_length = self.position.n_positions
         # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
@@ -76,10 +85,12 @@ class RecurrentLM(LanguageModel):
             Block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
         )
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
-        self.head = Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
+        if config.head_bias:
+            nn.init.zeros_(self.head.bias)
 
     @property
     def cells(self) -> list[Cell]:
@@ -184,7 +195,23 @@ class RecurrentLM(LanguageModel):
         """See `LanguageModel.token_losses`; logits are not rounded to the dtype of the weights."""
         tokens = check_tokens(tokens, self.vocab_size)
         hidden, state = self.hidden(tokens, state)
-        return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
+        return token_cross_entropy(*self.logit_factors(hidden), targets)[0], state
+
+    def logit_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """X and W of the logits X Wᵀ, for losses that do not hold all logits at once.
+
+        Args:
+            hidden: the head's input, `(…, d)`.
+
+        Returns:
+            `(…, d)` and `(v, d)`. Where the head has a bias, X has a further column of ones and W
+            that of the bias.
+        """
+        weight, bias = own_weight(self.head), self.head.bias
+        if bias is None:
+            return hidden, weight
+        ones = hidden.new_ones(*hidden.shape[:-1], 1)
+        return torch.cat([hidden, ones], dim=-1), torch.cat([weight, bias[:, None]], dim=1)
 
     def embed(self, tokens: Tensor, position: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """The input of the first block, and the positions after the tokens.
@@ -244,7 +271,7 @@ class RecurrentLM(LanguageModel):
         config = asdict(self.config)
         # It changes the speed of a model and not its outputs.
         config["mixer"].pop("backend", None)
-        # This option is newer than existing calibrations, whose fingerprints lack it.
-        if not config["residual_in_fp32"]:
-            del config["residual_in_fp32"]
+        for name in NEW_OPTIONS:
+            if not config[name]:
+                del config[name]
         return hash_weights(config, self.state_dict())

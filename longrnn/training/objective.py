@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from longrnn.data import Batch
 from longrnn.models import RecurrentLM
-from longrnn.ops.hooks import own_weight
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, reset
@@ -88,7 +87,8 @@ class Objective(nn.Module):
             after the last token.
         """
         hidden, state = self.model.hidden(tokens, state, rows=rows)
-        return *token_cross_entropy(hidden, own_weight(self.model.head), targets), state
+        losses, predictions = token_cross_entropy(*self.model.logit_factors(hidden), targets)
+        return losses, predictions, state
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
@@ -106,8 +106,7 @@ class Objective(nn.Module):
         # Logits are computed only at targets: a reversal task has them in its second half only.
         scored = (targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(
-            hidden.flatten(0, 1).index_select(0, scored),
-            own_weight(self.model.head),
+            *self.model.logit_factors(hidden.flatten(0, 1).index_select(0, scored)),
             targets.flatten()[scored],
             (weights / len(weights)).flatten()[scored],
         )

@@ -62,6 +62,7 @@ REFUSED: list[tuple[dict[str, Any], list[object]]] = [
     ({"mixer": MAMBA2 | {"dt_limit": [0.2, 0.1]}}, ["dt_limit", 0.2]),
     ({"mixer": MAMBA2 | {"head_dim": 4, "norm_eps": -1}}, ["norm_eps", -1]),
     ({"vocab_size": 0}, ["vocab_size", 0]),
+    ({"d_embedding": D_MODEL + 1}, ["d_embedding", D_MODEL + 1, "tie_embeddings"]),
     ({"mixer": MAMBA2 | {"head_dim": 5}}, ["head_dim", 5, 16]),
     ({"mixer": MAMBA2 | {"head_dim": 4, "n_groups": 3}}, ["n_groups", 3, 4]),
     ({"mixer": {"kind": "gru", "init": "ortogonal"}}, ["ortogonal", "orthogonal"]),
@@ -120,6 +121,25 @@ def test_plain_is_the_cell_alone(position: str) -> None:
     x = model.position(model.embedding(tokens), torch.arange(9).expand(2, 9))
     y, _ = model.blocks[0].mixer.cell(x)
     torch.testing.assert_close(model(tokens).logits, y @ model.head.weight.T)
+
+
+@pytest.mark.parametrize("block", ["plain", "residual"])
+def test_a_head_with_a_bias_and_a_wide_embedding(block: str) -> None:
+    """Logits are those without the bias plus the bias, and losses are those of the logits."""
+    model = build_model("gru", "duplicate", block, tie_embeddings=False, d_embedding=5)
+    biased = build_model(
+        "gru", "duplicate", block, tie_embeddings=False, d_embedding=5, head_bias=True
+    )
+    biased.load_state_dict({**model.state_dict(), "head.bias": torch.arange(VOCAB) / 3.0})
+    tokens, state = random_tokens(2, 30), random_state(model, 2)
+    logits, after = biased(tokens, state)
+    assert_near(logits, model(tokens, state).logits + torch.arange(VOCAB) / 3.0, 1e-12)
+    targets = tokens.roll(-1, 1)
+    losses, lost = biased.token_losses(tokens, targets, state)
+    expected = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
+    assert_near(losses, expected, 1e-12)
+    assert_near(lost.layers[1].h, after.layers[1].h, 1e-12)
+    assert biased.fingerprint() != model.fingerprint()
 
 
 @pytest.mark.parametrize("wide", [True, False])

@@ -70,9 +70,16 @@ def test_the_loss_is_that_of_a_loop(
     torch.manual_seed(0)
     from longrnn import RecurrentConfig
 
-    model = RecurrentLM(RecurrentConfig(task.vocab_size, 8, 2, mixer)).double()
-    found = Objective(model)([batch], model.init_state(3)).loss
-    torch.testing.assert_close(found, by_token(model, batch), rtol=1e-7, atol=0)
+    config = RecurrentConfig(task.vocab_size, 8, 2, mixer, head_bias=spec["kind"] != "text")
+    model = RecurrentLM(config).double()
+    loss, expected = Objective(model)([batch], model.init_state(3)).loss, by_token(model, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-7, atol=0)
+    head = list(model.head.parameters())  # with its bias
+    gradients = zip(
+        torch.autograd.grad(loss, head), torch.autograd.grad(expected, head), strict=True
+    )
+    for found, wanted in gradients:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
     one = Objective(model)([batch.row(1)], take(model.init_state(3), [1])).loss
     torch.testing.assert_close(one, by_token(model, batch.row(1)), rtol=1e-7, atol=0)
 

@@ -1,0 +1,65 @@
+"""`longrnn convert --from`: weights of an RNN of another library, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from longrnn import load_tokenizer
+from longrnn.errors import UserError
+from tests.cli.conftest import CLI, refused
+from tests.hf.test_rnn_weights import BASIC, TorchModel, tensorflow_weights
+from tests.refusals import naming
+
+
+def test_a_folder_of_raw_files_opens_with_its_characters(tmp_path: Path, cli: CLI) -> None:
+    """The tokenizer has the characters of the file beside the weights, and refuses all others."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    arrays = tensorflow_weights(4, (), True)
+    names = {name: name.replace("/", "_") for name in arrays}
+    manifest = {name: {"filename": names[name], "shape": w.shape} for name, w in arrays.items()}
+    for name, array in arrays.items():
+        array.astype(np.float32).tofile(raw / names[name])
+    (raw / "manifest.json").write_text(json.dumps(manifest))
+    characters = {character: index for index, character in enumerate("abcdefgh \n-—é")}
+    (raw / "vocab.json").write_text(json.dumps(characters))
+    more = {"characters": "vocab.json", "replace": {"–": "--", "\r": ""}}
+    (tmp_path / "names.yaml").write_text(yaml.safe_dump(BASIC | more))
+    options = ("--to", "ours", "--from", "tensorflow", "--names", "names.yaml")
+    assert cli("convert", "raw", "ours", *options) == (0, "ours\n", "")
+    tokenizer = load_tokenizer(tmp_path / "ours")
+    assert tokenizer.vocab_size == len(characters)
+    text = "a–b\r\n é—"
+    assert tokenizer.decode(tokenizer.encode(text)) == "a--b\n é—"
+    # An en dash has three bytes and became two tokens; a token has the bytes before it too.
+    assert tokenizer.byte_ends(text) == [1, 4, 4, 5, 7, 8, 10, 13]
+    with pytest.raises(UserError, match=naming("xyz", "replace")):
+        tokenizer.encode_many(["abc", "zxy"])
+    (tmp_path / "book.txt").write_text("a bad cab" * 10, encoding="utf-8")
+    assert cli("eval", "perplexity", "ours", "--text", "book.txt", "--lengths", "16").code == 0
+    refused(cli, "convert", "ours", "hf", "--to", "hf", says=("lstm",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("missing.pt ours --to ours --from torch", ("missing.pt", ".safetensors")),
+        ("whole.pt ours --to ours --from torch", ("whole.pt", "state_dict")),
+        ("numbers.pt ours --to ours --from torch", ("numbers.pt", "state dict")),
+        ("whole.pt ours --to ours --from jax", ("jax", "torch")),
+        ("whole.pt ours --to hf --from torch", ("hf", "ours")),
+        ("passkey-tiny ours --to hf --names charrnn", ("--names", "--from")),
+    ],
+)
+def test_a_conversion_that_cannot_be_done_is_refused(
+    arguments: str, named: tuple[str, ...], tmp_path: Path, cli: CLI
+) -> None:
+    torch.save(TorchModel("GRU", 1, 4), tmp_path / "whole.pt")
+    torch.save({"epoch": 3}, tmp_path / "numbers.pt")
+    refused(cli, "convert", *arguments.split(), says=named)
