@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
     from longrnn.data import TASKS as TASKS
+    from longrnn.diagnostics.repair import repair as repair
     from longrnn.evaluation.run import evaluate as evaluate
     from longrnn.hf.load import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "longrnn.cells": ["MIXERS"],
     "longrnn.data": ["TASKS"],
+    "longrnn.diagnostics.repair": ["repair"],
     "longrnn.evaluation.run": ["evaluate"],
     "longrnn.hf.load": ["load"],
     "longrnn.hf.tokenizer": ["load_tokenizer"],

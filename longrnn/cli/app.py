@@ -18,6 +18,7 @@ from longrnn.cli import (
     evaluate,
     generate,
     harness,
+    repair,
     report,
     train,
 )
@@ -55,6 +56,7 @@ enter(_diagnose, "states", diagnose.states)
 enter(_diagnose, "memory", evaluate.command_of("memory"))
 enter(_diagnose, "gradients", diagnose.gradients)
 enter(app, "calibrate", calibrate.calibrate)
+enter(app, "repair", repair.repair)
 enter(app, "generate", generate.generate)
 enter(app, "convert", checkpoints.convert)
 enter(app, "info", checkpoints.info)

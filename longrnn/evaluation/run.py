@@ -73,8 +73,12 @@ def run_and_report(
     folder: Path,
     *,
     quiet: bool = False,
+    notes: Sequence[str] = (),
 ) -> tuple[list[Outcome], list[Path]]:
-    """Measure as `run`, and write the report; return the outcomes and the report's files."""
+    """Measure as `run`, and write the report; return the outcomes and the report's files.
+
+    `notes` are sentences at the top of the page.
+    """
     outcomes = run(models, evaluations, folder, quiet=quiet)
     if not processes.is_main():
         return outcomes, []
@@ -95,7 +99,7 @@ def run_and_report(
         for evaluation in evaluations
     }
     tables = [outcome.table for outcome in outcomes]
-    return outcomes, write_report(tables, about_models, about_evaluations, folder)
+    return outcomes, write_report(tables, about_models, about_evaluations, folder, notes)
 
 
 def run(

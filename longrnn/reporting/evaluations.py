@@ -23,6 +23,7 @@ def write_report(
     models: Mapping[str, Mapping[str, Any]],
     evaluations: Mapping[str, Mapping[str, Any]],
     folder: Path,
+    notes: Sequence[str] = (),
 ) -> list[Path]:
     """Write the cells, the pictures, and the page.
 
@@ -31,6 +32,7 @@ def write_report(
         models: by name, `checkpoint`, `mitigation`, `fingerprint` and `device`.
         evaluations: by title, the options.
         folder: created if it does not exist.
+        notes: sentences at the top of the page.
 
     Returns:
         The files: `cells.json`, `report.html` and the pictures.
@@ -41,7 +43,8 @@ def write_report(
         folder / CELLS_FILE, to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null")
     )
     drawn = [picture for table in tables for picture in pictures(table)]
-    values = {**about, "tables": [(table.title, table.texts(), table.notes) for table in tables]}
+    of_tables = [(table.title, table.texts(), table.notes) for table in tables]
+    values = {**about, "tables": of_tables, "notes": notes}
     return [folder / CELLS_FILE, *write_page("evaluations.html", folder, drawn, values)]
 
 
