@@ -1,8 +1,4 @@
-"""What a repair tries, from cheap to dear, and what each costs.
-
-An attempt is a way to make the mappings of a mitigation: a fixed one, or a method of `calibrate`,
-on the plain model or on top of another attempt.
-"""
+"""What a repair tries, from cheap to dear, and how many tokens each reads."""
 
 from __future__ import annotations
 
@@ -12,16 +8,15 @@ from typing import NamedTuple
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import Members
 from longrnn.evaluation.texts import Document
-from longrnn.mitigations import mitigation
+from longrnn.mitigations.spec import parse
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer
 
-FIT_STEPS, FIT_ROWS = 300, 8
 # A token of a step with gradients takes as long as so many tokens without.
-GRADIENT = 4
+GRADIENT_COST = 4
+STEPS, ROWS, SEARCH_STEPS = 300, 4, 10
 # Passes over its windows and prompts in which a choice per head finds something, and at most.
 LEAST_PASSES, MOST_PASSES = 5, 60
-SEARCH_STEPS = 10
 
 
 class Setting(NamedTuple):
@@ -45,92 +40,84 @@ class Setting(NamedTuple):
     keys: int
     quiet: bool
 
-    def calibrated(self, method: str, before: Members) -> Members:
-        """Return the mappings of another mitigation and of what `calibrate` finds under it."""
-        model = self.model.under([mitigation(member) for member in before])
-        found = calibrate(
-            model,
-            self.documents,
-            method,
-            train_length=self.trained,
-            target_length=self.length,
-            tokenizer=self.tokenizer,
-            quiet=self.quiet,
-        )
-        return [*before, *found]
+    def under(self, members: Members) -> LanguageModel:
+        """Return the model under a mitigation."""
+        return self.model.under(members) if members else self.model
 
-    def passes(self, tokens: float) -> int:
-        """Return how many passes of a choice per head read at most so many tokens."""
-        return min(MOST_PASSES, int(tokens / self.length / (1 + self.keys)))
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of one pass of a choice per head."""
+        return (1 + self.keys) * self.length
 
 
 class Attempt(NamedTuple):
-    """One thing to try.
+    """A mitigation, or a method of `calibrate` on the plain model or on top of another attempt.
 
     Attributes:
-        make: returns the mappings, from those of `after`, and the tokens that may be read.
-        folds: whether weights can express the result.
+        spec: the mitigation or the method; names in braces are filled in by `make`.
+        is_method: which of the two.
+        may_fold: whether weights can express the result in some cells.
         after: the name of the attempt that it builds on; empty for the plain model.
         tokens: about how many tokens it reads, counted without gradients.
     """
 
-    make: Callable[[Setting, Members, float], Members]
-    folds: bool = False
+    spec: str
+    is_method: bool = True
+    may_fold: bool = False
     after: str = ""
-    tokens: Callable[[Setting], float] = lambda setting: 0.0
+    tokens: Callable[[Setting], float] = lambda setting: 32 * setting.trained
 
+    def make(self, setting: Setting, base: Members, tokens: float) -> Members:
+        """Return the mappings of which `mitigation` makes the whole mitigation.
 
-def _forget_more(setting: Setting, before: Members, tokens: float) -> Members:
-    scale = 1 - 1 / setting.trained
-    return [*before, {"kind": "forget_more", "decay_scale": scale, "input_scale": 1.0}]
-
-
-def _sliding_window(setting: Setting, before: Members, tokens: float) -> Members:
-    return [*before, {"kind": "sliding_window", "window": setting.trained}]
-
-
-def _calibrated(method: str) -> Callable[[Setting, Members, float], Members]:
-    return lambda setting, before, tokens: setting.calibrated(method, before)
-
-
-def _fit(setting: Setting, before: Members, tokens: float) -> Members:
-    method = f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={setting.keys})"
-    return setting.calibrated(method, before)
-
-
-def _fit_tokens(setting: Setting) -> float:
-    segment = max(setting.trained, setting.length / FIT_STEPS)
-    return GRADIENT * FIT_STEPS * (FIT_ROWS + setting.keys) * segment
-
-
-def _per_head(setting: Setting, before: Members, tokens: float) -> Members:
-    passes = setting.passes(tokens)
-    method = f"per_head(windows=1, keys={setting.keys}, passes={passes})"
-    return setting.calibrated(method, before)
-
-
-def _least_per_head(setting: Setting) -> float:
-    return LEAST_PASSES * (1 + setting.keys) * setting.length
+        Args:
+            setting: what is repaired.
+            base: those of `after`.
+            tokens: that it may read.
+        """
+        passes = min(MOST_PASSES, int(tokens / setting.pass_tokens))
+        values = {"trained": setting.trained, "keep": 1 - 1 / setting.trained, "passes": passes}
+        spec = self.spec.format(keys=setting.keys, **values)
+        if not self.is_method:
+            name, options = parse(spec)
+            return [*base, {"kind": name, **options}]
+        found = calibrate(
+            setting.under(base),
+            setting.documents,
+            spec,
+            train_length=setting.trained,
+            target_length=setting.length,
+            tokenizer=setting.tokenizer,
+            quiet=setting.quiet,
+        )
+        return [*base, *found]
 
 
 def _search_tokens(setting: Setting) -> float:
     return (len(setting.model.cells) + 1 + SEARCH_STEPS) * setting.length
 
 
-def _inside(setting: Setting) -> float:
-    return 32 * setting.trained
+def _fit_tokens(setting: Setting) -> float:
+    segment = max(setting.trained, setting.length / STEPS)
+    return GRADIENT_COST * STEPS * (ROWS + setting.keys) * segment
 
 
-SEARCH = f"scale_decay(windows=1, steps={SEARCH_STEPS})"
-FILTER, PER_HEAD = _calibrated("token_filter"), Attempt(_per_head, tokens=_least_per_head)
+PER_HEAD = Attempt(
+    "per_head(windows=1, keys={keys}, passes={passes})",
+    tokens=lambda setting: LEAST_PASSES * setting.pass_tokens,
+)
 ATTEMPTS = {
-    "forget_more": Attempt(_forget_more),
-    "sliding_window": Attempt(_sliding_window),
-    "state_norm": Attempt(_calibrated("state_norm"), tokens=_inside),
-    "token_filter": Attempt(FILTER, tokens=_inside),
-    "scale_decay": Attempt(_calibrated(SEARCH), folds=True, tokens=_search_tokens),
-    "fit": Attempt(_fit, folds=True, tokens=_fit_tokens),
-    "fit + token_filter": Attempt(FILTER, after="fit", tokens=_inside),
+    "forget_more": Attempt("forget_more(decay_scale={keep}, input_scale=1)", is_method=False),
+    "sliding_window": Attempt("sliding_window(window={trained})", is_method=False),
+    "state_norm": Attempt("state_norm"),
+    "token_filter": Attempt("token_filter"),
+    "scale_decay": Attempt(
+        f"scale_decay(windows=1, steps={SEARCH_STEPS})", may_fold=True, tokens=_search_tokens
+    ),
+    "fit": Attempt(
+        f"fit(steps={STEPS}, rows={ROWS}, keys={{keys}})", may_fold=True, tokens=_fit_tokens
+    ),
+    "fit + token_filter": Attempt("token_filter", after="fit"),
     "per_head": PER_HEAD,
     "fit + per_head": PER_HEAD._replace(after="fit"),
 }

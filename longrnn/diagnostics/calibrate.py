@@ -170,9 +170,9 @@ class TimeScaleFit:
     """
 
     steps: Count = 300
-    rows: Count = 8
+    rows: Count = 4
     keys: Annotated[int, Field(ge=0)] = 0
-    learning_rate: PositiveFloat = 0.01
+    learning_rate: PositiveFloat = 0.03
 
     def run(self, job: Job) -> Members:
         settings = vars(self)

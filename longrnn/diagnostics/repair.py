@@ -5,7 +5,7 @@ Notable choices:
   is read once, at the end. Keys of the proof are not those of the choice.
 - The choice is the attempt with the least score: bits per byte in the last half of the length, plus
   the share of keys that it loses. One that folds into weights is taken unless another is better by
-  more than `MARGIN`.
+  more than `SCORE_MARGIN`.
 - Every attempt is recorded when it is finished, with its mappings, score and seconds. The same
   command continues from there; results of evaluations are in stores.
 """
@@ -13,53 +13,48 @@ Notable choices:
 from __future__ import annotations
 
 import copy
-import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longrnn.diagnostics.attempts import ATTEMPTS, Attempt, Setting
-from longrnn.diagnostics.states import diagnose
-from longrnn.errors import UserError
-from longrnn.evaluation.run import Outcome, run, run_and_report
+from longrnn.diagnostics.attempts import ATTEMPTS, Setting
+from longrnn.diagnostics.choice import KEYS, LOSS, PLAIN, Choice, cell_of, passkeys
+from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.suites import build_evaluation
 from longrnn.evaluation.texts import read_documents
-from longrnn.files import read_json, read_text, write_atomic
+from longrnn.files import read_text, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
 from longrnn.hf.load import load_editable
 from longrnn.hf.names import CheckpointName, required_training_length
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.intervals import Estimate
 from longrnn.locks import hold
-from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
-from longrnn.models.fold import fold
+from longrnn.models.fold import fold, unfoldable
 from longrnn.reporting.states import summary
-from longrnn.reporting.tables import TableCell
 from longrnn.units import format_length
 
-# Scores that differ by less are alike: then what folds is taken, or what is cheaper.
-MARGIN = 0.02
-PLAIN, REPAIRED = "plain", "repaired"
-# Keyed prompts that calibrations read, and windows and prompts of the choice and of the proof.
-CALIBRATED_KEYS, CHOICE_WINDOWS, PROOF_WINDOWS, CHOICE_KEYS, PROOF_KEYS = 3, 2, 8, 2, 4
-DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
-TRIED = "tried.json"
+REPAIRED = "repaired"
+# Keyed prompts that a calibration reads, and windows and prompts of the proof.
+CALIBRATED_KEYS, PROOF_WINDOWS, PROOF_KEYS = 3, 8, 4
+NOTHING_HELPS = (
+    "No repair within the budget helps on text that the choice did not see, so no checkpoint is "
+    "written: train with carried states (`longrnn finetune`)."
+)
 
 
 class Repair(NamedTuple):
     """The result of a repair.
 
     Attributes:
-        sentences: what is wrong, and what the repair reached.
-        choice: name of the attempt; None if nothing helped.
-        checkpoint: the folder that was written; None if nothing helped, or for a hybrid whose
-            repair does not fold.
-        mitigation: the file; None if nothing helped.
+        sentences: what is wrong, and then what the repair reached.
+        choice: name of the attempt; None if nothing helps.
+        checkpoint: the folder that was written; None if nothing helps, or for a hybrid under a
+            mitigation that weights cannot express.
+        mitigation: the file; None if nothing helps.
         report: the page with the proof.
     """
 
@@ -95,7 +90,7 @@ def repair(
         folds_only: try only what folds into weights, which other programs run.
         keys: choose and prove by passkeys in the texts too.
         device: of the model; None for the CPU.
-        quiet: show no progress.
+        quiet: print nothing.
 
     Raises:
         UserError: the texts are too short, the model cannot be repaired, or the folder holds
@@ -105,62 +100,46 @@ def repair(
     hold(folder, instead="choose another --output")
     trained = train_length or required_training_length(checkpoint)
     model, tokenizer = load_editable(checkpoint, device=device), load_tokenizer(checkpoint)
-    plain = OpenCheckpoint(
-        PLAIN, model, tokenizer, CheckpointName.parse(checkpoint), device or "cpu"
-    )
     paths = [texts] if isinstance(texts, str | Path) else texts
     choose, prove = divide([Path(path) for path in paths], folder)
     documents = read_documents(choose, tokenizer, model)
-    how = {"length": length, "trained": trained, "keys": keys, "folds_only": folds_only}
-    hashes = [document.sha256 for document in documents]
-    tried = Tried(folder / TRIED, {"model": model.fingerprint(), "texts": hashes, **how})
-    setting = Setting(model, tokenizer, documents, trained, length, CALIBRATED_KEYS * keys, quiet)
+    n_keys = CALIBRATED_KEYS if keys else 0
+    setting = Setting(model, tokenizer, documents, trained, length, n_keys, quiet)
+    choice = Choice(setting, choose, folder, 60 * budget)
     seen = diagnose(model, documents[:1], length, train_length=trained, quiet=quiet)
-    sentences = [summary(seen)]
-    judge = Judge(setting, choose, folder / "choice")
-    tried.add(PLAIN, list, judge)
-    sentences.append(
-        f"In the last half of {format_length(length)} tokens it has "
-        f"{tried.rows[PLAIN]['loss']:.2f} bits per byte, and "
-        f"{tried.rows[PLAIN]['inside']:.2f} inside its training length of {format_length(trained)}"
-        + (f"; it recalls {tried.rows[PLAIN]['keys']:.0%} of the keys there." if keys else ".")
-    )
-    tried.say(sentences[0], sentences[1], quiet=quiet)
+    choice.add(PLAIN, list)
+    sentences = wrong(seen, choice)
+    _say(sentences, quiet)
     for name, attempt in ATTEMPTS.items():
-        if folds_only and not attempt.folds:
-            continue
-        _attempt(name, attempt, setting, tried, judge, 60 * budget)
-        tried.say(tried.line(name), quiet=quiet)
-    choice = tried.best()
-    members = tried.rows[choice]["members"]
-    repaired = plain._replace(
-        name=REPAIRED, model=model.under([mitigation(member) for member in members])
-    )
-    if choice != PLAIN and isinstance(model, RecurrentLM):
-        repaired = repaired._replace(model=copy.deepcopy(repaired.model))
-        rest = fold(repaired.model)
-        repaired = repaired._replace(model=repaired.model.under(None).under(rest))
-    models = [plain, repaired] if choice != PLAIN else [plain]
-    evaluations = [build_evaluation(spec) for spec in proof(setting, prove)]
+        if attempt.may_fold or not folds_only:
+            choice.attempt(name, attempt)
+            _say([choice.line(name)], quiet)
+    best = choice.best(folds_only=folds_only)
+    members = choice.rows[best]["members"]
+    repaired = _folded(setting, members)
+    source = CheckpointName.parse(checkpoint)
+    models = [OpenCheckpoint(PLAIN, model, tokenizer, source, device or "cpu")]
+    if best != PLAIN:
+        models.append(OpenCheckpoint(REPAIRED, repaired, tokenizer, source, device or "cpu"))
     outcomes, (_, report, *_) = run_and_report(
-        models, evaluations, folder, quiet=quiet, notes=[*sentences, *map(tried.line, tried.rows)]
+        models,
+        [build_evaluation(spec) for spec in proof(setting, prove)],
+        folder,
+        quiet=quiet,
+        notes=[*sentences, *choice.lines()],
     )
-    result = Repair(sentences, None, None, None, report)
-    if choice == PLAIN or not helps(outcomes, length):
-        sentences.append(
-            "No repair within the budget helps on text that the choice did not see: train the "
-            "model with carried states (`longrnn train initial_state=carry`)."
-        )
-        return result
-    sentences.append(quote(checkpoint, choice, outcomes, setting, prove))
-    path = folder / "mitigation.yaml"
-    known = Calibration(str(path), model.fingerprint(), trained, tuple(hashes))
-    write_calibration(path, members, known)
-    return result._replace(
-        choice=choice,
-        mitigation=path,
-        checkpoint=_written(checkpoint, model, members, folder / "checkpoint"),
-    )
+    if best == PLAIN or not helps(outcomes, length):
+        return Repair([*sentences, NOTHING_HELPS], None, None, None, report)
+    file = folder / "mitigation.yaml"
+    hashes = tuple(document.sha256 for document in documents)
+    write_calibration(file, members, Calibration(str(file), model.fingerprint(), trained, hashes))
+    written, layout = folder / "checkpoint", layout_of(source.checkpoint)
+    if unfoldable(repaired):
+        layout = OURS if isinstance(repaired, RecurrentLM) else ""
+    if layout and not written.exists():
+        write_checkpoint(repaired, source.checkpoint, written, layout)
+    sentences.append(quote(checkpoint, best, outcomes, setting, prove))
+    return Repair(sentences, best, written if layout else None, file, report)
 
 
 def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
@@ -175,206 +154,73 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     return [halves[0]], halves[1]
 
 
-class Judge(NamedTuple):
-    """Scores mitigations on the texts to choose on.
-
-    Attributes:
-        setting: what is repaired.
-        texts: the files.
-        folder: the store of the results.
-    """
-
-    setting: Setting
-    texts: Sequence[Path]
-    folder: Path
-
-    def score(self, name: str, members: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return the loss in the last half and inside, in bits per byte, and the share of keys."""
-        setting, length = self.setting, self.setting.length
-        model = setting.model.under([mitigation(member) for member in members])
-        what = {"texts": [str(path) for path in self.texts], "windows": CHOICE_WINDOWS}
-        lengths = [setting.trained, max(setting.trained, length // 2), length]
-        specs: list[dict[str, Any]] = [{"kind": "perplexity", **what, "lengths": lengths}]
-        if setting.keys:
-            filler = str(self.texts[0])
-            specs.append(_passkey([length], CHOICE_KEYS, filler, seed=1))
-        opened = OpenCheckpoint(name, model, setting.tokenizer)
-        built = [build_evaluation(spec) for spec in specs]
-        outcomes = run([opened], built, self.folder, quiet=setting.quiet)
-        found = {"loss": _loss(outcomes, name, length), "inside": _loss(outcomes, name, lengths[0])}
-        shares = _keys(outcomes, name, length)
-        return {k: e.mean for k, e in found.items() if e} | {"keys": shares.mean if shares else 0.0}
-
-
-class Tried:
-    """The record of attempts, which is written after each of them.
-
-    Args:
-        path: of the file.
-        question: what is repaired; the file of another repair is refused.
-
-    Attributes:
-        rows: by name, `members`, `seconds`, and `loss`, `inside` and `keys`; or a `reason`.
-    """
-
-    def __init__(self, path: Path, question: dict[str, Any]) -> None:
-        self.path, self.question = path, question
-        content = read_json(path) if path.is_file() else {"question": question, "rows": {}}
-        if content.get("question") != question:
-            raise UserError(f"{path.parent} holds another repair: choose another --output")
-        self.rows: dict[str, dict[str, Any]] = content["rows"]
-
-    def add(self, name: str, make: Any, judge: Judge) -> None:
-        """Make and score an attempt that is not recorded yet."""
-        if name in self.rows:
-            return
-        begun = time.monotonic()
-        try:
-            members = make()
-            row = {"members": members, **judge.score(name, members)}
-        except UserError as error:
-            if name == PLAIN:
-                raise
-            row = {"reason": str(error)}
-        self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
-        text = json.dumps({"question": self.question, "rows": self.rows}, indent=1)
-        write_atomic(self.path, text + "\n")
-
-    def seconds(self) -> float:
-        """Return the seconds that all attempts took."""
-        return sum(row["seconds"] for row in self.rows.values())
-
-    def score(self, name: str) -> float:
-        """Return what is to be small: bits per byte, plus the share of keys that are lost."""
-        row = self.rows.get(name, {})
-        loss = row.get("loss", float("nan"))
-        return loss - row["keys"] if loss == loss else float("inf")
-
-    def best(self) -> str:
-        """Return the name of the choice, `PLAIN` if nothing is better."""
-        least = min(map(self.score, self.rows))
-        alike = [name for name in self.rows if self.score(name) <= least + MARGIN]
-        folding = [name for name in alike if name == PLAIN or ATTEMPTS[name].folds]
-        return (folding or alike)[0]
-
-    def line(self, name: str) -> str:
-        """Return an attempt in words."""
-        row = self.rows.get(name)
-        if row is None:
-            return f"{name}: left out, it does not fit the budget"
-        if "reason" in row:
-            return f"{name}: {row['reason']}"
-        keys = f", keys {row['keys']:.0%}" if self.question["keys"] else ""
-        return (
-            f"{name}: {row['loss']:.3f} bits per byte beyond, {row['inside']:.3f} inside{keys} "
-            f"({row['seconds']:.0f} s)"
-        )
-
-    def say(self, *lines: str, quiet: bool) -> None:
-        """Print lines, unless quiet."""
-        if not quiet:
-            print("\n".join(lines), flush=True)
-
-
-def _attempt(
-    name: str, attempt: Attempt, setting: Setting, tried: Tried, judge: Judge, seconds: float
-) -> None:
-    """Try one thing, if it fits what is left of the budget and can be made."""
-    before = tried.rows.get(attempt.after or PLAIN, {}).get("members")
-    left = seconds - tried.seconds()
-    read = CHOICE_WINDOWS * setting.length
-    speed = read / max(tried.rows[PLAIN]["seconds"], 1e-3)
-    if before is None or attempt.tokens(setting) + read > left * speed:
-        return
-    tried.add(name, lambda: attempt.make(setting, before, left * speed), judge)
-
-
-def _passkey(lengths: Sequence[int], n: int, filler: str, seed: int) -> dict[str, Any]:
-    what = {"lengths": list(lengths), "depths": DEPTHS, "n": n, "filler": filler, "seed": seed}
-    return {"kind": "passkey", **what}
+def wrong(seen: Diagnosis, choice: Choice) -> list[str]:
+    """Return what is wrong: the heads and where they begin, and loss and keys."""
+    onsets = [finding.onset for finding in seen.findings if finding.onset is not None]
+    start = f" The first leaves its range at token {min(onsets):,}." if onsets else ""
+    row, setting = choice.rows[PLAIN], choice.setting
+    keys = f", and {row['keys']:.0%} of the keys are recalled" if setting.keys else ""
+    return [
+        f"{summary(seen)}{start}",
+        f"The loss is {row['inside']:.2f} bits per byte inside the training length of "
+        f"{format_length(setting.trained)} and {row['loss']:.2f} in the last half of "
+        f"{format_length(setting.length)} tokens{keys}.",
+    ]
 
 
 def proof(setting: Setting, prove: Path) -> list[dict[str, Any]]:
     """Return the evaluations that compare the repaired model with the plain one."""
     length, trained = setting.length, setting.trained
-    lengths = sorted(
-        {trained, *(length // part for part in (16, 4, 2, 1) if length > trained * part)}
-    )
-    specs: list[dict[str, Any]] = [
-        {
-            "kind": "perplexity",
-            "texts": [str(prove)],
-            "lengths": lengths,
-            "windows": PROOF_WINDOWS,
-        }
-    ]
+    lengths = {trained, *(length // part for part in (16, 4, 2, 1) if length > part * trained)}
+    texts = {"texts": [str(prove)], "windows": PROOF_WINDOWS}
+    specs: list[dict[str, Any]] = [{"kind": "perplexity", **texts, "lengths": sorted(lengths)}]
     if setting.keys:
-        at = [length // part for part in (16, 4, 1) if length // part >= 512]
-        specs.append(_passkey(at, PROOF_KEYS, str(prove), seed=0))
+        at = [length // part for part in (64, 4, 1) if length >= 512 * part]
+        specs.append(passkeys(at or [length], PROOF_KEYS, prove, seed=0))
     return [*specs, {"kind": "cost", "lengths": [min(length, 4096)]}]
 
 
 def helps(outcomes: Sequence[Outcome], length: int) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    loss, keys = (_cell(outcomes, REPAIRED, length, word) for word in ("by position", "recalled"))
+    loss, keys = (cell_of(outcomes, REPAIRED, length, column) for column in (LOSS, KEYS))
     if keys is not None and keys.difference is not None and keys.difference.low > 0:
         return True
-    if loss is None or loss.difference is None:
-        return False
-    change = loss.difference
-    return change.high < 0 if change.n > 1 else change.mean < 0
+    change = None if loss is None else loss.difference
+    return change is not None and (change.high if change.n > 1 else change.mean) < 0
 
 
 def quote(
-    checkpoint: str, choice: str, outcomes: Sequence[Outcome], setting: Setting, prove: Path
+    checkpoint: str, name: str, outcomes: Sequence[Outcome], setting: Setting, prove: Path
 ) -> str:
     """Return the result in a sentence, with intervals."""
-    length, name = setting.length, format_length(setting.length)
-    losses = {model: _loss(outcomes, model, length) for model in (PLAIN, REPAIRED)}
-    before, after = losses[PLAIN], losses[REPAIRED]
-    inside = _loss(outcomes, REPAIRED, setting.trained)
-    assert before is not None
-    assert after is not None
-    assert inside is not None
+    length, trained = format_length(setting.length), format_length(setting.trained)
+
+    def shown(model: str, at: int, column: str) -> str:
+        cell = cell_of(outcomes, model, at, column)
+        return "–" if cell is None or cell.estimate is None else cell.estimate.show()
+
+    count = cell_of(outcomes, REPAIRED, setting.length, LOSS)
+    assert count is not None
+    assert count.estimate is not None
     sentence = (
-        f"{checkpoint}, trained on {format_length(setting.trained)} tokens, has "
-        f"{after.show()} bits per byte in the last half of {name} tokens of {prove.name} after the "
-        f"repair by {choice}, instead of {before.show()} (n = {after.n}), and {inside.show()} "
-        "inside its training length"
+        f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
+        f"{shown(REPAIRED, setting.length, LOSS)} bits per byte in the last half of {length} "
+        f"tokens of {prove.name}, and {shown(PLAIN, setting.length, LOSS)} without the repair (n = "
+        f"{count.estimate.n} windows); inside the training length it has "
+        f"{shown(REPAIRED, setting.trained, LOSS)} and {shown(PLAIN, setting.trained, LOSS)}"
     )
-    if keys := _keys(outcomes, REPAIRED, length):
-        plain = _keys(outcomes, PLAIN, length)
-        assert plain is not None
-        sentence += (
-            f"; it recalls {keys.show()} of the keys, instead of {plain.show()} (n = {keys.n})"
-        )
-    return sentence + "."
+    if setting.keys:
+        before, after = (shown(model, setting.length, KEYS) for model in (PLAIN, REPAIRED))
+        sentence += f"; it recalls {after} of the keys at {length}, and {before} without"
+    return f"{sentence}."
 
 
-def _cell(outcomes: Sequence[Outcome], model: str, at: int, word: str) -> TableCell | None:
-    cells = (cell for outcome in outcomes for cell in outcome.table.cells)
-    return next((c for c in cells if (c.model, c.at) == (model, at) and word in c.metric), None)
+def _folded(setting: Setting, members: Sequence[dict[str, Any]]) -> Any:
+    """Return a copy of the model under a mitigation, of which it folds what folds."""
+    under = copy.deepcopy(setting.model).under(list(members))
+    return under.under(None).under(fold(under))
 
 
-def _loss(outcomes: Sequence[Outcome], model: str, at: int) -> Estimate | None:
-    cells = [c for c in outcomes[0].table.cells if (c.model, c.at) == (model, at)]
-    return next((c.estimate for c in cells if c.metric.endswith("bits per byte")), None)
-
-
-def _keys(outcomes: Sequence[Outcome], model: str, at: int) -> Estimate | None:
-    cell = _cell(outcomes, model, at, "recalled")
-    return None if cell is None else cell.estimate
-
-
-def _written(
-    checkpoint: str, model: Any, members: Sequence[dict[str, Any]], destination: Path
-) -> Path | None:
-    """Write the repaired checkpoint in its own layout if the repair folds, else in ours."""
-    under = model.under([mitigation(member) for member in members])
-    name = CheckpointName.parse(checkpoint).checkpoint
-    is_whole = not fold(copy.deepcopy(under)).parts()
-    if not is_whole and not isinstance(model, RecurrentLM):
-        return None
-    if not destination.exists():
-        write_checkpoint(under, name, destination, layout_of(name) if is_whole else OURS)
-    return destination
+def _say(lines: Sequence[str], quiet: bool) -> None:
+    if not quiet:
+        print("\n".join(lines), flush=True)

@@ -26,9 +26,8 @@ def fold(model: LanguageModel) -> Chain:
     Returns:
         The other parts: under them, the model computes what it computed before.
     """
-    parts = () if model.mitigation is None else model.mitigation.parts()
-    pairs = list(zip(parts, model.mitigated_heads, strict=True))
-    folding = [pair for pair in pairs if folds(model, *pair)]
+    parts, rest = _parts(model), unfoldable(model)
+    folding = [pair for pair in parts if pair[0] not in rest]
     for layer, cell in enumerate(model.cells):
         chosen = [part.bind(layer, masks[layer]) for part, masks in folding if masks[layer].any()]
         weights = cell.fold(merge(chosen).to(cell.device))
@@ -37,19 +36,22 @@ def fold(model: LanguageModel) -> Chain:
             attrgetter(name)(cell).copy_(weight)
     if folding:
         vars(model).update(loaded_from=None)
-    return Chain([part for part, masks in pairs if not folds(model, part, masks)])
+    return Chain(rest)
 
 
-def folds(model: LanguageModel, part: Mitigation, masks: Sequence[Tensor]) -> bool:
-    """Whether weights can express one part of a mitigation.
+def unfoldable(model: LanguageModel) -> list[Mitigation]:
+    """The parts of a model's mitigation that weights cannot express."""
+    return [
+        part
+        for part, masks in _parts(model)
+        if any(
+            mask.any() and cell.fold(part.bind(layer, mask).to(cell.device)) is None
+            for layer, (cell, mask) in enumerate(zip(model.cells, masks, strict=True))
+        )
+    ]
 
-    Args:
-        model: its cells are asked.
-        part: a mitigation.
-        masks: the heads that it changes by layer, `(h,)` bool.
-    """
-    return all(
-        cell.fold(part.bind(layer, mask).to(cell.device)) is not None
-        for layer, (cell, mask) in enumerate(zip(model.cells, masks, strict=True))
-        if mask.any()
-    )
+
+def _parts(model: LanguageModel) -> list[tuple[Mitigation, Sequence[Tensor]]]:
+    """Each part of a model's mitigation, with the heads that it changes by layer, `(h,)` bool."""
+    parts = () if model.mitigation is None else model.mitigation.parts()
+    return list(zip(parts, model.mitigated_heads, strict=True))

@@ -1,0 +1,149 @@
+"""The choice of a repair: attempts, their scores, and the file that records them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from longrnn.diagnostics.attempts import ATTEMPTS, Attempt, Setting
+from longrnn.diagnostics.job import Members
+from longrnn.errors import UserError
+from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.suites import build_evaluation
+from longrnn.files import read_json, write_atomic
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.models.fold import unfoldable
+from longrnn.reporting.tables import TableCell
+
+PLAIN = "plain"
+# Scores that differ by less are alike: then what folds is taken, or what is cheaper.
+SCORE_MARGIN = 0.02
+WINDOWS, KEYS_PER_DEPTH = 4, 2
+DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
+LOSS, KEYS = "bits per byte", "keys recalled"
+
+
+def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[str, Any]:
+    """Return the evaluation of `n` keys at each of `DEPTHS`, in a text."""
+    what = {"lengths": list(lengths), "depths": DEPTHS, "n": n, "filler": str(filler)}
+    return {"kind": "passkey", "seed": seed, **what}
+
+
+def cell_of(outcomes: Sequence[Outcome], model: str, at: int, column: str) -> TableCell | None:
+    """Return the cell of a model at a length, in the column whose title ends with these words."""
+    cells = (cell for outcome in outcomes for cell in outcome.table.cells)
+    mine = (cell for cell in cells if (cell.model, cell.at) == (model, at))
+    return next((cell for cell in mine if cell.metric.endswith(column) and cell.estimate), None)
+
+
+class Choice:
+    """Tries repairs on the texts to choose on.
+
+    Args:
+        setting: what is repaired.
+        texts: the files of its documents.
+        folder: gets `tried.json` and the store `choice`.
+        seconds: the budget.
+
+    Attributes:
+        rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte in
+            the last half), `inside` (likewise, inside the training length) and `keys` (the share
+            that is recalled); or the `reason` why it was not possible.
+
+    Raises:
+        UserError: the folder has the attempts of another repair.
+    """
+
+    def __init__(
+        self, setting: Setting, texts: Sequence[Path], folder: Path, seconds: float
+    ) -> None:
+        self.setting, self.texts, self.folder, self.seconds = setting, texts, folder, seconds
+        self.path = folder / "tried.json"
+        self.question = {
+            "model": setting.model.fingerprint(),
+            "texts": [document.sha256 for document in setting.documents],
+            **{name: getattr(setting, name) for name in ("trained", "length", "keys")},
+        }
+        content = read_json(self.path) if self.path.is_file() else {"question": self.question}
+        if content["question"] != self.question:
+            raise UserError(f"{folder} holds another repair: choose another --output")
+        self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
+
+    def attempt(self, name: str, attempt: Attempt) -> None:
+        """Try one thing, if its base was possible and it fits what is left of the budget."""
+        base = self.rows.get(attempt.after or PLAIN, {}).get("members")
+        left = self.seconds - sum(row["seconds"] for row in self.rows.values())
+        read = WINDOWS * self.setting.length
+        tokens = left * read / max(self.rows[PLAIN]["seconds"], 1e-3)
+        if base is not None and attempt.tokens(self.setting) + read <= tokens:
+            self.add(name, lambda: attempt.make(self.setting, base, tokens))
+
+    def add(self, name: str, make: Callable[[], Members]) -> None:
+        """Make, score and record a mitigation, unless it is recorded already."""
+        if name in self.rows:
+            return
+        begun = time.monotonic()
+        try:
+            members = make()
+            row = {"members": members, **self._measured(name, members)}
+        except UserError as error:
+            if name == PLAIN:
+                raise
+            row = {"reason": str(error)}
+        self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
+        text = json.dumps({"question": self.question, "rows": self.rows}, indent=1)
+        write_atomic(self.path, text + "\n")
+
+    def _measured(self, name: str, members: Members) -> dict[str, float | bool]:
+        setting, length = self.setting, self.setting.length
+        model = setting.under(members)
+        lengths = [setting.trained, max(setting.trained, length // 2), length]
+        texts = [str(path) for path in self.texts]
+        specs = [{"kind": "perplexity", "texts": texts, "lengths": lengths, "windows": WINDOWS}]
+        if setting.keys:
+            specs.append(passkeys([length], KEYS_PER_DEPTH, self.texts[0], seed=1))
+        opened, built = OpenCheckpoint(name, model, setting.tokenizer), map(build_evaluation, specs)
+        outcomes = run([opened], list(built), self.folder / "choice", quiet=setting.quiet)
+        places = {"loss": (length, LOSS), "inside": (lengths[0], LOSS), "keys": (length, KEYS)}
+        found: dict[str, float | bool] = {"folds": not unfoldable(model)}
+        for kind, place in places.items():
+            cell = cell_of(outcomes, name, *place)
+            found[kind] = 0.0 if cell is None or cell.estimate is None else cell.estimate.mean
+        return found
+
+    def score(self, name: str) -> float:
+        """Return what is to be small: bits per byte, plus the share of keys that are lost."""
+        row = self.rows[name]
+        return math.inf if "reason" in row else row["loss"] - row["keys"]
+
+    def best(self, *, folds_only: bool) -> str:
+        """Return the name of the choice; `PLAIN` if nothing is better."""
+        possible = [
+            name
+            for name, row in self.rows.items()
+            if not folds_only or name == PLAIN or row.get("folds")
+        ]
+        least = min(map(self.score, possible))
+        alike = [name for name in possible if self.score(name) <= least + SCORE_MARGIN]
+        return next((name for name in alike if self.rows[name]["folds"]), alike[0])
+
+    def line(self, name: str) -> str:
+        """Return an attempt in words."""
+        row = self.rows.get(name)
+        if row is None:
+            return f"{name}: left out, because of the budget or of what it builds on"
+        if "reason" in row:
+            return f"{name}: not possible, because {row['reason']}"
+        keys = f", {row['keys']:.0%} of the keys" if self.setting.keys else ""
+        return (
+            f"{name}: {row['loss']:.3f} bits per byte in the last half{keys}, {row['inside']:.3f} "
+            f"inside the training length ({row['seconds']:.0f} s)"
+        )
+
+    def lines(self) -> list[str]:
+        """Return all attempts in words."""
+        return [self.line(name) for name in (PLAIN, *ATTEMPTS)]
