@@ -172,7 +172,7 @@ class TimeScaleFit:
     steps: Count = 300
     rows: Count = 4
     keys: Annotated[int, Field(ge=0)] = 0
-    learning_rate: PositiveFloat = 0.03
+    learning_rate: PositiveFloat = 0.05
 
     def run(self, job: Job) -> Members:
         settings = vars(self)

@@ -1,0 +1,174 @@
+"""`longrnn.repair` on small models: what is said, chosen, proven and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longrnn
+from longrnn import load
+from longrnn.bundled import bundled
+from longrnn.diagnostics import attempts, choice, repair
+from longrnn.errors import UserError
+from longrnn.hf.convert import OURS, convert, layout_of
+from tests.contracts.builders import assert_near
+from tests.hf.foreign import causal, with_bytes
+from tests.refusals import naming
+
+CHOOSE, PROVE = (
+    bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
+)
+HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 2048, "train_length": 64}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer steps, windows and prompts."""
+    known = attempts.ATTEMPTS
+    monkeypatch.setitem(
+        known, "fit", known["fit"]._replace(spec="fit(steps=40, learning_rate=0.2)")
+    )
+    search = known["scale_decay"]._replace(spec="scale_decay(windows=1, steps=3)")
+    monkeypatch.setitem(known, "scale_decay", search)
+    monkeypatch.setattr(choice, "WINDOWS", 1)
+    monkeypatch.setattr(repair, "PROOF_WINDOWS", 4)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Leaves some attempts, so that a test takes seconds."""
+    for name in [name for name in attempts.ATTEMPTS if name not in names]:
+        monkeypatch.delitem(attempts.ATTEMPTS, name)
+
+
+@pytest.mark.parametrize("layout", ["ours", "native", "hf"])
+def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss on text that the choice did not see is that of the training length, and the plain
+    checkpoint under the written mitigation computes the same."""
+    only(monkeypatch, "fit", "per_head")
+    source = "collapse-tiny"
+    if layout != OURS:
+        source = str(tmp_path / "source")
+        convert("collapse-tiny", Path(source), to=layout)
+    done = longrnn.repair(source, output=tmp_path / "out", folds_only=True, **HOW)
+    assert done.checkpoint is not None
+    assert done.mitigation is not None
+    assert layout_of(str(done.checkpoint)) == layout
+    what, before, reached = done.sentences
+    assert "24 of 24 heads collapse" in what
+    assert "The first leaves its range at token 1" in what
+    assert "inside the training length of 64" in before
+    for words in (PROVE.name, "(n = 4 windows)", "repaired by", "without the repair"):
+        assert words in reached
+    tokens = torch.tensor([list(PROVE.read_bytes()[:3000])])
+    model, plain = load(done.checkpoint), load(source)
+    assert model.mitigation is None
+    with torch.no_grad():
+        expected = plain.under(str(done.mitigation))(tokens).logits
+        assert_near(model(tokens).logits, expected, 1e-4)
+    losses = [m.token_losses(tokens[:, :-1], tokens[:, 1:])[0] for m in (model, plain)]
+    repaired, broken = (float(loss[0, 1000:].mean()) for loss in losses)
+    assert repaired < 0.7 * broken
+    page = done.report.read_text()
+    for words in (what, "left out", "per_head"):
+        assert words in page
+
+
+def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command tries only what the file of attempts lacks, and gives the same result; a
+    folder of another repair is refused; what does not fold is recorded in our layout."""
+    only(monkeypatch, "forget_more", "token_filter")
+    one = tmp_path / "one.txt"
+    one.write_text(PROVE.read_text()[:40_000])
+    how = HOW | {"texts": one, "output": tmp_path / "out"}
+    done = longrnn.repair("collapse-tiny", **how)
+    assert done.choice == "forget_more"
+    assert done.checkpoint is not None
+    assert str(load(done.checkpoint).mitigation).startswith("forget_more(decay_scale=0.984375")
+    halves = [(tmp_path / f"out/one_{part}.txt").read_text() for part in ("choose", "prove")]
+    assert "".join(halves) == one.read_text()
+    record = json.loads((tmp_path / "out/tried.json").read_text())
+    del record["rows"]["token_filter"]
+    record["rows"]["forget_more"]["seconds"] = 12345.6
+    (tmp_path / "out/tried.json").write_text(json.dumps(record))
+    again = longrnn.repair("collapse-tiny", **how, budget=1000)
+    assert again == done
+    rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
+    assert rows["forget_more"]["seconds"] == 12345.6
+    assert "loss" in rows["token_filter"]
+    with pytest.raises(UserError, match="another repair"):
+        longrnn.repair("collapse-tiny", **how | {"length": 1024})
+
+
+def test_where_nothing_helps_no_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that does not collapse; an attempt that is not possible says why, and one that does
+    not fit the budget is named."""
+    only(monkeypatch, "scale_decay", "fit")
+    how = HOW | {"train_length": 512}
+    done = longrnn.repair("recall-tiny", output=tmp_path / "out", budget=1e-6, **how)
+    assert (done.choice, done.checkpoint, done.mitigation) == (None, None, None)
+    assert "no checkpoint" in done.sentences[-1]
+    assert not (tmp_path / "out/checkpoint").exists()
+    page = done.report.read_text()
+    assert page.count("left out, because of the budget") == 2
+
+
+def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter brings back the keys of a model of passkeys; other keys prove it."""
+    only(monkeypatch, "forget_more", "token_filter")
+    filler = tmp_path / "filler.txt"
+    filler.write_text(longrnn.data.prompts.FILLER * 400)  # type: ignore[attr-defined]
+    monkeypatch.setattr(choice, "DEPTHS", [0.1, 0.5])
+    how = {"texts": [filler, filler], "length": 16384, "keys": True}
+    done = longrnn.repair("passkey-tiny-short", output=tmp_path / "out", **how)
+    assert done.choice == "token_filter"
+    assert "of the keys are recalled" in done.sentences[1]
+    assert "recalls 1.00" in done.sentences[2]
+
+
+def test_a_hybrid_leaves_as_its_own_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock transformers opens the folded Falcon-H1; a mitigation that does not fold is a file."""
+    from transformers import AutoModelForCausalLM
+
+    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "falcon")
+    monkeypatch.setattr(repair, "helps", lambda outcomes, length: True)
+    how: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 200, "train_length": 64}
+    for name, is_whole in (("scale_decay", True), ("state_norm", False)):
+        with monkeypatch.context() as patch:
+            only(patch, name)
+            patch.setattr(choice.Choice, "best", lambda self, name=name, **_: name)
+            done = longrnn.repair(f"{folder}+beyond", output=tmp_path / name, **how)
+        assert (done.checkpoint is not None) == is_whole
+        assert done.mitigation is not None
+        if done.checkpoint is not None:
+            text = torch.arange(97, 177)[None]
+            with torch.no_grad():
+                expected = load(folder).under(str(done.mitigation))(text).logits
+                stock = AutoModelForCausalLM.from_pretrained(done.checkpoint)(text).logits
+            assert_near(stock, expected, 1e-5)
+
+
+def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
+    """Before anything is tried."""
+    (tmp_path / "short.txt").write_text("too short")
+    for change, words in (
+        ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
+        ({"length": 32}, ("32", "64")),
+    ):
+        with pytest.raises(UserError, match=naming(*words)):
+            longrnn.repair("collapse-tiny", output=tmp_path / "out", **HOW | change)
+    with pytest.raises(UserError, match="training length"):
+        folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
+        longrnn.repair(str(folder), output=tmp_path / "out", **HOW | {"train_length": None})
+    assert not (tmp_path / "out/tried.json").exists()
