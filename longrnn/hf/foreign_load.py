@@ -7,10 +7,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def load_transformer(
         if find_spec("gguf") is None:
             raise UserError(f"{folder} needs the package gguf, which is missing: pip install gguf")
         place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
-    with quietly(), wide_weights(str(config.get("model_type"))):
+    with quietly(), wide_weights(str(config.get("model_type"))), _reading_gguf_once(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             **options,
@@ -108,6 +109,24 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
         if reason is not None:
             raise foreign.refusal(reason)
         return foreign
+
+
+@contextmanager
+def _reading_gguf_once(path: Path) -> Iterator[None]:
+    """A context in which transformers parses a GGUF file, and names its tensors, once.
+
+    It would parse the file several times and build the table of names for every module, which takes
+    most of the time of loading.
+    """
+    if path.suffix != GGUF:
+        yield
+        return
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    once = {name: cache(getattr(gguf, name)) for name in names}
+    with patch.multiple(gguf, **once):
+        yield
 
 
 @contextmanager

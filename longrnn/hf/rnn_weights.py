@@ -31,8 +31,8 @@ from longrnn.yaml import read_mapping
 
 logger = logging.getLogger(__name__)
 
-NAMES = "configs/convert"
-LAYER = "{layer}"
+FILES_OF_NAMES = "configs/convert"
+LAYER_NUMBER = "{layer}"
 # The gates in the rows of the weights of torch.nn; g and n are candidates, and z keeps the state.
 GATES = {"rnn": ["h"], "gru": ["r", "z", "n"], "lstm": ["i", "f", "g", "o"]}
 
@@ -120,9 +120,11 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     tensors = _read(source)
     known = LIBRARIES[library](tensors)
     if names is not None:
-        known |= read_mapping(find(names, NAMES), f"see {NAMES}", kind="file of names")
+        known |= read_mapping(
+            find(names, FILES_OF_NAMES), f"see {FILES_OF_NAMES}", kind="file of names"
+        )
     if "input" not in known:
-        raise UserError(f"{source} needs a file of names (--names): see those in {NAMES}")
+        raise UserError(f"{source} needs a file of names (--names): see those in {FILES_OF_NAMES}")
     options = build_config(WeightNames, known, source=names or str(source))
     try:
         model = _model(tensors, options)
@@ -172,11 +174,11 @@ def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "head": [name for name in matrices if name in heads],
         "head_bias": vectors,
     }
-    biases = [f"{prefix}bias_{part}_l{LAYER}" for part in ("ih", "hh")]
+    biases = [f"{prefix}bias_{part}_l{LAYER_NUMBER}" for part in ("ih", "hh")]
     return {
         "mixer": {"kind": kinds[0] if kinds else "unknown"},
-        "input": f"{prefix}weight_ih_l{LAYER}",
-        "recurrent": f"{prefix}weight_hh_l{LAYER}",
+        "input": f"{prefix}weight_ih_l{LAYER_NUMBER}",
+        "recurrent": f"{prefix}weight_hh_l{LAYER_NUMBER}",
         "bias": [name for name in biases if _name(name, 0) in tensors],
         **{option: found[0] for option, found in candidates.items() if len(found) == 1},
     }
@@ -194,7 +196,7 @@ def _model(tensors: Mapping[str, Tensor], names: WeightNames) -> RecurrentLM:
     if names.mixer.get("kind") not in GATES:
         raise ValueError(f"mixer is {names.mixer}: give {{kind: rnn}}, gru or lstm")
     rest, state, layers = dict(tensors), dict[str, Tensor](), 0
-    while not layers or (LAYER in names.input and _name(names.input, layers) in rest):
+    while not layers or (LAYER_NUMBER in names.input and _name(names.input, layers) in rest):
         for name, weight in _layer(rest, names, layers).items():
             state[f"blocks.{layers}.mixer.cell.{name}"] = weight
         layers += 1
@@ -228,7 +230,7 @@ def _model(tensors: Mapping[str, Tensor], names: WeightNames) -> RecurrentLM:
 
 
 def _name(pattern: str, layer: int) -> str:
-    return pattern.replace(LAYER, str(layer))
+    return pattern.replace(LAYER_NUMBER, str(layer))
 
 
 def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
