@@ -14,7 +14,7 @@ from longrnn.text import Tokenizer
 
 # A token of a step with gradients takes as long as so many tokens without.
 GRADIENT_COST = 4
-STEPS, ROWS, SEARCH_STEPS = 300, 4, 10
+FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 # Passes over its windows and prompts in which a choice per head finds something, and at most.
 LEAST_PASSES, MOST_PASSES = 5, 60
 
@@ -98,8 +98,8 @@ def _search_tokens(setting: Setting) -> float:
 
 
 def _fit_tokens(setting: Setting) -> float:
-    segment = max(setting.trained, setting.length / STEPS)
-    return GRADIENT_COST * STEPS * (ROWS + setting.keys) * segment
+    segment = max(setting.trained, setting.length / FIT_STEPS)
+    return GRADIENT_COST * FIT_STEPS * (FIT_ROWS + setting.keys) * segment
 
 
 PER_HEAD = Attempt(
@@ -115,7 +115,7 @@ ATTEMPTS = {
         f"scale_decay(windows=1, steps={SEARCH_STEPS})", may_fold=True, tokens=_search_tokens
     ),
     "fit": Attempt(
-        f"fit(steps={STEPS}, rows={ROWS}, keys={{keys}})", may_fold=True, tokens=_fit_tokens
+        f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", may_fold=True, tokens=_fit_tokens
     ),
     "fit + token_filter": Attempt("token_filter", after="fit"),
     "per_head": PER_HEAD,

@@ -19,12 +19,12 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models.fold import unfoldable
 from longrnn.reporting.tables import TableCell
 
-PLAIN = "plain"
+UNREPAIRED = "plain"
 # Scores that differ by less are alike: then what folds is taken, or what is cheaper.
 SCORE_MARGIN = 0.02
-WINDOWS, KEYS_PER_DEPTH = 4, 2
+CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
-LOSS, KEYS = "bits per byte", "keys recalled"
+BITS_PER_BYTE, KEYS_RECALLED = "bits per byte", "keys recalled"
 
 
 def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class Choice:
 
     def attempt(self, name: str, attempt: Attempt) -> None:
         """Try one thing, if its base was possible and it fits what is left of the budget."""
-        base = self.rows.get(attempt.after or PLAIN, {}).get("members")
+        base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
         left = self.seconds - sum(row["seconds"] for row in self.rows.values())
-        read = WINDOWS * self.setting.length
-        tokens = left * read / max(self.rows[PLAIN]["seconds"], 1e-3)
+        read = CHOICE_WINDOWS * self.setting.length
+        tokens = left * read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
         if base is not None and attempt.tokens(self.setting) + read <= tokens:
             self.add(name, lambda: attempt.make(self.setting, base, tokens))
 
@@ -91,7 +91,7 @@ class Choice:
             members = make()
             row = {"members": members, **self._measured(name, members)}
         except UserError as error:
-            if name == PLAIN:
+            if name == UNREPAIRED:
                 raise
             row = {"reason": str(error)}
         self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
@@ -103,12 +103,18 @@ class Choice:
         model = setting.under(members)
         lengths = [setting.trained, max(setting.trained, length // 2), length]
         texts = [str(path) for path in self.texts]
-        specs = [{"kind": "perplexity", "texts": texts, "lengths": lengths, "windows": WINDOWS}]
+        specs = [
+            {"kind": "perplexity", "texts": texts, "lengths": lengths, "windows": CHOICE_WINDOWS}
+        ]
         if setting.keys:
             specs.append(passkeys([length], KEYS_PER_DEPTH, self.texts[0], seed=1))
         opened, built = OpenCheckpoint(name, model, setting.tokenizer), map(build_evaluation, specs)
         outcomes = run([opened], list(built), self.folder / "choice", quiet=setting.quiet)
-        places = {"loss": (length, LOSS), "inside": (lengths[0], LOSS), "keys": (length, KEYS)}
+        places = {
+            "loss": (length, BITS_PER_BYTE),
+            "inside": (lengths[0], BITS_PER_BYTE),
+            "keys": (length, KEYS_RECALLED),
+        }
         found: dict[str, float | bool] = {"folds": not unfoldable(model)}
         for kind, place in places.items():
             cell = cell_of(outcomes, name, *place)
@@ -121,11 +127,11 @@ class Choice:
         return math.inf if "reason" in row else row["loss"] - row["keys"]
 
     def best(self, *, folds_only: bool) -> str:
-        """Return the name of the choice; `PLAIN` if nothing is better."""
+        """Return the name of the choice; `UNREPAIRED` if nothing is better."""
         possible = [
             name
             for name, row in self.rows.items()
-            if not folds_only or name == PLAIN or row.get("folds")
+            if not folds_only or name == UNREPAIRED or row.get("folds")
         ]
         least = min(map(self.score, possible))
         alike = [name for name in possible if self.score(name) <= least + SCORE_MARGIN]
@@ -146,4 +152,4 @@ class Choice:
 
     def lines(self) -> list[str]:
         """Return all attempts in words."""
-        return [self.line(name) for name in (PLAIN, *ATTEMPTS)]
+        return [self.line(name) for name in (UNREPAIRED, *ATTEMPTS)]

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longrnn.diagnostics.attempts import ATTEMPTS, Setting
-from longrnn.diagnostics.choice import KEYS, LOSS, PLAIN, Choice, cell_of, passkeys
+from longrnn.diagnostics.choice import (
+    KEYS_RECALLED,
+    BITS_PER_BYTE,
+    UNREPAIRED,
+    Choice,
+    cell_of,
+    passkeys,
+)
 from longrnn.diagnostics.states import Diagnosis, diagnose
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.suites import build_evaluation
@@ -107,7 +114,7 @@ def repair(
     setting = Setting(model, tokenizer, documents, trained, length, n_keys, quiet)
     choice = Choice(setting, choose, folder, 60 * budget)
     seen = diagnose(model, documents[:1], length, train_length=trained, quiet=quiet)
-    choice.add(PLAIN, list)
+    choice.add(UNREPAIRED, list)
     sentences = wrong(seen, choice)
     _say(sentences, quiet)
     for name, attempt in ATTEMPTS.items():
@@ -118,8 +125,8 @@ def repair(
     members = choice.rows[best]["members"]
     repaired = _folded(setting, members)
     source = CheckpointName.parse(checkpoint)
-    models = [OpenCheckpoint(PLAIN, model, tokenizer, source, device or "cpu")]
-    if best != PLAIN:
+    models = [OpenCheckpoint(UNREPAIRED, model, tokenizer, source, device or "cpu")]
+    if best != UNREPAIRED:
         models.append(OpenCheckpoint(REPAIRED, repaired, tokenizer, source, device or "cpu"))
     outcomes, (_, report, *_) = run_and_report(
         models,
@@ -128,7 +135,7 @@ def repair(
         quiet=quiet,
         notes=[*sentences, *choice.lines()],
     )
-    if best == PLAIN or not helps(outcomes, length):
+    if best == UNREPAIRED or not helps(outcomes, length):
         return Repair([*sentences, NOTHING_HELPS], None, None, None, report)
     file = folder / "mitigation.yaml"
     hashes = tuple(document.sha256 for document in documents)
@@ -158,7 +165,7 @@ def wrong(seen: Diagnosis, choice: Choice) -> list[str]:
     """Return what is wrong: the heads and where they begin, and loss and keys."""
     onsets = [finding.onset for finding in seen.findings if finding.onset is not None]
     start = f" The first leaves its range at token {min(onsets):,}." if onsets else ""
-    row, setting = choice.rows[PLAIN], choice.setting
+    row, setting = choice.rows[UNREPAIRED], choice.setting
     keys = f", and {row['keys']:.0%} of the keys are recalled" if setting.keys else ""
     return [
         f"{summary(seen)}{start}",
@@ -182,7 +189,9 @@ def proof(setting: Setting, prove: Path) -> list[dict[str, Any]]:
 
 def helps(outcomes: Sequence[Outcome], length: int) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    loss, keys = (cell_of(outcomes, REPAIRED, length, column) for column in (LOSS, KEYS))
+    loss, keys = (
+        cell_of(outcomes, REPAIRED, length, column) for column in (BITS_PER_BYTE, KEYS_RECALLED)
+    )
     if keys is not None and keys.difference is not None and keys.difference.low > 0:
         return True
     change = None if loss is None else loss.difference
@@ -199,18 +208,20 @@ def quote(
         cell = cell_of(outcomes, model, at, column)
         return "–" if cell is None or cell.estimate is None else cell.estimate.show()
 
-    count = cell_of(outcomes, REPAIRED, setting.length, LOSS)
+    count = cell_of(outcomes, REPAIRED, setting.length, BITS_PER_BYTE)
     assert count is not None
     assert count.estimate is not None
     sentence = (
         f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
-        f"{shown(REPAIRED, setting.length, LOSS)} bits per byte in the last half of {length} "
-        f"tokens of {prove.name}, and {shown(PLAIN, setting.length, LOSS)} without the repair (n = "
+        f"{shown(REPAIRED, setting.length, BITS_PER_BYTE)} bits per byte in the last half of {length} "
+        f"tokens of {prove.name}, and {shown(UNREPAIRED, setting.length, BITS_PER_BYTE)} without the repair (n = "
         f"{count.estimate.n} windows); inside the training length it has "
-        f"{shown(REPAIRED, setting.trained, LOSS)} and {shown(PLAIN, setting.trained, LOSS)}"
+        f"{shown(REPAIRED, setting.trained, BITS_PER_BYTE)} and {shown(UNREPAIRED, setting.trained, BITS_PER_BYTE)}"
     )
     if setting.keys:
-        before, after = (shown(model, setting.length, KEYS) for model in (PLAIN, REPAIRED))
+        before, after = (
+            shown(model, setting.length, KEYS_RECALLED) for model in (UNREPAIRED, REPAIRED)
+        )
         sentence += f"; it recalls {after} of the keys at {length}, and {before} without"
     return f"{sentence}."
 

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     search = known["scale_decay"]._replace(spec="scale_decay(windows=1, steps=3)")
     monkeypatch.setitem(known, "scale_decay", search)
-    monkeypatch.setattr(choice, "WINDOWS", 1)
+    monkeypatch.setattr(choice, "CHOICE_WINDOWS", 1)
     monkeypatch.setattr(repair, "PROOF_WINDOWS", 4)
 
 
