@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from longrnn.diagnostics.attempts import ATTEMPTS, Setting
 from longrnn.diagnostics.choice import (
-    KEYS_RECALLED,
     BITS_PER_BYTE,
+    KEYS_RECALLED,
     UNREPAIRED,
     Choice,
     cell_of,
