@@ -211,12 +211,16 @@ def quote(
     count = cell_of(outcomes, REPAIRED, setting.length, BITS_PER_BYTE)
     assert count is not None
     assert count.estimate is not None
+    plain, beyond, plain_inside, inside = (
+        shown(model, at, BITS_PER_BYTE)
+        for at in (setting.length, setting.trained)
+        for model in (UNREPAIRED, REPAIRED)
+    )
     sentence = (
-        f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
-        f"{shown(REPAIRED, setting.length, BITS_PER_BYTE)} bits per byte in the last half of {length} "
-        f"tokens of {prove.name}, and {shown(UNREPAIRED, setting.length, BITS_PER_BYTE)} without the repair (n = "
-        f"{count.estimate.n} windows); inside the training length it has "
-        f"{shown(REPAIRED, setting.trained, BITS_PER_BYTE)} and {shown(UNREPAIRED, setting.trained, BITS_PER_BYTE)}"
+        f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has {beyond} bits per "
+        f"byte in the last half of {length} tokens of {prove.name}, and {plain} without the repair "
+        f"(n = {count.estimate.n} windows); inside the training length it has {inside} and "
+        f"{plain_inside}"
     )
     if setting.keys:
         before, after = (
