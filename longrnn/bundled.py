@@ -25,7 +25,7 @@ def names(folder: str) -> list[str]:
 
 
 def find(name_or_path: str | Path, folder: str) -> Path:
-    """Return the path of a YAML file, given by its path or as the name of a bundled one.
+    """Return the path of a YAML file, given by its path or by the name of a bundled file.
 
     Args:
         name_or_path: `quick` or `mine/quick.yaml`; a file of that name has precedence.
@@ -41,13 +41,13 @@ def find(name_or_path: str | Path, folder: str) -> Path:
     if os.path.exists(path):
         return path
     raise UserError(
-        f"{str(path)!r} is neither a file nor the name of a bundled one: "
+        f"{str(path)!r} is neither a file nor the name of a bundled file: "
         f"{nearest(str(path), known)}"
     )
 
 
 def text_path(name_or_path: str | Path) -> Path:
-    """Return the path of a text, given by its path or as the name of a bundled one.
+    """Return the path of a text, given by its path or by the name of a bundled file.
 
     Args:
         name_or_path: `bundled:moby_dick`, or a path.

@@ -69,7 +69,7 @@ def verify_folder(folder: Path, patterns: Iterable[str] = READ) -> None:
     """Compares files of a folder with their checksums, where there are any.
 
     Raises:
-        UserError: one is damaged or missing.
+        UserError: a file is damaged or missing.
     """
     if (folder / CHECKSUMS).is_file() and (wrong := damage(folder, patterns)) is not None:
         raise UserError(

@@ -20,7 +20,7 @@ RECORDED = "train.yaml"  # where a run records its configuration
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """The values in a YAML file, given by its path or as the name of one in `configs/train`.
+    """The values in a YAML file, given by its path or by its name in `configs/train`.
 
     Raises:
         UserError: no such file, or no YAML.

@@ -1,4 +1,4 @@
-"""The one error that a user can cause, the search for the name they meant, and SIGTERM."""
+"""The error that a user can cause, the search for the name they meant, and SIGTERM."""
 
 from __future__ import annotations
 

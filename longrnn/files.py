@@ -29,7 +29,7 @@ def partial_path(path: Path) -> Path:
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new.
 
-    What is beside it after a kill is replaced by the next writer: there is one at a time.
+    What is beside it after a kill is replaced by the next writer; two never write at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
@@ -88,7 +88,7 @@ def new_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, a file or a link; a missing one is fine."""
+    """Remove a folder with its content, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

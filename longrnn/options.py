@@ -82,7 +82,7 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
         names: of the options, as the user writes them.
         where: what the options belong to.
     """
-    # An unknown option goes first: the missing one may be what was meant.
+    # An unknown option goes first: it may stand for the missing option.
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
     first = max(
         error.errors(include_url=False),

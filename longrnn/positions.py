@@ -45,7 +45,7 @@ class PositionalEncoding(nn.Module, ABC):
 
         Args:
             x: `(b, t, d)`, the token vectors.
-            positions: `(b, t)` int64, absolute, from 0, below `n_positions` if there is one.
+            positions: `(b, t)` int64, absolute, from 0, below `n_positions` if that is a number.
 
         Returns:
             `(b, t, d)` in the dtype of `x`.
@@ -105,7 +105,7 @@ class Sinusoidal(PositionalEncoding):
         super().__init__(d_model, combine=combine)
         if d_model % 2:
             raise UserError(
-                f"sinusoidal positions need an even d_model, not {d_model}: set an even one"
+                f"sinusoidal positions need an even d_model, not {d_model}: set an even number"
             )
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:

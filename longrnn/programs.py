@@ -47,7 +47,7 @@ def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> No
 
     Args:
         program: what to run, such as a typer app.
-        again: the command that continues an interrupted one.
+        again: the command that continues an interrupted program.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -101,7 +101,7 @@ def _is_first(sentence: str) -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    # The launcher terminates the others when one has failed, and this one has yet to print.
+    # The launcher terminates the others when one has failed, and this process has yet to print.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -160,7 +160,7 @@ def module_environment() -> dict[str, str]:
     It does not import from the current folder. The folder of this project is added at the end of
     PYTHONPATH.
     """
-    # A child of a process of a launch is not itself one of the launch.
+    # A child of a process of a launch does not belong to the launch.
     values = {name: v for name, v in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     root = str(Path(__file__).resolve().parents[1])
     given = [path for path in values.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -44,7 +44,7 @@ class Progress(tqdm):
     def __init__(self, title: str, total: int | None, *, unit: str, quiet: bool = False) -> None:
         self.done, self.units, self.rate_unit = 0, 0, unit
         every, columns = FILE, None
-        if sys.stderr.isatty():  # one without a size would show nothing
+        if sys.stderr.isatty():  # a terminal without a size would show nothing
             every, columns = TERMINAL, os.get_terminal_size(sys.stderr.fileno()).columns or 80
         silent = quiet or is_quiet() or not is_main()
         super().__init__(
@@ -65,5 +65,6 @@ class Progress(tqdm):
         self.done += steps
         self.units += units
         rate = self.units / max(self.format_dict["elapsed"], 1e-9)
-        self.set_postfix_str(f"{rate:,.0f} {self.rate_unit}/s {note}".rstrip(), refresh=False)
+        shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        self.set_postfix_str(f"{shown} {self.rate_unit}/s {note}".rstrip(), refresh=False)
         self.update(steps)

@@ -16,7 +16,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: number of ids.
-        eos_id: the id that ends a text; None for a tokenizer without one.
+        eos_id: the id that ends a text; None for a tokenizer without such an id.
     """
 
     vocab_size: int
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """The ids of a conversation, and which of them the assistant wrote.
 
         Args:
-            messages: `{"role": …, "content": …}`, the first one first.
+            messages: `{"role": …, "content": …}`, in their order.
 
         Raises:
             ValueError: the chat template is missing or fails; the message says why.
@@ -48,13 +48,13 @@ class Tokenizer(Protocol):
     def byte_ends(self, text: str) -> Sequence[int] | None:
         """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
 
-        Bytes without a token count to the next token, or to the last one. None if the tokenizer
+        Bytes without a token count to the next token, or to the last token. None if the tokenizer
         does not report them.
         """
         ...
 
     def fingerprint(self) -> str:
-        """A short text: two tokenizers with the same one give every text the same ids."""
+        """A short text: two tokenizers with equal fingerprints give every text the same ids."""
         ...
 
 

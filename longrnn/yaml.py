@@ -79,7 +79,7 @@ def _size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
 
     Args:
         node: of a parsed text.
-        sizes: of the nodes that were visited; None for those that contain this one.
+        sizes: of the nodes that were visited; None for those that contain this node.
 
     Raises:
         ValueError: a value contains itself, or a mapping has a key twice.

@@ -54,7 +54,7 @@ class Cell(nn.Module, ABC):
             `longrnn diagnose gradients` and DataParallel need them.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
-            A cell with some reads its input by the first one alone.
+            A cell with projections reads its input by the first of them alone.
         scans: whether its state is computed by a scan.
         has_steps: whether a step dt and a rate A determine its decays.
         constant_step: whether that step is the same for every token.
@@ -97,7 +97,7 @@ class Cell(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         """That of the weights."""
-        # By name where there is one: a replica of DataParallel has no parameters, only attributes.
+        # By name if possible: a replica of DataParallel has no parameters, only attributes.
         names = self.recurrent_weights or [name for name, _ in self.named_parameters()]
         return attrgetter(names[0])(self).device
 
@@ -251,10 +251,10 @@ class Cell(nn.Module, ABC):
         return [0, weight.numel(), 0]
 
     def init_time_scales(self, scales: Tensor) -> bool:
-        """Initialises the gate that decides how long a new cell remembers, if it has one.
+        """Initialises the gate that decides how long a new cell remembers, if it has such a gate.
 
         Args:
-            scales: `(d,)` for a stepwise cell, `(h,)` for a scanning one: number of tokens after
+            scales: `(d,)` for a stepwise cell, `(h,)` for a scanning cell: number of tokens after
                 which about 1/e of the memory of a unit or head is left, at least 2.
 
         Returns:

@@ -133,7 +133,7 @@ class StepChange(NamedTuple):
         return wide.clamp(min=torch.finfo(A.dtype).min).to(A.dtype)
 
     def then(self, later: StepChange) -> StepChange:
-        """This change and a later one as one."""
+        """This change followed by a later one, as a single change."""
         threshold = later.threshold
         if threshold is not None and self.step is not None:
             threshold = threshold / self.step
@@ -232,7 +232,7 @@ class Edit(NamedTuple):
 
 
 def merge(edits: Sequence[Edit]) -> Edit:
-    """The edits of one layer as one: steps in order, products of factors, the smaller limits.
+    """The edits of a layer as a single edit: steps in order, products of factors, least limits.
 
     Raises:
         UserError: two windows, or a limit and a window on the same head.
@@ -251,13 +251,13 @@ def _merged(first: Edit, second: Edit) -> Edit:
         if bool((limited if edit.heads is None else limited & edit.heads).any()):
             raise UserError(
                 "state_norm and sliding_window both redefine the state of a head and have no "
-                "meaning together: choose one, or give them different heads"
+                "meaning together: leave out either, or give them different heads"
             )
     return edit
 
 
 def _both(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """The combination of two values, or the one that is not None."""
+    """The combination of two values, or the value that is not None."""
     if first is None or second is None:
         return second if first is None else first
     return combine(first, second)
@@ -276,7 +276,7 @@ def _in_order(
 def _refuse_two_windows(first: int, second: int) -> int:
     raise UserError(
         f"two windows in one layer, of {first} and {second} tokens, have no meaning together: give "
-        "one of them"
+        "a single window"
     )
 
 

@@ -39,7 +39,7 @@ INITS: Registry[Init] = Registry("init")
 
 @INITS.register("default")
 class Default(Init):
-    """Keeps the default weights: the uniform draw of torch.nn, or the published one of Mamba-2."""
+    """Keeps the default weights: the uniform draw of torch.nn, or the published draw of Mamba-2."""
 
     def apply(self, cell: Cell) -> None:
         return

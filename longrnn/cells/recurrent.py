@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Update
 from longrnn.cells.init import initialise
-from longrnn.cells.torch_cell import TorchCell
+from longrnn.cells.torch_cell import HiddenState, TorchCell
 from longrnn.errors import UserError, nearest
 
 
@@ -75,12 +75,6 @@ class LSTM(TorchCell):
         return update, lambda c: LSTMState(torch.sigmoid(o) * torch.tanh(c), c)
 
 
-class GRUState(NamedTuple):
-    """`h`: `(b, d)`, the hidden vector, which is also the output."""
-
-    h: Tensor
-
-
 @MIXERS.register("gru")
 class GRU(TorchCell):
     """Gated recurrent unit (arXiv 1406.1078), in the variant of `torch.nn.GRU`.
@@ -113,24 +107,14 @@ class GRU(TorchCell):
     def bias_sizes(self, weight: Tensor) -> list[int]:
         return [self.d_model] * 3
 
-    def state_like(self) -> GRUState:
-        return GRUState(self.vector_like())
-
-    def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
-        y, h = self.cell(x, state.h[None].contiguous())
-        return y, GRUState(h[0].to(state.h.dtype))
-
-    def state_of(self, h: Tensor, memory: Tensor) -> GRUState:
-        return GRUState(h)
-
     def step(
-        self, projected: Tensor, state: GRUState
-    ) -> tuple[Update, Callable[[Tensor], GRUState]]:
+        self, projected: Tensor, state: HiddenState
+    ) -> tuple[Update, Callable[[Tensor], HiddenState]]:
         x_r, x_z, x_n = projected.chunk(3, dim=-1)
         h_r, h_z, h_n = self.recurrent(state.h).chunk(3, dim=-1)
         z = torch.sigmoid(x_z + h_z)
         candidate = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
-        return Update(add=(1 - z) * candidate, keep=z), GRUState
+        return Update(add=(1 - z) * candidate, keep=z), HiddenState
 
 
 def identity(x: Tensor) -> Tensor:
@@ -143,12 +127,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "identity": identity,
 }
-
-
-class RNNState(NamedTuple):
-    """`h`: `(b, d)`, the hidden vector, which is also the output."""
-
-    h: Tensor
 
 
 @MIXERS.register("rnn")
@@ -179,18 +157,8 @@ class RNN(TorchCell):
         self.cpu_cell = nonlinearity
         initialise(self, init)
 
-    def state_like(self) -> RNNState:
-        return RNNState(self.vector_like())
-
-    def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
-        y, h = self.cell(x, state.h[None].contiguous())
-        return y, RNNState(h[0].to(state.h.dtype))
-
-    def state_of(self, h: Tensor, memory: Tensor) -> RNNState:
-        return RNNState(h)
-
     def step(
-        self, projected: Tensor, state: RNNState
-    ) -> tuple[Update, Callable[[Tensor], RNNState]]:
+        self, projected: Tensor, state: HiddenState
+    ) -> tuple[Update, Callable[[Tensor], HiddenState]]:
         h = self.activation(projected + self.recurrent(state.h))
-        return Update(add=h, keep=None), RNNState
+        return Update(add=h, keep=None), HiddenState

@@ -61,7 +61,7 @@ def self_test(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> SelfTestResult:
-    """Compares a layer with the same layer in float64: many tokens, then a single one.
+    """Compares a layer with the same layer in float64: many tokens, then a single token.
 
     Args:
         name: of a cell in `TESTED_CELLS`.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,16 @@ from longrnn.state import PyTree
 KERNEL_STAGES = {"keep", "add", "limit"}
 
 
+class HiddenState(NamedTuple):
+    """`h`: `(b, d)`, the hidden vector, which is also the output."""
+
+    h: Tensor
+
+
 class TorchCell(StepwiseCell):
-    """A stepwise cell with the weights of a `torch.nn` module, one layer, batch first.
+    """A stepwise cell with the weights of a `torch.nn` module, of a single layer, batch first.
+
+    Its state is a `HiddenState`, unless a subclass says otherwise.
 
     Attributes:
         cell: the module, whose fused kernel runs when there is no edit.
@@ -38,7 +45,6 @@ class TorchCell(StepwiseCell):
     cpu_first = True
     recurrent_weights = ("cell.weight_hh_l0",)
 
-    @abstractmethod
     def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
         """Computes the whole sequence with the kernel of `torch.nn`.
 
@@ -48,10 +54,15 @@ class TorchCell(StepwiseCell):
             x: `(b, t, d_input)`.
             state: of the rows.
         """
+        y, h = self.cell(x, state.h[None].contiguous())
+        return y, HiddenState(h[0].to(state.h.dtype))
 
-    @abstractmethod
     def state_of(self, h: Tensor, memory: Tensor) -> PyTree:
         """The state with this output and this memory, `(b, d)` each."""
+        return HiddenState(h)
+
+    def state_like(self) -> PyTree:
+        return HiddenState(self.vector_like())
 
     def project(self, x: Tensor) -> Tensor:
         """`W_ih x + b_ih`, `(b, t, gates · d)`."""

@@ -22,13 +22,14 @@ from longrnn.cli import (
     report,
     train,
 )
-from longrnn.cli.command import enter, invoke
+from longrnn.cli.command import Group, enter, invoke
 from longrnn.evaluation.options import EVALUATIONS
 from longrnn.processes import LAUNCH
 from longrnn.programs import run_to_end
 from longrnn.progress import QUIET
 
 app = typer.Typer(
+    cls=Group,
     help="Recurrent and state-space language models on contexts far beyond their training length.",
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     add_completion=False,
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 
 def _group(name: str, about: str, example: str) -> typer.Typer:
-    group = typer.Typer(help=about, epilog=f"Example: longrnn {example}")
+    group = typer.Typer(cls=Group, help=about, epilog=f"Example: longrnn {example}")
     app.add_typer(group, name=name)
     return group
 
@@ -48,7 +49,7 @@ enter(app, "launch", train.launch, context_settings=train.LAUNCH_SETTINGS)
 ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or prompts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
-    enter(_eval, kind, evaluate.command_of(kind), hidden=kind == "reverse")
+    enter(_eval, kind, evaluate.command_of(kind))
 enter(_eval, "harness", harness.harness, context_settings=harness.HARNESS_SETTINGS)
 enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
@@ -92,7 +93,7 @@ def run() -> NoReturn:
 
 
 def _again() -> str:
-    """Return the command that continues this one after an interruption."""
+    """Return the command that continues after an interruption."""
     words = sys.argv[1:]
     quiet = words[:1] == ["--quiet"]
     for folder, continuation in train.CURRENT.items():

@@ -23,7 +23,7 @@ class CalibrateOptions(Options):
     checkpoint: Annotated[str, Argument("CHECKPOINT")]
     """Name of an embedded checkpoint, or a folder."""
     texts: list[TextFile]
-    """A text to calibrate on, not one to evaluate on; may be given several times."""
+    """A text to calibrate on, which is not evaluated on; may be given several times."""
     method: str
     """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay or
     per_head; with settings as in 'state_norm(margin=0.7)' or 'per_head(keys=3)'."""
@@ -62,8 +62,8 @@ def calibrate(options: CalibrateOptions) -> None:
     path = options.output or folder / f"{method}{target}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
-            ".yaml"
+            f"--mitigation reads .yaml files, and {path} has another ending: give an --output that "
+            "ends in .yaml"
         )
     check_place(path)
     if path.is_dir():

@@ -11,7 +11,7 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typer.core import TyperArgument, TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from longrnn.errors import UserError
 from longrnn.options import Options, explain
@@ -54,7 +54,7 @@ def enter(app: typer.Typer, name: str, function: Callable[..., None], **how: Any
     ]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, cls=_Command, **how)(run)
+    app.command(name, cls=Command, **how)(run)
 
 
 def invoke(app: typer.Typer, words: list[str]) -> None:
@@ -75,14 +75,24 @@ def invoke(app: typer.Typer, words: list[str]) -> None:
         raise UserError(f"{error.format_message().rstrip('.')}: see `{path} --help`") from error
 
 
-class _Command(TyperCommand):
-    """A command whose help shows the names of its arguments alone, without `list[str]`."""
+class Command(TyperCommand):
+    """A command whose help shows arguments and flags without the types that typer writes."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for parameter in self.params:
-            if isinstance(parameter, TyperArgument):
-                parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+    def get_params(self, ctx: Any) -> list[Any]:
+        return list(map(_without_type, super().get_params(ctx)))
+
+
+class Group(TyperGroup):
+    """A group of commands; see `Command`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return list(map(_without_type, super().get_params(ctx)))
+
+
+def _without_type(parameter: Any) -> Any:
+    if isinstance(parameter, TyperArgument) or parameter.is_flag:
+        parameter.display_type_rich = lambda ctx: None
+    return parameter
 
 
 def _built(kind: type[Options], values: dict[str, Any]) -> Options:

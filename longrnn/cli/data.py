@@ -21,14 +21,14 @@ class Corpora(Reading):
     out: Path
     """Folder to write."""
     tokenizer: str = "bytes"
-    """Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one."""
+    """Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with that file."""
 
 
 def build(corpora: Corpora) -> None:
     """Tokenise files or datasets into a corpus, which training maps into memory.
 
-    The same command starts an interrupted build again, and leaves a finished one as it is. `longrnn
-    info FOLDER` describes a corpus.
+    The same command starts an interrupted build again, and leaves a finished corpus as it is.
+    `longrnn info FOLDER` describes a corpus.
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """

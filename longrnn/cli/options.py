@@ -32,7 +32,7 @@ class Models(Where):
 
     checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
     """Names of embedded checkpoints, folders, or organisation/model on the Hub, also with
-    +MITIGATION or +DTYPE; the others are compared with the first one."""
+    +MITIGATION or +DTYPE; the others are compared with the first."""
 
 
 class Model(Where):

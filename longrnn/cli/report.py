@@ -81,7 +81,9 @@ def differences(runs: Sequence[Run], baseline: str) -> list[str]:
         if partner is not None and str(run.settings.get(key)) != value:
             groups.setdefault(settings(run, "seed"), []).append((run, partner))
     if not groups:
-        raise UserError(f"no two runs differ in {key!r} alone, one of them with {value}: give both")
+        raise UserError(
+            f"no two runs differ in {key!r} alone, where it is {value} in the other: give both"
+        )
     common = frozenset.intersection(*(settings(run) for run in runs))
     names = dict.fromkeys(name for run in runs for row in run.rows[-2:] for name in row)
     metrics = [name for name in names if name not in COSTS]

@@ -42,7 +42,7 @@ class Training(Resumable):
     """What is trained."""
 
     words: Annotated[list[str], Argument("[CONFIG] [KEY=VALUE]")] = Field([])
-    """A training configuration: a YAML file, or the name of a bundled one such as reverse_small.
+    """A training configuration: a YAML file, or the name of a bundled file such as reverse_small.
     Then values that override it, such as length.max=512."""
     grid: bool = False
     """Train with every combination of values, such as of learning_rate=1e-3,3e-4 seed=0,1: one run
@@ -186,7 +186,7 @@ def launch(launch: Launch) -> None:
     """Train or evaluate in several processes, on one machine or several.
 
     The options are those of `accelerate launch`: --config_file takes a YAML file of accelerate or
-    the name of a bundled one such as cpu2 or gpu8 (by default what `accelerate config` wrote, or
+    the name of a bundled file such as cpu2 or gpu8 (by default what `accelerate config` wrote, or
     one process per GPU); --num_processes counts processes on all machines together, --cpu uses no
     GPU; --num_machines, --machine_rank, --main_process_ip and --main_process_port join machines.
 

@@ -93,7 +93,7 @@ class Evaluation(ABC, Generic[OptionsT]):
         """Return what to measure of each model, and refuse options that cannot be measured.
 
         Args:
-            models: all models; the others are compared with the first one.
+            models: all models; the others are compared with the first.
 
         Raises:
             UserError: the evaluation is not possible with these models.

@@ -180,16 +180,6 @@ class SequenceOptions(EvaluationOptions):
     batch_size: Count = 64
 
 
-@EVALUATIONS.register("reverse")
-class ReverseOptions(SequenceOptions):
-    """Evaluate reversing, as `longrnn eval task --task reverse`.
-
-    Example: longrnn eval reverse runs/reverse
-    """
-
-    task: str | dict[str, Any] | None = "reverse"
-
-
 @EVALUATIONS.register("memory")
 class MemoryOptions(EvaluationOptions):
     """Measure how much predictions depend on the start of the context (effective remembrance).

@@ -45,7 +45,7 @@ def evaluate(
     """Evaluate models, and write tables, pictures and a report.
 
     Args:
-        models: names as `load` takes them; the others are compared with the first one.
+        models: names as `load` takes them; the others are compared with the first.
         evaluations: such as `{"kind": "passkey", "lengths": "1k,4k"}`, or names of suites.
         output: a folder, which is resumed; models, lengths, texts and prompts may be added.
         device: of the models; None for the CPU.

@@ -90,7 +90,9 @@ def read_documents(
     refuse_unfit(tokenizer, model)
     documents = []
     for path in paths:
-        text, digest = read_text(path)
+        text, digest = read_text(
+            path, "give a file of UTF-8 text, or one such as bundled:moby_dick"
+        )
         warn_if_calibrated_on(path.name, digest, model)
         ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
         documents.append(

@@ -185,7 +185,7 @@ class LongRNNForCausalLM(RecurrentGeneration, PreTrainedModel, GenerationMixin):
             return plain
         known = self._mitigated
         # A replica of DataParallel has the attributes of the model that it was copied from.
-        if known is None or known[0] != spec or known[1]._modules is not plain._modules:
+        if known is None or known[0] != spec or known[1].embedding is not plain.embedding:
             known = self._mitigated = spec, plain.under(mitigation(spec))
         return known[1]
 

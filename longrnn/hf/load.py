@@ -29,7 +29,7 @@ from longrnn.hf.names import (
     resolve,
 )
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.spec import parse, split
+from longrnn.mitigations.spec import parse
 from longrnn.models.base import NO_CELLS
 from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
@@ -85,7 +85,7 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
-    checkpoint, named, spec = CheckpointName.parse(name_or_path)
+    checkpoint, named, parts = CheckpointName.parse(name_or_path)
     given = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and given is None:
         raise UserError(f"weights cannot be {dtype}: give one of {', '.join(DTYPE_NAMES)}")
@@ -99,7 +99,7 @@ def load(
             stored: Any = _read(folder, backend, given or named)
             if isinstance(stored, RecurrentLM):
                 stored.loaded_from = str(folder)
-                if spec is None and stored.trained_under is not None:
+                if parts is None and stored.trained_under is not None:
                     stored = stored.under(mitigation(str(stored.trained_under)))
         except UserError as error:
             if str(folder) in str(error):
@@ -125,7 +125,7 @@ def load(
         from longrnn.hf.foreign_load import open_hugging_face
 
         model = open_hugging_face(stored)
-    return model if spec is None else mitigated(model, split(spec))
+    return model if parts is None else mitigated(model, parts)
 
 
 def _short(error: Exception) -> str:

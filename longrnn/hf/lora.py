@@ -190,6 +190,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
         ValueError: a weight is missing or unexpected, of which PEFT itself would only warn.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     config: Any = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
@@ -206,7 +207,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
         if ADAPTER_INFIX in name:
             raise ValueError(f"it has no {name}")
     for layer in adapted.modules():
-        if "base_layer" in layer._modules:
+        if isinstance(layer, BaseTunerLayer):
             # A merge changes a weight in place, and a tied one is that of another module too.
             layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
     adapted.merge_and_unload()

@@ -18,6 +18,7 @@ from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.config import RECORDED, read_recorded
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
+from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
 from longrnn.options import Tokens, validated
 
@@ -67,12 +68,12 @@ class CheckpointName(NamedTuple):
     Attributes:
         checkpoint: the name of an embedded checkpoint, a folder, or `organisation/model`.
         dtype: of the weights; None for that of the checkpoint.
-        mitigation: None for that which the checkpoint records.
+        mitigation: its parts; None for that which the checkpoint records.
     """
 
     checkpoint: str
     dtype: torch.dtype | None = None
-    mitigation: str | None = None
+    mitigation: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, name: str | Path | CheckpointName) -> CheckpointName:
@@ -81,14 +82,15 @@ class CheckpointName(NamedTuple):
             return name
         checkpoint, spec = split_spec(str(name))
         first, plus, rest = (spec or "").partition("+")
-        if first in DTYPE_NAMES:
-            return cls(checkpoint, DTYPE_NAMES[first], rest if plus else None)
-        return cls(checkpoint, None, spec)
+        if first not in DTYPE_NAMES:
+            return cls(checkpoint).under(spec)
+        return cls(checkpoint, DTYPE_NAMES[first]).under(rest if plus else None)
 
     def under(self, mitigation: str | None) -> CheckpointName:
         """Return the name of the same model under a further mitigation."""
-        parts = [part for part in (self.mitigation, mitigation) if part is not None]
-        return self._replace(mitigation="+".join(parts) if parts else None)
+        if mitigation is None:
+            return self
+        return self._replace(mitigation=(*(self.mitigation or ()), *split(mitigation)))
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:

@@ -40,7 +40,7 @@ class OpenCheckpoint(NamedTuple):
     def mitigation(self) -> str | None:
         """The mitigation in `source`, else that of the model; None for none."""
         if self.source is not None and self.source.mitigation is not None:
-            return self.source.mitigation
+            return "+".join(self.source.mitigation)
         return None if self.model.mitigation is None else str(self.model.mitigation)
 
 

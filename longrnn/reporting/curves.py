@@ -19,7 +19,7 @@ from longrnn.reporting.figures import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A curve of fewer points has a marker at each: one point alone is an invisible line.
+# A curve of fewer points has a marker at each: a single point is an invisible line.
 SPARSE = 20
 
 
@@ -46,12 +46,12 @@ class Panel(NamedTuple):
 
 @default_settings()
 def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) -> Figure:
-    """Draw panels, whose horizontal axis is one of whole numbers.
+    """Draw panels, whose horizontal axis has whole numbers.
 
     Args:
         panels: from top to bottom.
         across: title of the horizontal axis.
-        trained: the training length, drawn as a dotted line; the axis then is one of token counts.
+        trained: the training length, drawn as a dotted line; the axis then has token counts.
     """
     labels = list(dict.fromkeys(label for panel in panels for label in panel.drawn))
     figure = new_figure(8.0, 1.2 + 2.1 * len(panels) + 0.1 * len(labels))

@@ -68,7 +68,7 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
     labels = [fill(line.label, int(PER_INCH * 7)) for line in drawn]
     figure = new_figure(7.5, 4.2 + 0.17 * len("\n".join(labels).splitlines()))
     panel = figure.subplots()
-    # The first lines are wide, so that one under another is still seen.
+    # The first lines are wide, so that a line under another is still seen.
     widths = np.linspace(3, 1, len(drawn))
     handles: list[Any] = []
     for index, line in enumerate(drawn):
@@ -97,7 +97,7 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
 def heat_maps(
     models: Mapping[str, Mapping[tuple[int, str], float]], across: str, meaning: str
 ) -> Figure:
-    """Draw one panel per model with its cells by length and name; missing ones are grey.
+    """Draw one panel per model with its cells by length and name; missing cells are grey.
 
     Args:
         models: values from 0 to 1 by tokens (across) and name (down).

@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
-
-from longrnn.files import write_atomic
 from longrnn.reporting.curves import Panel, curves
 from longrnn.reporting.figures import png
-from longrnn.reporting.pages import Picture, write_page
+from longrnn.reporting.pages import Picture, write_page, write_records
 
 if TYPE_CHECKING:
     from longrnn.diagnostics.gradients import Record
@@ -26,7 +23,7 @@ GRADIENT_COLUMNS = {
 }
 NORMS = (
     "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
-    "sequences. A straight line is a constant factor per token; a falling one vanishes."
+    "sequences. A straight line is a constant factor per token; a falling line vanishes."
 )
 WEIGHTS = (
     "Entries of the gradient of the recurrent weights, of the loss at the last token, by their "
@@ -46,8 +43,7 @@ def write_report(about: Mapping[str, Any], rows: Sequence[Record], folder: Path)
         The files, the report first.
     """
     record = folder / "gradients.jsonl"
-    lines = [to_json(line, inf_nan_mode="null").decode() for line in (about, *rows)]
-    write_atomic(record, "".join(f"{line}\n" for line in lines))
+    write_records(record, [about, *rows])
     layers = {f"{row['model']}, layer {row['layer']}": row for row in rows}
     norms = {name: (range(1, len(row["norm"]) + 1), row["norm"]) for name, row in layers.items()}
     weights = {name: (row["bins"], row["histogram"]) for name, row in layers.items()}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic_core import to_json
 
 from longrnn.files import write_atomic
 
@@ -27,6 +29,12 @@ class Picture(NamedTuple):
     def uri(self) -> str:
         """Return the picture as a data URI."""
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
+
+
+def write_records(path: Path, records: Iterable[Any]) -> None:
+    """Write records as lines of JSON, with null for numbers that are not finite."""
+    lines = [to_json(record, inf_nan_mode="null") + b"\n" for record in records]
+    write_atomic(path, b"".join(lines))
 
 
 def breakable(name: str) -> Markup:

@@ -7,12 +7,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic_core import to_json
-
 from longrnn.files import write_atomic
 from longrnn.reporting.curves import Curves, Panel, curves
 from longrnn.reporting.figures import png
-from longrnn.reporting.pages import Picture, write_page
+from longrnn.reporting.pages import Picture, write_page, write_records
 from longrnn.units import format_length
 from longrnn.yaml import yaml_text
 
@@ -50,8 +48,7 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     columns = {name: values.tolist() for name, values in diagnosis.seen._asdict().items()}
     del columns["channels"]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    lines = [to_json(row, inf_nan_mode="null").decode() for row in rows]
-    write_atomic(states, "".join(f"{line}\n" for line in lines))
+    write_records(states, rows)
     heads = {"collapsing": sorted(diagnosis.collapsing()), "global": diagnosis.global_heads()}
     content = diagnosis.about | {k: [list(pair) for pair in pairs] for k, pairs in heads.items()}
     write_atomic(record, yaml_text(content, default_flow_style=None, width=100, allow_unicode=True))

@@ -81,7 +81,7 @@ class ResultTable(NamedTuple):
     Attributes:
         title: of the evaluation.
         across: what the rows are, such as length.
-        models: their names; the others are compared with the first one.
+        models: their names; the others are compared with the first.
         cells: model by model.
         notes: sentences under the table.
     """

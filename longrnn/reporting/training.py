@@ -19,7 +19,8 @@ COUNTS = ("step", "tokens")
 # What the caption says of each metric, if it is drawn.
 EXPLAINED = {
     "loss": "The loss is the mean since the previous row.",
-    "eval_loss": "The eval loss is that of the validation rows, to a position from the one before.",
+    "eval_loss": "The eval loss is that of the validation rows; to a position, it is that since "
+    "the previous position.",
     "grad_norm": "The norm of the gradient is that before clipping.",
     "tokens_per_second": "The speed is that since the previous row.",
 }

@@ -38,7 +38,7 @@ def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) 
     assert cli("eval", "passkey", models / "text", *asked, *out).code == 0
     assert (shelf / "out/rows.jsonl").read_bytes() == before
     assert cli("eval", "passkey", models / "text", *asked, "--seed", "1", *out).code == 0
-    assert cli("eval", "reverse", models / "backwards", "--n", "2", *out).code == 0
+    assert cli("eval", "task", models / "backwards", "--n", "2", *out).code == 0
     assert (shelf / "out/rows.jsonl").read_bytes().startswith(before)
     assert len(rows(shelf / "out")) == 8 + 8 + 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import typer
 
@@ -17,6 +19,7 @@ def test_help_has_an_example_and_describes_every_parameter(name: tuple[str, ...]
     result = cli(*name, "--help")
     assert result.code == 0
     assert "Usage: longrnn" in result.out
+    assert re.search(r"<\w+>|list\[", result.out) is None  # types of Python
     assert f"Example: {' '.join(('longrnn', *name))} " in " ".join(result.out.split())
     parameters = COMMANDS[name].params
     assert [one.name for one in parameters if not getattr(one, "help", None)] == []

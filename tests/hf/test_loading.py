@@ -23,6 +23,8 @@ from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
 from longrnn.mitigations import mitigation
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -194,6 +196,13 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     assert split_spec(f"{both}+{SPEC}") == (str(both), SPEC)
     assert load(f"{both}+{SPEC}").mitigation is not None
     assert load(f"{tmp_path / 'a'}+{SPEC}").mitigation is not None
+    calibrated = tmp_path / "b+c.yaml"
+    known = Calibration("", load("passkey-tiny").fingerprint(), 256, ())
+    write_calibration(calibrated, [{"kind": "forget_more", "decay_scale": 0.5}], known)
+    opened = open_checkpoint(f"passkey-tiny+{calibrated}", SPEC)
+    assert opened.model.mitigation is not None
+    assert len(opened.model.mitigation.parts()) == 2
+    assert opened.mitigation == f"{calibrated}+{SPEC}"
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_NAMES))

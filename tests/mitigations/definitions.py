@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from longrnn.cells import Cell
 from longrnn.cells.mamba3 import Mamba3State
-from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
+from longrnn.cells.recurrent import LSTMState
+from longrnn.cells.torch_cell import HiddenState
 from longrnn.models import RecurrentLM
 from longrnn.ops.conv.definition import ConvState
 from longrnn.state import LMState, PyTree
@@ -221,21 +222,21 @@ def lstm(mixer: Any, chain: Definition, x: Tensor, state: LSTMState) -> tuple[Te
     return h, LSTMState(h, c)
 
 
-def gru(mixer: Any, chain: Definition, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
+def gru(mixer: Any, chain: Definition, x: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:
     cell, h = mixer.cell, state.h
     x_r, x_z, x_n = (x @ cell.weight_ih_l0.T + cell.bias_ih_l0).chunk(3, dim=-1)
     h_r, h_z, h_n = (h @ cell.weight_hh_l0.T + cell.bias_hh_l0).chunk(3, dim=-1)
     z = (x_z + h_z).sigmoid()
     n = (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
     h = chain.vector(z, (1 - z) * n, h)
-    return h, GRUState(h)
+    return h, HiddenState(h)
 
 
-def rnn(mixer: Any, chain: Definition, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
+def rnn(mixer: Any, chain: Definition, x: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:
     cell, h = mixer.cell, state.h
     sums = x @ cell.weight_ih_l0.T + cell.bias_ih_l0 + h @ cell.weight_hh_l0.T + cell.bias_hh_l0
     h = chain.vector(None, sums.tanh() if cell.nonlinearity == "tanh" else sums.relu(), h)
-    return h, RNNState(h)
+    return h, HiddenState(h)
 
 
 def mamba(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:

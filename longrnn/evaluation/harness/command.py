@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -42,10 +44,18 @@ def run(arguments: Sequence[str]) -> None:
         is_of_the_machine = isinstance(error, OSError) and error.errno is not None
         if is_of_the_machine or isinstance(error, UserError | RuntimeError | MemoryError):
             raise
+        place = Path(extract_tb(error.__traceback__)[-1].filename)
+        what = f"{type(error).__name__} in {place.parent.name}/{place.name}: {one_line(error)}"
+        remedy = "correct the task or the options, or install the package or data set it needs"
+        if (
+            place.parent.name == "ruler"
+        ):  # of lm-eval, whose shortest prompt depends on the tokenizer
+            remedy = (
+                "give greater max_seq_lengths in --metadata, as no word fits into these prompts"
+            )
         raise UserError(
-            f"lm-eval stopped ({type(error).__name__}: {one_line(error)}): correct the task or the "
-            "options, install the package or get the data set that is missing, or set "
-            "LONGRNN_DEBUG=1 to see where"
+            f"lm-eval stopped ({what}): {remedy}; --use_cache FILE keeps the answers to all tasks, "
+            "and LONGRNN_DEBUG=1 shows where it stopped"
         ) from error
 
 

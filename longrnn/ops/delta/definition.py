@@ -16,7 +16,6 @@ the state at the chunk's start. The state after the chunk has no such error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,15 +24,13 @@ from torch import Tensor
 from longrnn.ops.scan import definition as scans
 from longrnn.ops.scan import limit as limits
 from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
-from longrnn.ops.scan.definition import ScanInputs, in_chunks, in_segments
+from longrnn.ops.scan.definition import Scan, ScanInputs, in_chunks, in_segments
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
 DELTA_CHUNK = 32
 # Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
 # would cost the decays after it their digits, which this recurrence amplifies.
 LEAST_DELTA_LOG_DECAY = -800.0
-
-Delta = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
 
 def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 
 
 def limited(
-    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta = delta
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan = delta
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule with a limit on the norm of each head's state; see `scan.limit.limited`.
 
@@ -121,7 +118,7 @@ def limited(
 
 
 @torch.no_grad()
-def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta) -> bool:
+def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan) -> bool:
     """Whether no state exceeds its limit; false for NaN."""
     # Each token but the first reads the state before it: h_{t−1} k_t is the output for q = k_t, and
     # h_{t−1} diag(a_t) k_t that for q = diag(a_t) k_t.

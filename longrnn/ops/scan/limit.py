@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, ScanInputs, scan
+from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, ScanInputs, scan
 
 # Stands for no limit: no state reaches it, and its square is finite.
 UNLIMITED = 1e150
@@ -31,8 +31,6 @@ UNLIMITED = 1e150
 SLACK = 1e-4
 # A chunk ends where the product of its scales gets this small, because its inverse is needed.
 MIN_PRODUCT = 1e-100
-
-Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
 
 def limited(
