@@ -107,7 +107,7 @@ class Cell(nn.Module, ABC):
 
     @abstractmethod
     def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
-        """`forward` for rows of one document without padding."""
+        """`forward` for rows of a single document without padding."""
 
     @abstractmethod
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:

@@ -68,7 +68,7 @@ def write_suite(
         evaluations.append({"kind": "answers", "data": data, "part": task.corpus.part})
     elif isinstance(task, Text):
         text = held_out_text(task.corpus, tokenizer, lengths[-1])
-        tokens = len(tokenizer.encode(text)) - 1  # the last one is only predicted
+        tokens = len(tokenizer.encode(text)) - 1  # the last is only predicted
         fitting = [n for n in lengths if tokens >= FITTING_WINDOWS * n]
         if not fitting and tokens >= length:
             fitting = [length]

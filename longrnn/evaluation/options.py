@@ -126,7 +126,7 @@ class Texts(Options):
     texts: list[TextFile] = Field(default=[])
     """A text file, or a bundled text such as bundled:moby_dick; may be given several times."""
     newlines: bool = False
-    """Also measure a text of newlines, the simplest one."""
+    """Also measure a text of newlines, the simplest text."""
 
 
 @EVALUATIONS.register("perplexity")
@@ -142,7 +142,7 @@ class PerplexityOptions(Texts, EvaluationOptions):
     target = "perplexity.Perplexity"
 
     lengths: Lengths = Field([1024, 4096, 16384, 65536])
-    """Lengths in tokens of the first model. Windows have the last one."""
+    """Lengths in tokens of the first model. Windows have the last length."""
     windows: Count | None = None
     """At most this many windows of each text, spread evenly (default: all)."""
     context: Tokens | None = None

@@ -129,7 +129,7 @@ def run(
     for given in names, [evaluation.title for evaluation in evaluations]:
         if double := [name for name in given if given.count(name) > 1]:
             raise UserError(
-                f"{double[0]!r} is given twice: leave one out, or give each its own name"
+                f"{double[0]!r} is given twice: give it once, or under two names"
             )
     plans = [evaluation.plan(models) for evaluation in evaluations]
     every = [plan for of_evaluation in plans for plan in of_evaluation]

@@ -31,7 +31,7 @@ def build_evaluation(spec: Mapping[str, Any], *, seed: int | None = None) -> Eva
 
     Args:
         spec: the kind and its options.
-        seed: of an evaluation that has a seed and is not given one.
+        seed: of an evaluation that has this option and does not set it.
 
     Raises:
         UserError: an unknown kind or option, or a value that is not valid.

@@ -152,7 +152,7 @@ def cut_windows(
     if count < 1:
         raise UserError(
             f"{first.name} has {len(first.tokens):,} tokens and a window of "
-            f"{format_length(longest)} needs {longest + 1:,} (the last one is only predicted): "
+            f"{format_length(longest)} needs {longest + 1:,} (the last is only predicted): "
             "give a longer text or a smaller last length"
         )
     most = min(most or count, count)

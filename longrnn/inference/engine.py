@@ -115,7 +115,7 @@ def token_losses(
 
     Args:
         model: reads the windows.
-        windows: `(b, t + 1)` token ids; the last one is only predicted.
+        windows: `(b, t + 1)` token ids; the last is only predicted.
         state: before the windows; the initial state if None.
 
     Yields:

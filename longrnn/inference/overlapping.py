@@ -1,7 +1,7 @@
 """Losses per token in overlapping windows: the usual protocol for models without a carried state.
 
-A text is read in windows of `context` tokens, each `stride` tokens after the one before it and each
-from the initial state. The first window scores all of its tokens and every later one its last
+A text is read in windows of `context` tokens, each `stride` tokens after the previous window and each
+from the initial state. The first window scores all of its tokens and every later window its last
 `stride`, so that each token is scored once, with at least `context - stride` tokens before it. The
 last window is shorter where the text ends inside it. This is the protocol of the guide "Perplexity
 of fixed-length models" of Hugging Face transformers.
@@ -60,7 +60,7 @@ def overlapping_losses(
 
     Args:
         model: reads every window from the initial state.
-        tokens: `(b, t + 1)` token ids; the last one is only predicted.
+        tokens: `(b, t + 1)` token ids; the last is only predicted.
         overlap: the windows.
         rows: windows in one batch, of all texts together; at least one window of each text.
         progress: counts the scored tokens as steps, and the tokens that are read as units.

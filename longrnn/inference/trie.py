@@ -1,7 +1,7 @@
 """Reads many texts in batches; beginnings that they share are read once, and the state is forked.
 
 Texts of different lengths need no padding, which would enter the state: all rows of a batch are
-read up to the end of the shortest one, which then leaves the batch.
+read up to the end of the shortest, which then leaves the batch.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _read_distinct(
 ) -> Iterator[ReadTexts]:
     """Reads distinct texts in sorted order."""
     ids = [np.frombuffer(text, ID) for text in texts]
-    # How many tokens each text shares with the one before it.
+    # How many tokens each text shares with the text before it.
     shared = [0, *(_shared(before, after) for before, after in pairwise(ids))]
     remainders: list[Remainder] = []
     stack = [Branch(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []

@@ -129,7 +129,7 @@ class LanguageModel(nn.Module, ABC):
         return torch.cat(losses, 1), after
 
     def under(self, mitigation: MitigationSpec | None) -> Self:
-        """The model under a mitigation: a shallow copy that shares all weights with this one.
+        """The model under a mitigation: a shallow copy that shares all weights with this model.
 
         Args:
             mitigation: as `longrnn.mitigation` takes it, added to what the model has, such as

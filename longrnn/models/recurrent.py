@@ -46,7 +46,7 @@ class RecurrentLM(LanguageModel):
         config: see `RecurrentConfig`.
 
     Attributes:
-        loaded_from: the folder that the model was loaded from; None for a new one.
+        loaded_from: the folder that the model was loaded from; None for a new model.
         trained_under: the spec of the mitigation under which the model was trained; None without.
 
     Raises:

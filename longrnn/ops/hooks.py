@@ -63,7 +63,7 @@ class ModuleRecord:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a hook of a module, or one for all modules, observes or changes a call."""
+        """Whether a hook of a module, or of all modules, observes or changes a call."""
         return any(self._hooks) or bool(torch_module._has_any_global_hook())
 
     def is_current(self) -> bool:

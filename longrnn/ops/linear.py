@@ -1,4 +1,4 @@
-"""Matrix products and linear layers, with a faster implementation on a CPU where there is one.
+"""Matrix products and linear layers, with a faster implementation on some CPUs.
 
 On an x86 CPU, float32 products are computed by oneDNN. torch computes them with MKL, which reaches
 half of oneDNN's speed on the AMD processors of `docs/results.md`, because it does not use AVX-512

@@ -1,6 +1,6 @@
 """Operations, and the list of implementations that each of them has.
 
-An operation is defined in torch, and the implementation `torch`, the last one, computes every call.
+An operation is defined in torch, and the implementation `torch`, the last, computes every call.
 The others compute some calls faster. Each of them says itself which calls it refuses, and why: the
 device, the dtypes, the sizes that its kernel is limited to, a library that is not installed. An
 operation that consists of others, such as a whole layer, has no implementation in torch.
@@ -79,7 +79,7 @@ class Operation(NamedTuple):
                 if reason is not None:
                     raise UserError(
                         f"the backend {backend} cannot compute {self.name} here: {reason}; use "
-                        "backend='auto' for another one"
+                        "backend='auto' for another"
                     )
                 if demands <= implementation.serves:
                     return implementation

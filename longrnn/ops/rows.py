@@ -28,7 +28,7 @@ class Rows:
     Args:
         is_token: `(b, t)` bool, false at padding; None for no padding.
         is_document_start: `(b, t)` bool, true at the first token of a document; None for no start.
-            Before such a token the state of the row is the initial one. A row whose first token is
+            Before such a token its row has the initial state. A row whose first token is
             not a start continues the given state.
 
     Attributes:

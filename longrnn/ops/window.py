@@ -86,7 +86,7 @@ def windowed(
     Args:
         inputs: t >= 1.
         recent: of the tokens before.
-        w: tokens of the window, the present one included.
+        w: tokens of the window, with the present token.
         scan: see `longrnn.ops.scan.definition.scan`.
         rows: where documents and padding begin; the log decays are −∞ at starts.
 

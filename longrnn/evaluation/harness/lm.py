@@ -55,7 +55,7 @@ GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_
 NEUTRAL = {"num_beams": 1, "top_k": 0, "use_cache": True}
 # Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
-# The maximum length of a model without one.
+# The maximum length of a model without a limit.
 NO_MAX_LENGTH = sys.maxsize
 
 HFLM: Any = huggingface.HFLM  # its decorator hides its type

@@ -55,7 +55,7 @@ def stepwise(
         limit: the largest norm of the memory, to which it is rescaled.
 
     Returns:
-        h after each token `(b, t, d)`, and h and memory after the last one.
+        h after each token `(b, t, d)`, and h and memory after the last token.
     """
     b, t, _ = projected.shape
     y = h.new_empty(b, t, h.shape[1])
@@ -231,7 +231,7 @@ class StatePlaces(NamedTuple):
         B: see x.
         gain: see x.
         log_decay: see x.
-        length: tokens of the window, with the new one.
+        length: tokens of the window, with the new token.
         capacity: tokens that its memory has room for.
     """
 

@@ -58,7 +58,7 @@ def _layer(
     before = state.ssm.contiguous()
     dtype = before.dtype
     b, h, p, _n = before.shape
-    # Not on torch's default device, which may be another one.
+    # Not on torch's default device, which may differ.
     y = projected.new_empty(b, projected.shape[1], h * p)
     after = ConvState(torch.empty_like(state.conv), torch.empty_like(before))
     written_conv, written_y = _mixed(after.conv, dtype), _mixed(y, dtype)

@@ -1,7 +1,7 @@
 """What a Mamba-2 layer computes between its two projections (arXiv 2405.21060, section 7).
 
 `before` and `after` are what comes before and after the recurrence. The cell calls them around a
-recurrence that is edited or packed; `layer` around the plain one.
+recurrence that is edited or packed; `layer` around the plain recurrence.
 """
 
 from __future__ import annotations

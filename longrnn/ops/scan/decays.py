@@ -129,7 +129,7 @@ def _all_states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> T
 
 
 class _AllStates(torch.autograd.Function):
-    """`all_states`, whose backward pass is itself one, from the last token to the first.
+    """`all_states`, whose backward pass is the same from the last token to the first.
 
     Autograd would record some operations per token, which take most of the time.
     """

@@ -103,7 +103,7 @@ def token_by_token(
 def _rescaled(
     inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan
 ) -> tuple[Tensor, Tensor]:
-    """The plain recurrence that equals the rescaled one, possibly for the first tokens only."""
+    """The rescaled recurrence as a plain one, possibly for the first tokens only."""
     scales = scales_of(inputs, state, limit)
     inputs = inputs.slice(0, scales.shape[1])
     gain = inputs.gain * scales.to(inputs.gain)
