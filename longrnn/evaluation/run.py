@@ -128,9 +128,7 @@ def run(
     names = [model.name for model in models]
     for given in names, [evaluation.title for evaluation in evaluations]:
         if double := [name for name in given if given.count(name) > 1]:
-            raise UserError(
-                f"{double[0]!r} is given twice: give it once, or under two names"
-            )
+            raise UserError(f"{double[0]!r} is given twice: give it once, or under two names")
     plans = [evaluation.plan(models) for evaluation in evaluations]
     every = [plan for of_evaluation in plans for plan in of_evaluation]
     if not any(plan.items for plan in every):

@@ -1,6 +1,6 @@
 """Losses per token in overlapping windows: the usual protocol for models without a carried state.
 
-A text is read in windows of `context` tokens, each `stride` tokens after the previous window and each
+A text is read in windows of `context` tokens, each `stride` tokens after the previous one and each
 from the initial state. The first window scores all of its tokens and every later window its last
 `stride`, so that each token is scored once, with at least `context - stride` tokens before it. The
 last window is shorter where the text ends inside it. This is the protocol of the guide "Perplexity
