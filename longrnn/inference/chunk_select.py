@@ -19,7 +19,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
 
-class Choice(NamedTuple):
+class ChosenChunk(NamedTuple):
     """The selected chunk.
 
     Attributes:
@@ -42,7 +42,7 @@ def select(
     chunk: int,
     prefix: Tensor,
     batch_size: int = 16,
-) -> Choice:
+) -> ChosenChunk:
     """Selects the chunk of a context with the lowest entropy of the answer (arXiv 2505.07793).
 
     Each chunk is read after the prefix and before the query, and the entropy is that of the first
@@ -61,7 +61,7 @@ def select(
     chunks = [torch.cat([prefix, part]) for part in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
-    best = Choice(len(chunks), entropies, model.init_state(1))
+    best = ChosenChunk(len(chunks), entropies, model.init_state(1))
     lowest = math.inf
     for numbers, _, read in read_texts(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
@@ -74,5 +74,5 @@ def select(
         # Of equal entropies, that of the first chunk.
         if (float(of_batch[row]), numbers[row]) < (lowest, best.chunk):
             lowest = float(of_batch[row])
-            best = Choice(numbers[row], entropies, take(read, [row]))
+            best = ChosenChunk(numbers[row], entropies, take(read, [row]))
     return best
