@@ -209,7 +209,8 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
             # A merge changes a weight in place, and a tied one is that of another module too.
-            layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
+            base: Any = layer.get_base_layer()
+            base.weight = nn.Parameter(base.weight.detach().clone())
     adapted.merge_and_unload()
 
 

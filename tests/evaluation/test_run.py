@@ -88,7 +88,9 @@ def test_the_report_has_every_cell_of_every_model(
     (beyond,) = (line for line in lines if line.startswith("320 | short "))
     assert "300" in beyond
     assert "\n" in next(line for line in lines if line.startswith("320 | two "))
-    tables = read_tables((tmp_path / "out/report.html").read_text())
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<h1>one against 3 others</h1>" in page
+    tables = read_tables(page)
     for outcome, read in zip(outcomes, tables, strict=False):
         shown = [["".join(text.split()) for text in row] for row in outcome.table.texts()]
         assert read == shown
