@@ -124,7 +124,7 @@ def _reading_gguf_once(path: Path) -> Iterator[None]:
     import gguf
 
     names = ("GGUFReader", "get_tensor_name_map")
-    once = {name: cache(getattr(gguf, name)) for name in names}
+    once: Any = {name: cache(getattr(gguf, name)) for name in names}
     with patch.multiple(gguf, **once):
         yield
 

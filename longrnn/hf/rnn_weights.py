@@ -23,7 +23,7 @@ from longrnn.config import build_config
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.hf.convert import complete_folder
-from longrnn.hf.tokenizer import HFTokenizer, character_level, load_tokenizer
+from longrnn.hf.tokenizer import character_level
 from longrnn.models.checkpoint import build_model, cast_weights, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.options import Options
@@ -53,7 +53,7 @@ class WeightNames(Options):
         ignore: tensors that the model does not need; any other that is not named is refused.
         characters: a JSON file beside the weights, with the id of each character.
         replace: what replaces characters that the model does not have.
-        tokenizer: instead of `characters`, `bytes` or the path of a tokenizer.
+        tokenizer: instead of `characters`, `bytes` or the path of a tokenizer, which is recorded.
         transposed: whether matrices have one column per output and not one row, other than that of
             the embedding.
     """
@@ -131,8 +131,15 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{source} cannot be converted: {one_line(error)}") from error
     with complete_folder(destination) as draft:
-        tokenizer = _save_tokenizer(options, source, draft, model.vocab_size)
-        save_model(model, draft, tokenizer=tokenizer)
+        if options.characters is not None:
+            beside = source if source.is_dir() else source.parent
+            character_level(beside / options.characters, options.replace).save(draft)
+        elif options.tokenizer is None:
+            logger.warning(
+                f"the names of {source} have neither characters nor a tokenizer: put the "
+                "tokenizer.json that the model was trained with into the folder"
+            )
+        save_model(model, draft, tokenizer=options.tokenizer or "tokenizer.json")
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -273,33 +280,8 @@ def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> dict[s
     if names.forget_bias:
         if kind != "lstm":
             raise ValueError(f"a {kind} has no forget bias: leave forget_bias out")
-        forget = zero.view(4, -1).clone()
-        forget[order.index("f")] = names.forget_bias
-        bias_ih = bias_ih + forget.flatten()
+        forget = torch.tensor([gate == "f" for gate in order]).repeat_interleave(size)
+        bias_ih = bias_ih + names.forget_bias * forget
     rows = torch.arange(len(inputs)).view(len(order), -1)[[order.index(gate) for gate in wanted]]
     layers = {"weight_ih": inputs, "weight_hh": recurrent, "bias_ih": bias_ih, "bias_hh": bias_hh}
     return {f"{name}_l0": tensor[rows.flatten()] for name, tensor in layers.items()}
-
-
-def _save_tokenizer(names: WeightNames, source: Path, folder: Path, vocab_size: int) -> str:
-    """Write the tokenizer into a folder; returns what the configuration records of it."""
-    beside = source if source.is_dir() else source.parent
-    if names.characters is not None:
-        tokenizer: Any = character_level(beside / names.characters, names.replace)
-    elif names.tokenizer is not None:
-        tokenizer = load_tokenizer(names.tokenizer)
-    else:
-        logger.warning(
-            f"the names of {source} have neither characters nor a tokenizer: put the "
-            "tokenizer.json that the model was trained with into the folder"
-        )
-        return "tokenizer.json"
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model {vocab_size}: give the "
-            "one that it was trained with"
-        )
-    if not isinstance(tokenizer, HFTokenizer):
-        return "bytes"
-    tokenizer.save(folder)
-    return "tokenizer.json"

