@@ -79,13 +79,13 @@ SUITES: dict[bool, list[dict[str, Any]]] = {
 class Report:
     """Commands with what they printed, and notes; written after every one of them."""
 
-    def __init__(self, output: Path) -> None:
-        self.output, self.blocks = output, list[str]()
+    def __init__(self, file: Path) -> None:
+        self.file, self.blocks = file, list[str]()
 
     def note(self, text: str) -> None:
         print(text, flush=True)
         self.blocks.append(text)
-        write_atomic(self.output / "report.md", "\n\n".join(self.blocks) + "\n")
+        write_atomic(self.file, "\n\n".join(self.blocks) + "\n")
 
     def command(self, *words: str | Path) -> None:
         """Run a command of longrnn; an error is noted, and the script goes on."""
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one of the two parts")
     args = parser.parse_args()
     studies.text_task([*args.train, *args.text, args.calibration])  # which must exist
-    report = Report(args.output)
+    report = Report(args.output / f"{args.only or 'report'}.md")
     for part in [args.only] if args.only else PARTS:
         PARTS[part](args, report)
 
@@ -177,6 +177,9 @@ def lstm(args: Namespace, report: Report) -> None:
     size = len(text.read_text())
     ends = ",".join(end for end in ENDS if parse_length(end) < size)
     report.command("eval", "perplexity", model, *repaired, *where, "--lengths", ends)
+    # Each block of 16k is read afresh: without a collapse, it has the same losses.
+    fresh = [*where[:2], "--context", "16k", "--stride", "16k", "--output", args.output / "fresh"]
+    report.command("eval", "perplexity", model, *fresh, "--lengths", ends)
     short = ["--lengths", "256,1k,16k", "--windows", "4", "--output", args.output / "lstm-short"]
     short += ["--text", text, "--text", other]
     report.command("eval", "perplexity", model, *repaired, *short)
