@@ -4,9 +4,10 @@
     python scripts/demo.py --lengths 256,4k,64k --n 5 --output demo
 
 First the loss by position of a language model that collapses, as it is and under three mitigations;
-then passkeys with a model that forgets, the same model repaired, and one that holds; and then both
-the loss and the keys of a model that loses both, under one mitigation for all heads and under one
-per head. Writes the results and pictures. A demo that was stopped continues with the same command.
+then its repair by `longrnn repair`, in weights that transformers runs without longrnn; then
+passkeys with a model that forgets, the same model repaired, and one that holds; and then both the
+loss and the keys of a model that loses both, under one mitigation for all heads and under one per
+head. Writes the results and pictures. A demo that was stopped continues with the same command.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Annotated
 import torch
 import typer
 
-from longrnn import LanguageModel, load_tokenizer, mitigation
+from longrnn import LanguageModel, load_tokenizer, mitigation, repair
 from longrnn.bundled import bundled
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
@@ -31,6 +32,7 @@ from longrnn.evaluation.options import PasskeyOptions, PerplexityOptions
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.convert import convert
 from longrnn.hf.load import load_recurrent
 from longrnn.hf.names import embedded
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
@@ -59,6 +61,7 @@ def demo(
     """Shows state collapse and its cures, and passkeys under a model that holds."""
     asked, width = parse_lengths(lengths), parse_length(window)  # refused before anything runs
     collapse(width, output)
+    repaired_weights(min(width, 8192), output / "repair")
     passkeys(asked, n, output)
     loss_and_keys(asked[-1], n, output / "both")
 
@@ -83,6 +86,32 @@ def collapse(length: int, output: Path) -> None:
         f"its loss is {inside['plain']:.2f} nats per byte at the end of its training length and "
         f"{beyond['plain']:.2f} at {format_length(length)} bytes. The same weights under a "
         f"mitigation, without training, stay within {worst:.2f} times the loss inside.\n"
+    )
+
+
+def repaired_weights(length: int, output: Path) -> None:
+    """Repairs the model that collapses, and computes the result with transformers alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    texts = bundled("eval/data")
+    choose, prove = (texts / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick"))
+    done = repair(COLLAPSING, [choose, prove], output, length=length, folds_only=True)
+    typer.echo("\n".join([*done.sentences, str(done.report)]))
+    if done.checkpoint is None:
+        return
+    folder = output / "transformers"
+    if not folder.exists():
+        convert(done.checkpoint, folder, to="hf")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    stock, tokens = AutoModelForCausalLM.from_pretrained(folder), TIMED // 2
+    ids = torch.tensor([list(prove.read_bytes()[: tokens + 1])])
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(stock(ids[:, :-1]).logits[0], ids[0, 1:])
+    typer.echo(
+        f"transformers' own {type(stock).__name__} opens {folder}, which longrnn converted, and "
+        f"has {nats / math.log(2):.2f} bits per byte on {format_length(tokens)} bytes of it.\n"
     )
 
 
