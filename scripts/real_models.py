@@ -183,10 +183,11 @@ def lstm(args: Namespace, report: Report) -> None:
     short = ["--lengths", "256,1k,16k", "--windows", "4", "--output", args.output / "lstm-short"]
     short += ["--text", text, "--text", other]
     report.command("eval", "perplexity", model, *repaired, *short)
-    ours = "collapse-tiny"
-    report.command("diagnose", "memory", model, "--text", text, "--positions", "256,1k,4k")
-    report.command("diagnose", "memory", ours, "--text", text, "--positions", "256,1k,4k")
-    report.command("diagnose", "gradients", model, ours, "--text", text, "--length", "256")
+    for name in (model, "collapse-tiny"):
+        memory = ["--positions", "256,1k,4k", "--output", args.output / f"memory-{Path(name).name}"]
+        report.command("diagnose", "memory", name, "--text", text, *memory)
+        gradients = ["--length", "256", "--output", args.output / f"gradients-{Path(name).name}"]
+        report.command("diagnose", "gradients", name, "--text", text, *gradients)
 
 
 def trained(args: Namespace, report: Report, tokenizer: Path) -> list[Path]:

@@ -128,7 +128,7 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     options = build_config(WeightNames, known, source=names or str(source))
     try:
         model = _model(tensors, options)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, IndexError) as error:  # of tensors of another shape
         raise UserError(f"{source} cannot be converted: {one_line(error)}") from error
     with complete_folder(destination) as draft:
         if options.characters is not None:
@@ -166,11 +166,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what `WeightNames` holds for a state dict of torch.nn, as far as it is clear."""
-    first = [name for name in tensors if name.endswith("weight_ih_l0")]
+    first = [name for name in tensors if name.endswith("weight_hh_l0")]
     if len(first) != 1:
         return {}
-    prefix = first[0].removesuffix("weight_ih_l0")
-    gates = len(tensors[first[0]]) // tensors[f"{prefix}weight_hh_l0"].shape[1]
+    prefix = first[0].removesuffix("weight_hh_l0")
+    gates = len(tensors[first[0]]) // max(1, tensors[first[0]].shape[-1])
     kinds = [kind for kind, order in GATES.items() if len(order) == gates]
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
     vectors = [name for name, tensor in rest.items() if tensor.ndim == 1]

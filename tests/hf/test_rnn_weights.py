@@ -210,6 +210,7 @@ REFUSED: dict[str, tuple[Arrays, dict[str, Any], list[object]]] = {
         {},
         ["head.weight", WIDTH + 1, WIDTH],
     ),
+    "a short bias": (LSTM | {"rnn.bias_ih_l0": torch.zeros(3).double()}, {}, ["model.pt"]),
     "two dtypes": (LSTM | {"decoder.weight": torch.zeros(VOCAB, WIDTH)}, {}, ["float32"]),
     "no stack of layers": ({"weight": torch.ones(2, 2)}, {}, ["--names", "configs/convert"]),
     "a GRU that resets before the product": (
