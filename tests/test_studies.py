@@ -29,6 +29,12 @@ SMOKE = {
     "study_reverse.py encodings": f"{REVERSE} 16 --cell lstm --encoding duplicate learned",
     "study_reverse.py rare": f"{REVERSE} 16 --encoding duplicate --triplets 2",
     "study_reverse.py vocabularies": f"{REVERSE} 8,16 --encoding duplicate",
+    "study_expressivity.py tracking": (
+        "--task parity --cell gru mamba2 --rates 1e-2 --seeds 2 --start-steps 1 --steps 1"
+    ),
+    "study_expressivity.py recall": (
+        "--task phonebook --cell kda --rates 1e-2 --seeds 2 --start-steps 1 --steps 1 --sizes 4,8"
+    ),
     "study_initial_states.py": (
         f"{BOOKS} --base collapse-tiny --train-length 64 --steps 1 --seeds 1 --step-tokens "
         "256 --policy zero carry --length 256 --windows 1"
@@ -86,17 +92,6 @@ def test_a_study(script: str, books: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in weights} == weights
 
 
-def test_attribution(books: Path) -> None:
-    """The attribution reads the checkpoints of a run of the study of reverse ordering."""
-    options = [*SMOKE["study_reverse.py rare"].split(), "--output", "out"]
-    assert study(books, "study_reverse.py rare", *options).returncode == 0
-    (run,) = books.glob("out/rare/lstm-duplicate-*/")
-    done = study(books, "study_attribution.py", str(run), "--n", "64", "--output", "found")
-    assert done.returncode == 0, done.stderr
-    assert "| checkpoint-00000002 | 0." in done.stdout
-    assert "**Verdict.**" in done.stdout
-
-
 def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
     """A run without its end goes on from its newest checkpoint, to the same weights."""
     config = {"model": {"d_model": 8, "n_layers": 1, "mixer": {"kind": "rnn"}},
@@ -117,7 +112,7 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
         ("study_initial_states.py", ["--train", "no.txt", "--text", "b.txt"], "no.txt"),
         ("study_capacity.py forget", ["--train-lengths", "100"], "step"),
         ("study_reverse.py encodings", ["--encoding", "none"], "duplicate"),
-        ("study_attribution.py", ["."], "reverse_dual_frequency"),
+        ("study_expressivity.py recall", ["--task", "S3"], "'S3'"),
         ("compare_with_transformer.py books", [], "--train"),
         ("demo.py", ["--lengths", "x"], "'x'"),
     ],

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, pick_device
+from longrnn.cli.options import Model, Output, output_folder, pick_device
 from longrnn.errors import UserError
-from longrnn.options import Options
+from longrnn.options import Lengths, Options
 
 # Options that are not declared here are words of the argument for lm-eval.
 HARNESS_SETTINGS = {"ignore_unknown_options": True}
+# Options of lm-eval that an evaluation by length has, and what the evaluation calls them.
+BY_LENGTH = {
+    "tasks": "tasks",
+    "limit": "n",
+    "num_fewshot": "num_fewshot",
+    "gen_kwargs": "gen_kwargs",
+    "include_path": "include_path",
+    "batch_size": "batch_size",
+}
 
 
 class Tasks(Options):
@@ -22,16 +32,23 @@ class Tasks(Options):
 
     options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
     """Options of `lm-eval run`."""
+    lengths: Lengths | None = None
+    """Prompt lengths in tokens, for tasks that make prompts of a length; the results are then a
+    table by length and task in --output."""
+    data: Path | None = None
+    """A folder with the data that tasks would download."""
 
 
-def harness(model: Model, tasks: Tasks) -> None:
+def harness(model: Model, tasks: Tasks, output: Output) -> None:
     """Evaluate a checkpoint on lm-eval tasks, with the options of lm-eval.
 
     The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
     --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
     --model_args takes tokenizer, add_bos_token and max_length. This package adds the task
-    longrnn_passkey. Task files can contain Python code, which lm-eval runs.
+    longrnn_passkey. Task files can contain Python code, which lm-eval runs. With --lengths, the
+    results have intervals and are resumed; --tasks, --include_path, --num_fewshot, --limit,
+    --gen_kwargs and --batch_size are then the options.
 
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 10
     """
@@ -39,9 +56,42 @@ def harness(model: Model, tasks: Tasks) -> None:
         raise UserError("give the checkpoint before lm-eval's options: longrnn eval harness NAME …")
     if find_spec("lm_eval") is None:
         raise UserError("lm-eval is not installed: pip install lm-eval")
+    if tasks.lengths is not None:
+        _by_length(model, tasks, output)
+        return
+    if output.output is not None:
+        raise UserError("--output belongs to --lengths: give lm-eval's --output_path instead")
     from longrnn.evaluation.harness import run
 
     checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
     given = json.dumps({"pretrained": checkpoint})
     ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
-    run([*ours, *tasks.options, "--model", "longrnn"])
+    run([*ours, *tasks.options, "--model", "longrnn"], tasks.data)
+
+
+def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
+    """Measure tasks by length, and show the tables."""
+    from longrnn.cli.evaluate import measure_and_show
+    from longrnn.evaluation.harness.command import parse
+    from longrnn.evaluation.options import HarnessOptions
+    from longrnn.hf.opened import open_checkpoint
+    from longrnn.processes import start
+
+    start()
+    model_type = ["--model", "longrnn"]
+    given, defaults = vars(parse([*model_type, *tasks.options])), vars(parse(model_type))
+    changed: dict[str, Any] = {
+        name: value for name, value in given.items() if value != defaults.get(name)
+    }
+    if others := sorted(changed.keys() - BY_LENGTH):
+        raise UserError(
+            f"--{others[0]} cannot be combined with --lengths: leave one of them out, or use one "
+            f"of --{', --'.join(BY_LENGTH)}"
+        )
+    values = {BY_LENGTH[name]: value for name, value in changed.items()}
+    options = HarnessOptions(**values, lengths=tasks.lengths, data=tasks.data)
+    names = [model.checkpoint]
+    folder = output_folder(output.output, "harness", names, model.mitigation, options.variant())
+    device = pick_device(model.device)
+    opened = [open_checkpoint(name, model.mitigation, device=device) for name in names]
+    measure_and_show(opened, [options.evaluation()], folder)

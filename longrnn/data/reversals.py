@@ -76,13 +76,9 @@ class ReverseDualFrequency(Reverse):
         """The number of frequent tokens, and that of rare ones."""
         return self.n_tokens // 2
 
-    def frequency_classes(self) -> dict[str, range]:
-        """Ids of the `frequent` and of the `rare` tokens."""
-        return {"frequent": range(self.half), "rare": range(self.half, 2 * self.half)}
-
     def conditions(self) -> dict[str, tuple[range, range]]:
         """The conditions of the test: ids of the target and of the disturbants, by name."""
-        classes = self.frequency_classes()
+        classes = {"frequent": range(self.half), "rare": range(self.half, 2 * self.half)}
         return {
             f"{target} target, {others} disturbants": (classes[target], classes[others])
             for target in classes

@@ -220,6 +220,31 @@ class AnswerOptions(EvaluationOptions):
     batch_size: Count = 8
 
 
+@EVALUATIONS.register("harness")
+class HarnessOptions(EvaluationOptions):
+    """Scores of lm-eval tasks by length, a document being one sample."""
+
+    target = "harness.evaluation.HarnessTasks"
+    group = None
+
+    # Names of lm-eval tasks or groups.
+    tasks: Annotated[list[str], BeforeValidator(listed), Field(min_length=1)]
+    # Of prompts in tokens, for tasks that make prompts of a length; by default that of the task.
+    lengths: Lengths | None = None
+    # Documents of each task and length; by default all.
+    n: Count | None = None
+    # Examples before each question; by default those of the task.
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    # Replaces generation options of the tasks, such as max_gen_toks.
+    gen_kwargs: dict[str, Any] | None = None
+    # A folder with further task files.
+    include_path: str | None = None
+    # A folder with the data that tasks would download.
+    data: Path | None = None
+    # Documents in one batch.
+    batch_size: Count = 8
+
+
 @EVALUATIONS.register("cost")
 class CostOptions(EvaluationOptions):
     """Speed, size of the state or cache, and on a GPU the peak memory of tensors."""

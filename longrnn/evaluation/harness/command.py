@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NoReturn
@@ -15,43 +16,71 @@ from lm_eval.__main__ import HarnessCLI
 
 from longrnn.bundled import bundled
 from longrnn.errors import UserError
+from longrnn.evaluation.harness.local_data import read_from, refuse_missing
 from longrnn.files import one_line
 from longrnn.hf.tokenizer import own_tokenizers
 from longrnn.yaml import read_mapping
 
+# Folders of lm-eval's tasks.
+LONG_CONTEXT = ("ruler", "babilong", "longbench")
 
-def run(arguments: Sequence[str]) -> None:
+
+def run(arguments: Sequence[str], data: Path | None = None) -> None:
     """Run `lm-eval run`; lm-eval parses its arguments, measures, writes and prints.
 
     Args:
         arguments: command line arguments of `lm-eval run`.
+        data: a folder with data of tasks, see `local_data`.
 
     Raises:
-        UserError: an unknown option or task, or a task that fails: its template, file or function
-            can raise any error.
+        UserError: an unknown option or task, missing data, or a task that fails.
+    """
+    parsed = parse(arguments)
+    if data is not None:
+        refuse_missing(data, parsed.tasks or [])
+    manager = task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
+    with (
+        explained(),
+        own_tokenizers(),
+        read_from(data),
+        patch.object(tasks, "TaskManager", manager),
+    ):
+        parsed.func(parsed)
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Return the arguments of `lm-eval run`.
+
+    Raises:
+        UserError: an unknown option, or one without its value.
     """
     with (
         patch.object(sys, "argv", ["lm-eval", "run", *arguments]),
         patch.object(ArgumentParser, "error", _refuse),
     ):
-        parsed = HarnessCLI().parse_args()
-    manager = _task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
+        return HarnessCLI().parse_args()
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise what lm-eval raises as a UserError: a template, file or function can raise any error.
+
+    Errors of the machine, such as a full disk, stay as they are.
+    """
     try:
-        with own_tokenizers(), patch.object(tasks, "TaskManager", manager):
-            parsed.func(parsed)
+        yield
     except Exception as error:
-        # Such as a full disk.
         is_of_the_machine = isinstance(error, OSError) and error.errno is not None
         if is_of_the_machine or isinstance(error, UserError | RuntimeError | MemoryError):
             raise
         place = Path(extract_tb(error.__traceback__)[-1].filename)
         what = f"{type(error).__name__} in {place.parent.name}/{place.name}: {one_line(error)}"
         remedy = "correct the task or the options, or install the package or data set it needs"
-        if (
-            place.parent.name == "ruler"
-        ):  # of lm-eval, whose shortest prompt depends on the tokenizer
+        if place.parent.name == "ruler":
+            # Its shortest prompt depends on the tokenizer.
             remedy = (
-                "give greater max_seq_lengths in --metadata, as no word fits into these prompts"
+                "give greater max_seq_lengths in --metadata, or --lengths, which keeps the results "
+                "of the other tasks"
             )
         raise UserError(
             f"lm-eval stopped ({what}): {remedy}; --use_cache FILE keeps the answers to all tasks, "
@@ -59,20 +88,23 @@ def run(arguments: Sequence[str]) -> None:
         ) from error
 
 
-def _task_manager(names: Sequence[str]) -> Any:
+def task_manager(names: Sequence[str]) -> Any:
     """Return a constructor of lm-eval's task manager that also finds our task.
 
     Listing the fourteen thousand tasks that come with lm-eval takes seconds, so this is done only
-    if one of `names` is not found without them.
+    if one of `names` is not found among those with long contexts.
     """
     constructor: Any = tasks.TaskManager
+    long_context = [Path(tasks.__file__).parent / name for name in LONG_CONTEXT]
 
     def build(include_path: str | None, metadata: dict[str, Any]) -> Any:
         folder = bundled("eval/tasks")
-        options = {"include_path": [folder, *filter(None, [include_path])], "metadata": metadata}
-        manager = constructor(**options, include_defaults=False)
+        paths = [folder, *filter(None, [include_path])]
+        manager = constructor(
+            include_path=[*long_context, *paths], metadata=metadata, include_defaults=False
+        )
         if not names or not all(manager.match_tasks([name]) for name in names):
-            manager = constructor(**options)
+            manager = constructor(include_path=paths, metadata=metadata)
         # Its YAML file cannot know where its data is.
         passkey = manager.task_index["longrnn_passkey"]
         passkey.cfg = read_mapping(passkey.yaml_path, "install longrnn again")

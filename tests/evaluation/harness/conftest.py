@@ -12,7 +12,9 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from longrnn import load
+from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
+from tests.cli.conftest import cli as cli
 from tests.hf.foreign import causal
 
 VOCAB = 50
@@ -116,6 +118,18 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("generate", GENERATE)):
         (root / "tasks" / f"{name}.yaml").write_text(task.format(file=data))
     return Setting(root / "checkpoint", ours, root / "tasks")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A LLaMA of random weights that reads bytes, up to 8,192 of them."""
+    folder = tmp_path / "llama"
+    causal("llama", vocab_size=256, max_position_embeddings=8192).save_pretrained(folder)
+    tokenizer = byte_level()
+    # The `hf` type decodes EOS; this character stands for byte 0, which no text here has.
+    tokenizer.tokenizer.eos_token = tokenizer.tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save(folder)
+    return folder
 
 
 def evaluate(model: Any, tasks: Path, *names: str, **options: Any) -> dict[str, Any]:

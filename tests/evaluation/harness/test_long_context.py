@@ -10,9 +10,8 @@ import lm_eval
 import pytest
 
 from longrnn.evaluation.harness import run
-from longrnn.hf.tokenizer import byte_level, own_tokenizers
+from longrnn.hf.tokenizer import own_tokenizers
 from tests.evaluation.harness.conftest import evaluate, hf_model
-from tests.hf.foreign import causal
 
 BABILONG = Path(lm_eval.__file__).parent / "tasks/babilong"
 STORY = "Mary moved to the garden. It was a long day. John went to the office. " * 6
@@ -32,37 +31,27 @@ def babilong(folder: Path) -> None:
     )
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "llama"
-    causal("llama", vocab_size=256, max_position_embeddings=8192).save_pretrained(folder)
-    tokenizer = byte_level()
-    # The `hf` type decodes EOS; this character stands for byte 0, which no text here has.
-    tokenizer.tokenizer.eos_token = tokenizer.tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save(folder)
-    return folder
-
-
 def test_answers_are_those_of_the_hf_type_with_fewer_tokens(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that share a context read it once; a data set is read from the current folder."""
-    babilong(tmp_path / "RMT-team/babilong-1k-samples")
+    """Prompts that share a context read it once; a data set is read from a folder."""
+    babilong(tmp_path / "data/RMT-team/babilong-1k-samples")
     monkeypatch.chdir(tmp_path)
     metadata = {"max_seq_lengths": "1k", "tokenizer": str(checkpoint)}
     model = json.dumps({"pretrained": str(checkpoint), "quiet": True})
     arguments = ["--model", "longrnn", "--model_args", model, "--device", "cpu"]
     arguments += ["--tasks", "babilong_qa1", "--include_path", str(BABILONG), "--limit", "3"]
     arguments += ["--metadata", json.dumps(metadata), "--gen_kwargs", "max_gen_toks=4"]
-    run([*arguments, "--output_path", "out", "--log_samples"])
+    run([*arguments, "--output_path", "out", "--log_samples"], Path("data"))
     (file,) = Path("out").rglob("results_*.json")
     config = json.loads(file.read_text())["config"]
     assert config["tokens_computed"] < 0.6 * config["tokens_requested"]
+    monkeypatch.chdir("data")
     theirs = evaluate(
         hf_model(str(checkpoint), device="cpu", batch_size=1), BABILONG, "babilong_qa1",
         metadata=metadata, limit=3, gen_kwargs="max_gen_toks=4",
     )  # fmt: skip
-    (file,) = Path("out").rglob("samples_*.jsonl")
+    (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
     found, expected = (
         [row["resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
         for rows in (

@@ -1,0 +1,194 @@
+"""lm-eval tasks as an evaluation: a score per document, by task and length."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from itertools import groupby
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import lm_eval
+from lm_eval.api import task as task_module
+
+from longrnn.errors import UserError
+from longrnn.evaluation.base import Evaluation, Item, Plan, Reasons, Results, Sample, within
+from longrnn.evaluation.harness.command import explained, task_manager
+from longrnn.evaluation.harness.lm import LongRNN
+from longrnn.evaluation.harness.local_data import first_samples, read_from, refuse_missing
+from longrnn.evaluation.options import HarnessOptions
+from longrnn.files import one_line
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.tokenizer import own_tokenizers
+from longrnn.intervals import SCORE
+from longrnn.progress import Progress
+from longrnn.reporting.tables import Column
+from longrnn.results import Result
+from longrnn.units import format_length
+
+# Documents of a task that sets no other number.
+DOCUMENTS = 500
+
+
+class Document(NamedTuple):
+    """A document of a task; `length` is None if the task has no lengths."""
+
+    task: Any
+    name: str
+    length: int | None
+    number: int
+
+
+class HarnessTasks(Evaluation[HarnessOptions]):
+    """lm-eval tasks, see `HarnessOptions`."""
+
+    kind = "harness"
+
+    def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
+        options = self.options
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        if options.data is not None:
+            refuse_missing(options.data, options.tasks)
+        made: dict[str, tuple[list[Item], Reasons]] = {}
+        plans = []
+        for model in models:
+            print_of = model.tokenizer.fingerprint()
+            if print_of not in made:
+                made[print_of] = self._documents(model)
+            items, failures = made[print_of]
+            reasons = dict(failures)
+            for name, length in dict.fromkeys(item.group for item in items):
+                if length is not None:
+                    reasons |= within(model, {length: length}, column(name))[1]
+            reached = [i for i in items if (column(i.spec.name), i.spec.length) not in reasons]
+            plans.append(Plan(reached, reasons))
+        return plans
+
+    def _documents(self, model: OpenCheckpoint) -> tuple[list[Item], Reasons]:
+        """Return the documents of all tasks and lengths, and why others cannot be made."""
+        options = self.options
+        # lm-eval reads the values at each load.
+        metadata: dict[str, Any] = {"tokenizer": model.checkpoint}
+        manager = task_manager(options.tasks)(options.include_path, metadata)
+        items: list[Item] = []
+        failures: Reasons = {}
+        for name in options.tasks:
+            if not name.endswith(".yaml") and not manager.match_tasks([name]):
+                raise UserError(f"lm-eval has no task {name}: `lm-eval ls tasks` lists them")
+            for length in options.lengths or [None]:
+                if length is not None:
+                    # The lengths of BABILong are names of configurations.
+                    is_named = name.startswith("babilong")
+                    metadata["max_seq_lengths"] = format_length(length) if is_named else [length]
+                try:
+                    tasks = self._load(manager, name)
+                except UserError as error:
+                    failures[column(name), length] = reason(error)
+                    continue
+                has_lengths = {n: callable(t.config.custom_dataset) for n, t in tasks.items()}
+                for task_name, task in tasks.items():
+                    at = length if has_lengths[task_name] else None
+                    try:
+                        items += self._items(task, task_name, at)
+                    except UserError as error:
+                        failures[column(task_name), at] = reason(error)
+                if not any(has_lengths.values()):
+                    break
+        if not items:
+            raise UserError(next(iter(failures.values())))
+        return items, failures
+
+    def _load(self, manager: Any, name: str) -> dict[str, Any]:
+        """Return lm-eval's tasks of a name, which has several if it is that of a group."""
+        options = self.options
+        is_ruler = name.startswith(("niah_", "ruler"))
+        with ExitStack() as stack:
+            stack.enter_context(explained())
+            stack.enter_context(own_tokenizers())
+            stack.enter_context(read_from(options.data))
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            if is_ruler:
+                stack.enter_context(first_samples(options.n or DOCUMENTS))
+            tasks = manager.load([name])["tasks"]
+            for task in tasks.values():
+                if options.num_fewshot is not None:
+                    task.set_config("num_fewshot", options.num_fewshot)
+                if options.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+                    task.set_config("generation_kwargs", options.gen_kwargs, update=True)
+        return tasks
+
+    def _items(self, task: Any, name: str, length: int | None) -> list[Item]:
+        documents = [*task.eval_docs][: self.options.n]
+        if task.OUTPUT_TYPE == "generate_until":
+            with explained():  # ruler_cwe divides by zero where it has no answers
+                task.process_results(documents[0], [""])
+        config = json.dumps(task.dump_config(), sort_keys=True, default=str)
+        items = []
+        for number, document in enumerate(documents):
+            text = config + json.dumps(document, sort_keys=True, default=str)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            key = {"task": name, "length": length, "document": digest}
+            items.append(Item(key, Document(task, name, length, number), (name, length)))
+        return items
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Results]:
+        size = self.options.batch_size
+        lm: Any = LongRNN(model.model, tokenizer=model.tokenizer, batch_size=size, quiet=True)
+        lm._rank, lm._world_size = 0, 1  # the items of this process are its own
+        evaluate: Any = lm_eval.evaluate
+        for (name, _), same in groupby(items, lambda item: item.group):
+            of_task = sorted(same, key=lambda item: item.spec.number)
+            for first in range(0, len(of_task), size):
+                part = of_task[first : first + size]
+                numbers, computed = [item.spec.number for item in part], lm.counts["computed"]
+                task = part[0].spec.task
+                tasks = {"tasks": {name: task}, "groups": {}}
+                with explained(), patch.object(task_module, "tqdm", lambda rows, **how: rows):
+                    found = evaluate(lm, tasks, samples={name: numbers}, bootstrap_iters=0)
+                progress.advance(len(part), lm.counts["computed"] - computed)
+                results: dict[int, Result] = {}
+                for sample in found["samples"][name]:
+                    result = results.setdefault(sample["doc_id"], {"scores": {}})
+                    result["scores"] |= scores_of(sample)
+                    if task.OUTPUT_TYPE == "generate_until":
+                        result["said"] = sample["resps"][0][0]
+                yield [(item, results[item.spec.number]) for item in part]
+
+    def samples(self, item: Item, result: Result) -> Iterator[Sample]:
+        for metric, value in result["scores"].items():
+            name = ", ".join(filter(None, (item.spec.name, metric)))
+            yield Sample(column(name), item.spec.length, item.key["document"], value)
+
+
+def reason(error: UserError) -> str:
+    """Return why lm-eval failed, as a cell of a table has it."""
+    cause = error.__cause__
+    if cause is None:
+        return one_line(error)
+    return f"lm-eval: {type(cause).__name__}: {one_line(cause)}"
+
+
+def column(name: str) -> Column:
+    """Return the column of a task, or of one of its metrics."""
+    return Column(name, SCORE, ".3f")
+
+
+def scores_of(sample: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a sample of lm-eval that are one number, by name."""
+    numbers = {
+        metric: float(sample[metric])
+        for metric in sample["metrics"]
+        if isinstance(sample[metric], bool | int | float)
+    }
+    # RULER names its score by the length, and gives −1 under the other lengths.
+    of_ruler = [value for metric, value in numbers.items() if metric.isdecimal() and value != -1]
+    if of_ruler:
+        return {"": of_ruler[0]}
+    prefix = "" if sample["filter"] == "none" else f"{sample['filter']}, "
+    return {f"{prefix}{metric}": value for metric, value in numbers.items()}

@@ -1,0 +1,188 @@
+"""Relate cells to the state that they can track, and to the pairs that they can recall.
+
+    python scripts/study_expressivity.py tracking
+    python scripts/study_expressivity.py recall
+
+Small models (`configs/train/expressivity.yaml`) of every cell learn each task on short sequences,
+continue on longer ones, and are tested on sequences that training never drew. The first seed
+chooses the learning rate by the token accuracy at the training length; the other seeds use it.
+
+`tracking`: parity, sums modulo 5 and products of permutations, tested beyond the training length.
+A length is solved if more than 95 % of the tokens are right. CLAIMS has the cells that papers say
+solve a task at any length. Such a cell confirms it if all seeds solve the longest sequences, and
+contradicts it if all seeds solve the training length and none the longest. Any other cell confirms
+its inability if no seed solves the longest sequences although another cell does, and contradicts it
+if all seeds do. The rest is inconclusive.
+`recall`: multi-query recall and phone books by the size of the state, which the claim says helps.
+Finished runs are skipped.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from itertools import product
+from typing import Any, NamedTuple
+
+import studies
+
+from longrnn import TASKS, load
+from longrnn.errors import UserError
+from longrnn.intervals import mean
+from longrnn.state import nbytes
+from longrnn.units import format_length, parse_lengths
+
+DELTA = {"n_heads": 2, "key_dim": 16, "value_dim": 32}
+CELLS: dict[str, dict[str, Any]] = {
+    "rnn": {"kind": "rnn"},
+    "gru": {"kind": "gru"},
+    "lstm": {"kind": "lstm"},
+    "mamba": {"kind": "mamba"},
+    "mamba2": {"kind": "mamba2", "d_state": 32, "head_dim": 32},
+    "mamba3": {"kind": "mamba3", "d_state": 32, "head_dim": 32},
+    "gated_deltanet": {"kind": "gated_deltanet", **DELTA},
+    "gated_deltanet (β to 2)": {"kind": "gated_deltanet", **DELTA, "negative_eigenvalues": True},
+    "kda": {"kind": "kda", **DELTA},
+}
+NONLINEAR = ("rnn", "gru", "lstm")
+TASKS_OF: dict[str, dict[str, dict[str, Any]]] = {
+    "tracking": {
+        "parity": {"kind": "parity"},
+        "modular_sum": {"kind": "modular_sum", "vocab_size": 5},
+        "S3": {"kind": "permutations", "vocab_size": 6},
+        "A5": {"kind": "permutations", "vocab_size": 60},
+    },
+    "recall": {
+        "mqar": {"kind": "mqar", "vocab_size": 32, "n_pairs": 4},
+        "phonebook": {"kind": "phonebook", "vocab_size": 32},
+    },
+}
+# arXiv 2404.08819 (recurrent networks and diagonal cells), 2411.12537 (negative eigenvalues) and
+# 2603.15569 (Mamba-3).
+CLAIMS = {
+    "parity": {*NONLINEAR, "mamba3", "gated_deltanet (β to 2)"},
+    "modular_sum": {*NONLINEAR, "mamba3", "gated_deltanet (β to 2)"},
+    "S3": {*NONLINEAR, "gated_deltanet (β to 2)"},
+    "A5": {*NONLINEAR},
+}
+LENGTHS = {"tracking": (8, 40, [256]), "recall": (24, 48, [])}
+TESTED, SOLVED = 512, 0.95
+
+
+class Outcome(NamedTuple):
+    """What the seeds of one cell reach: token accuracies by length, at the best learning rate."""
+
+    rate: float
+    trained: list[float]
+    tested: list[float]
+    state: int
+
+
+def main() -> None:
+    parser = studies.options(__doc__, "runs/expressivity")
+    parser.add_argument("part", choices=LENGTHS)
+    parser.add_argument("--cell", nargs="+", choices=CELLS, default=[*CELLS])
+    parser.add_argument("--task", nargs="+", help="(default: all of the part)")
+    parser.add_argument("--sizes", type=parse_lengths, default=[4, 16, 64], help="of recall")
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--start-steps", type=int, default=2000, help="on short sequences")
+    parser.add_argument("--steps", type=int, default=1000, help="on long sequences")
+    parser.add_argument("--rows", type=int, default=32, help="per step")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--length", type=int, help="tested (default: 256; recall: as in training)")
+    args = parser.parse_args()
+    known = TASKS_OF[args.part]
+    if unknown := set(args.task or []) - known.keys():
+        raise UserError(f"{args.part} has no task {min(unknown)!r}: use {', '.join(known)}")
+    args.tasks = {name: known[name] for name in args.task or known}
+    args.output /= args.part
+    (tracking if args.part == "tracking" else recall)(args)
+
+
+def outcome(args: Namespace, name: str, task: dict[str, Any], mixer: dict[str, Any]) -> Outcome:
+    """Trains the seeds of one cell on a task, and tests them."""
+    start, length, further = LENGTHS[args.part]
+    lengths = [length, *([args.length] if args.length else further)]
+    held_out = [TASKS.build(task).held_out(TESTED, length=tested) for tested in lengths]
+
+    def reached(rate: float, seed: int) -> list[float]:
+        folder = args.output / f"{name}-{args.layers}-rate{rate:g}-seed{seed}"
+        common = {"task": task, "learning_rate": rate, "seed": seed}
+        common["per_device_train_batch_size"] = args.rows
+        first, last = (
+            {**common, "length.max": of, "max_steps": steps, "save_steps": steps}
+            for of, steps in ((start, args.start_steps), (length, args.steps))
+        )
+        first |= {"model.mixer": mixer, "model.n_layers": args.layers}
+        base = studies.train("expressivity", folder / "short", first)
+        model = load(studies.train({}, folder / "long", last | {"init_from": str(base)}))
+        shares = [studies.right(model, batch.tokens, batch.targets) for batch in held_out]
+        return [float(share.double().mean()) for share in shares]
+
+    of_rates = {rate: reached(rate, 0) for rate in args.rates}
+    best = max(args.rates, key=lambda rate: of_rates[rate][0])
+    values = [of_rates[best], *(reached(best, seed) for seed in range(1, args.seeds))]
+    model = load(args.output / f"{name}-{args.layers}-rate{best:g}-seed0" / "long")
+    state = nbytes(model.init_state(1).layers) // 4
+    return Outcome(best, [v[0] for v in values], [v[-1] for v in values], state)
+
+
+def tracking(args: Namespace) -> None:
+    rows, verdicts = [], []
+    for name, task in args.tasks.items():
+        found = {cell: outcome(args, f"{name}-{cell}", task, CELLS[cell]) for cell in args.cell}
+        is_learned = any(min(of.tested) > SOLVED for of in found.values())
+        for cell, of in found.items():
+            claimed = cell in CLAIMS[name]
+            judged = verdict(of, claimed, is_learned)
+            verdicts.append(judged)
+            said = "solves it" if claimed else "does not"
+            rows.append([name, cell, f"{of.rate:g}", *shares(of.trained, of.tested), said, judged])
+    last = args.length or LENGTHS["tracking"][2][0]
+    studies.record(
+        args.output,
+        "State tracking",
+        studies.table(["task", "cell", "rate", "at 40", f"at {last}", "papers", "verdict"], rows),
+        "**Verdict.** "
+        + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        + ". The columns of lengths have the token accuracies of all seeds.",
+    )
+
+
+def shares(*of_lengths: list[float]) -> list[str]:
+    return [", ".join(f"{value:.3f}" for value in values) for values in of_lengths]
+
+
+def verdict(of: Outcome, claimed: bool, is_learned: bool) -> str:
+    """Returns what the seeds of a cell say about the claim that it solves a task, or does not."""
+    solved = [value > SOLVED for value in of.tested]
+    if claimed:
+        fails = not any(solved) and min(of.trained) > SOLVED
+        return "confirmed" if all(solved) else "contradicted" if fails else "inconclusive"
+    lacks = not any(solved) and is_learned
+    return "contradicted" if all(solved) else "confirmed" if lacks else "inconclusive"
+
+
+def recall(args: Namespace) -> None:
+    option = {"gated_deltanet": "key_dim", "kda": "key_dim"}
+    rows, verdicts = [], []
+    for (name, task), cell in product(args.tasks.items(), args.cell):
+        first: Outcome | None = None
+        for size in args.sizes if cell not in NONLINEAR else args.sizes[:1]:
+            kind = CELLS[cell]["kind"]
+            sized = {} if cell in NONLINEAR else {option.get(kind, "d_state"): size}
+            of = outcome(args, f"{name}-{cell}-{size}", task, CELLS[cell] | sized)
+            first = first or of
+            gain = studies.differences(of.trained, first.trained) if of is not first else "–"
+            judged = studies.verdict(gain) if of is not first else "–"
+            state = format_length(of.state)
+            rows.append([name, cell, state, f"{of.rate:g}", mean(of.trained), gain, judged])
+            verdicts += [judged] * (of is not first)
+    head = ["task", "cell", "numbers of state", "rate", "accuracy", "minus smallest", "verdict"]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+    said = f"**Verdict.** Of the larger states, compared with the smallest: {counts}."
+    studies.record(args.output, "Recall by load", studies.table(head, rows), said)
+
+
+if __name__ == "__main__":
+    studies.run(main)

@@ -1,0 +1,137 @@
+"""lm-eval tasks by length, in a table with intervals, from local data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+
+from longrnn.evaluation.options import HarnessOptions
+from longrnn.evaluation.run import run
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.mitigations import mitigation
+from tests.cli.conftest import CLI
+from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
+from tests.evaluation.harness.test_long_context import babilong
+from tests.evaluation.small_models import cells
+
+RULER = Path(lm_eval.__file__).parent / "tasks/ruler"
+NIAH = ["--gen_kwargs", "max_gen_toks=4", "--limit", "2"]
+
+
+def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
+    setting: Setting, tmp_path: Path
+) -> None:
+    """Every metric of a document is a sample; the second model is compared on the same ones."""
+    tokenizer = load_tokenizer(setting.checkpoint)
+    forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
+    models = [
+        OpenCheckpoint("plain", setting.model, tokenizer),
+        OpenCheckpoint("forgets", forgetting, tokenizer),
+    ]
+    names = ["tiny_choice", "tiny_generate"]
+    options = HarnessOptions(tasks=names, include_path=str(setting.tasks), batch_size=2)
+    outcome = run(models, [options.evaluation()], tmp_path, quiet=True)[0]
+    theirs = hf_model(str(setting.checkpoint), device="cpu", max_length=100_000, batch_size=1)
+    expected = evaluate(theirs, setting.tasks, *names)["results"]
+    found = cells(outcome)
+    for task, metric in [(names[0], "acc"), (names[0], "acc_norm"), (names[1], "exact_match")]:
+        cell = found[f"{task}, {metric}", None, "plain"]
+        assert cell.estimate.mean == pytest.approx(expected[task][f"{metric},none"])
+        assert cell.estimate.n == 5
+        other = found[f"{task}, {metric}", None, "forgets"]
+        difference = other.estimate.mean - cell.estimate.mean
+        assert other.difference.mean == pytest.approx(difference)
+
+
+def test_lengths_from_the_command_line(
+    cli: CLI,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    """Tasks that lm-eval cannot make, and lengths beyond the model, have reasons beside scores."""
+    pytest.importorskip("wonderwords")
+    tasks = "niah_single_1,ruler_vt,ruler_cwe"
+    command = ["eval", "harness", checkpoint, "--tasks", tasks, *NIAH, "--output", tmp_path / "out"]
+    first = cli(*command, "--lengths", "1k")
+    assert first.code == 0, first.err
+    whole = cli(*command, "--lengths", "1k,9k")
+    assert whole.code == 0, whole.err
+    rows = (tmp_path / "out/rows.jsonl").read_text().splitlines()
+    assert sum("niah_single_1" in row for row in rows) == 2  # not measured again
+    assert not any("ruler" in row for row in rows)
+    written = json.loads((tmp_path / "out/cells.json").read_text())["cells"]
+    reasons = {(cell["metric"], cell["at"]): cell["reason"] or "" for cell in written}
+    assert reasons["niah_single_1", 1024] == ""
+    assert "8,192" in reasons["niah_single_1", 9216]
+    assert "no prompt fits" in reasons["ruler_vt", 1024]
+    assert "ZeroDivisionError" in reasons["ruler_cwe", 1024]
+    refused = cli(*command, "--lengths", "1k", "--use_cache", "x")
+    assert refused.code == 2
+    assert "--use_cache cannot be combined with --lengths" in refused.err
+
+
+@pytest.mark.slow
+def test_documents_and_answers_of_ruler_are_those_of_lm_eval(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The first documents of a length are the ones that lm-eval makes when it makes 500."""
+    pytest.importorskip("wonderwords")
+    more = {"max_gen_toks": 8}
+    options = HarnessOptions(tasks=["niah_single_1"], lengths=[1024], n=2, gen_kwargs=more)
+    model = open_checkpoint(str(checkpoint))
+    outcome = run([model], [options.evaluation()], tmp_path, quiet=True)[0]
+    theirs = evaluate(
+        hf_model(str(checkpoint), device="cpu", batch_size=1), RULER, "niah_single_1",
+        metadata={"max_seq_lengths": [1024], "tokenizer": str(checkpoint)}, limit=2,
+        gen_kwargs="max_gen_toks=8",
+    )["samples"]["niah_single_1"]  # fmt: skip
+    for (item, result), sample in zip(outcome.results[model.name], theirs, strict=True):
+        assert item.spec.task.eval_docs[item.spec.number] == sample["doc"]
+        assert result["said"] == sample["filtered_resps"][0]
+
+
+def squad(folder: Path) -> None:
+    """Write a file as that of SQuAD: two paragraphs with two questions."""
+    paragraphs = [
+        {
+            "context": f"The {name} is {colour}. It was always so.",
+            "qas": [
+                {
+                    "question": f"Which colour has the {name}?",
+                    "answers": [{"text": colour}],
+                    "is_impossible": False,
+                }
+            ],
+        }
+        for name, colour in (("sun", "yellow"), ("sea", "blue"))
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"data": [{"paragraphs": paragraphs}]})
+    (folder / "dev-v2.0.json").write_text(content)
+
+
+def test_data_of_a_folder(
+    cli: CLI,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    """Data sets of the Hub and files of the web are read from `--data`; a missing one is named."""
+    data = tmp_path / "data"
+    command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
+    tasks = ["--tasks", "babilong_qa1,ruler_qa_squad"]
+    for path, make in (("babilong-1k-samples", babilong), ("dev-v2.0.json", squad)):
+        refused = cli(*command, *tasks, "--output", tmp_path / "out")
+        assert refused.code == 2
+        assert path in refused.err
+        assert "https://" in refused.err
+        make(data / "RMT-team/babilong-1k-samples" if make is babilong else data)
+    done = cli(*command, *tasks, "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+    written: list[dict[str, Any]] = json.loads((tmp_path / "out/cells.json").read_text())["cells"]
+    assert {cell["metric"] for cell in written} == {"babilong_qa1, acc", "ruler_qa_squad"}
+    assert all(cell["at"] == 1024 and cell["estimate"]["n"] == 2 for cell in written)
