@@ -175,7 +175,7 @@ def test_suites(tmp_path: Path) -> None:
     assert passkey.options.seed == 3
     (passkey,) = suite(tmp_path, "seed: 5\nevaluations: [{kind: passkey}]")
     assert passkey.options.seed == 5
-    for name in ("quick", "long", "needles", "books"):
+    for name in ("quick", "long", "needles", "books", "ruler"):
         assert read_suite(name)
     with pytest.raises(UserError, match="quick"):
         read_suite("qick")

@@ -105,14 +105,12 @@ class HarnessTasks(Evaluation[HarnessOptions]):
     def _load(self, manager: Any, name: str) -> dict[str, Any]:
         """Return lm-eval's tasks of a name, which has several if it is that of a group."""
         options = self.options
-        is_ruler = name.startswith(("niah_", "ruler"))
         with ExitStack() as stack:
             stack.enter_context(explained())
             stack.enter_context(own_tokenizers())
             stack.enter_context(read_from(options.data))
             stack.enter_context(redirect_stdout(io.StringIO()))
-            if is_ruler:
-                stack.enter_context(first_samples(options.n or DOCUMENTS))
+            stack.enter_context(first_samples(name, options.n or DOCUMENTS))
             tasks = manager.load([name])["tasks"]
             for task in tasks.values():
                 if options.num_fewshot is not None:

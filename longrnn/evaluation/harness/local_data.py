@@ -31,7 +31,14 @@ import requests
 
 from longrnn.errors import UserError
 
-RULER_MODULES = ("prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
+# Modules of RULER that make prompts, and the tasks that they make them for.
+RULER_MODULES = {
+    "prepare_niah": "niah_*",
+    "vt_utils": "ruler_vt",
+    "cwe_utils": "ruler_cwe",
+    "fwe_utils": "ruler_fwe",
+    "qa_utils": "ruler_qa_*",
+}
 MOST_ATTEMPTS = 20_000
 HUB = "https://huggingface.co/datasets/"
 
@@ -146,8 +153,8 @@ class SampleLimit:
 
 
 @contextmanager
-def first_samples(count: int) -> Iterator[None]:
-    """Make only the first samples of RULER's tasks, from the seeds of lm-eval.
+def first_samples(task: str, count: int) -> Iterator[None]:
+    """Make only the first samples of a task of RULER, from the seeds of lm-eval.
 
     Raises:
         ValueError: no prompt fits into the length.
@@ -155,7 +162,9 @@ def first_samples(count: int) -> Iterator[None]:
     limit = SampleLimit(count)
     before = signal.signal(signal.SIGALRM, _refuse_to_go_on)
     with ExitStack() as stack:
-        for name in RULER_MODULES:
+        for name, tasks in RULER_MODULES.items():
+            if task != "ruler" and not fnmatch(task, tasks):
+                continue
             module: Any = import_module(f"lm_eval.tasks.ruler.{name}")
             # So that lm-eval does not load another copy of the module.
             module.__mtime__ = Path(module.__file__).stat().st_mtime_ns

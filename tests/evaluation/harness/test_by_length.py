@@ -48,6 +48,7 @@ def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
         assert other.difference.mean == pytest.approx(difference)
 
 
+@pytest.mark.slow
 def test_lengths_from_the_command_line(
     cli: CLI,
     checkpoint: Path,
@@ -110,8 +111,8 @@ def squad(folder: Path) -> None:
         }
         for name, colour in (("sun", "yellow"), ("sea", "blue"))
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"data": [{"paragraphs": paragraphs}]})
+    folder.mkdir()
     (folder / "dev-v2.0.json").write_text(content)
 
 
@@ -124,12 +125,13 @@ def test_data_of_a_folder(
     data = tmp_path / "data"
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
     tasks = ["--tasks", "babilong_qa1,ruler_qa_squad"]
-    for path, make in (("babilong-1k-samples", babilong), ("dev-v2.0.json", squad)):
+    places = {"dev-v2.0.json": data, "babilong-1k-samples": data / "RMT-team/babilong-1k-samples"}
+    for path, make in (("dev-v2.0.json", squad), ("babilong-1k-samples", babilong)):
         refused = cli(*command, *tasks, "--output", tmp_path / "out")
         assert refused.code == 2
         assert path in refused.err
         assert "https://" in refused.err
-        make(data / "RMT-team/babilong-1k-samples" if make is babilong else data)
+        make(places[path])
     done = cli(*command, *tasks, "--output", tmp_path / "out")
     assert done.code == 0, done.err
     written: list[dict[str, Any]] = json.loads((tmp_path / "out/cells.json").read_text())["cells"]
