@@ -13,8 +13,8 @@ solve a task at any length. Such a cell confirms it if all seeds solve the longe
 contradicts it if all seeds solve the training length and none the longest. Any other cell confirms
 its inability if no seed solves the longest sequences although another cell does, and contradicts it
 if all seeds do. The rest is inconclusive.
-`recall`: multi-query recall and phone books by the size of the state, which the claim says helps.
-Finished runs are skipped.
+`recall`: multi-query recall and phone books by the size of the state, if the cell has a matrix as
+its state. Finished runs are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longrnn import TASKS, load
 from longrnn.errors import UserError
 from longrnn.intervals import mean
 from longrnn.state import nbytes
-from longrnn.units import format_length, parse_lengths
+from longrnn.units import parse_lengths
 
 DELTA = {"n_heads": 2, "key_dim": 16, "value_dim": 32}
 CELLS: dict[str, dict[str, Any]] = {
@@ -164,20 +164,22 @@ def verdict(of: Outcome, claimed: bool, is_learned: bool) -> str:
 
 
 def recall(args: Namespace) -> None:
-    option = {"gated_deltanet": "key_dim", "kda": "key_dim"}
     rows, verdicts = [], []
-    for (name, task), cell in product(args.tasks.items(), args.cell):
-        first: Outcome | None = None
-        for size in args.sizes if cell not in NONLINEAR else args.sizes[:1]:
-            kind = CELLS[cell]["kind"]
-            sized = {} if cell in NONLINEAR else {option.get(kind, "d_state"): size}
-            of = outcome(args, f"{name}-{cell}-{size}", task, CELLS[cell] | sized)
-            first = first or of
-            gain = studies.differences(of.trained, first.trained) if of is not first else "–"
-            judged = studies.verdict(gain) if of is not first else "–"
-            state = format_length(of.state)
-            rows.append([name, cell, state, f"{of.rate:g}", mean(of.trained), gain, judged])
-            verdicts += [judged] * (of is not first)
+    matrix = [cell for cell in args.cell if cell not in NONLINEAR]
+    for (name, task), cell in product(args.tasks.items(), matrix):
+        option = "key_dim" if "key_dim" in CELLS[cell] else "d_state"
+        found = {
+            size: outcome(args, f"{name}-{cell}-{size}", task, {**CELLS[cell], option: size})
+            for size in args.sizes
+        }
+        smallest = found[args.sizes[0]]
+        for of in found.values():
+            gain = studies.differences(of.trained, smallest.trained)
+            judged = "smallest" if of is smallest else studies.verdict(gain)
+            verdicts += [judged] * (of is not smallest)
+            rows.append(
+                [name, cell, f"{of.state:,}", f"{of.rate:g}", mean(of.trained), gain, judged]
+            )
     head = ["task", "cell", "numbers of state", "rate", "accuracy", "minus smallest", "verdict"]
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
     said = f"**Verdict.** Of the larger states, compared with the smallest: {counts}."
