@@ -82,15 +82,15 @@ def pack(struct: str, dtype: torch.dtype | None, **arguments: Any) -> bytes:
     """A struct of `signatures.STRUCTS` in memory; see `call`."""
     layout, fields = _layout(struct, dtype)
     values: list[Any] = []
-    for kind, name in fields:
-        value = arguments[name]
+    for kind, name, is_optional in fields:
+        value = arguments.get(name) if is_optional else arguments[name]
         if kind == "mixed":
             narrow = value is not None and value.dtype == torch.bfloat16
             values += (0 if value is None else value.data_ptr(), narrow)
         elif kind in POINTERS:
             values.append(0 if value is None else value.data_ptr())
         else:
-            values.append(value)
+            values.append(0 if value is None else value)
     return layout.pack(*values)
 
 
@@ -116,21 +116,21 @@ def _function(kernel: str, dtype: torch.dtype | None) -> Callable[[bytes], int]:
 
 
 @cache
-def _layout(struct: str, dtype: torch.dtype | None) -> tuple[Struct, list[tuple[str, str]]]:
+def _layout(struct: str, dtype: torch.dtype | None) -> tuple[Struct, list[tuple[str, str, bool]]]:
     fields = list(_flat(struct))
     letters = {"long": "l", "double": "d", "mixed": "Pl"}
     letters |= dict.fromkeys(POINTERS, "P")
     letters["real"] = "f" if dtype is None else REALS[dtype]
-    return Struct("@" + "".join(letters[kind] for kind, _ in fields)), fields
+    return Struct("@" + "".join(letters[kind] for kind, *_ in fields)), fields
 
 
-def _flat(struct: str) -> Iterator[tuple[str, str]]:
-    """The fields of a struct, with those of a struct in it in their place."""
+def _flat(struct: str) -> Iterator[tuple[str, str, bool]]:
+    """(kind, name, whether it may be left out) of the fields, also of a struct inside a struct."""
     for kind, name in signatures.fields(struct):
         if kind in signatures.STRUCTS:
             yield from _flat(kind)
         else:
-            yield kind, name
+            yield kind, name.rstrip("?"), name.endswith("?")
 
 
 def _loaded() -> ctypes.CDLL | None:

@@ -15,18 +15,19 @@ MAX_TAPS = 16
 
 # name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
 # `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to any;
-# `mixed`, a pointer to T or to bfloat16, and which of the two; the name of another struct.
+# `mixed`, a pointer to T or to bfloat16, and which of the two; the name of another struct. A field
+# with a question mark may be left out, and is then 0 or a null pointer.
 STRUCTS = {
     "Scan": """
         long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
-        in state; out y; long y_token; out final_state kept; long segment
+        in state; out y?; long y_token; out final_state? kept?; long segment
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
         out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
     """,
     "Limited": "Scan of; doubles limit; double unlimited",
-    "Channels": "long b t h g n; in x gain step rate log_keep B C state; out y final_state",
+    "Channels": "long b t h g n; in x gain step rate log_keep B C state; out y? final_state?",
     "ChannelsGradient": """
         Channels of; in grad_y grad_final;
         out grad_x grad_gain grad_step grad_rate grad_B grad_C grad_state
@@ -36,11 +37,11 @@ STRUCTS = {
         long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
     """,
     "CellCall": """
-        long b t h p g n k; real norm_eps dt_least dt_largest; in state; out state_after;
-        mixed projected conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after y;
-        out scanned kept; long segment; doubles edit
+        long b? t h p g n k; real norm_eps dt_least dt_largest; in state?; out state_after?;
+        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after y?;
+        out scanned? kept?; long segment; doubles edit?
     """,
-    "Window": "long count groups length capacity; data heads; mixed x B; out gain log_decay",
+    "Window": "long count groups length? capacity?; data heads; mixed x B; out gain? log_decay?",
     "CellGradient": """
         long b t h p g n k; real norm_eps dt_least dt_largest;
         in projected conv_weight conv_bias dt_bias A_log D norm_weight conv state;
@@ -93,7 +94,7 @@ C_TYPES = {
 
 
 def fields(name: str) -> list[tuple[str, str]]:
-    """The (kind, name) of each field of a struct, in order."""
+    """The (kind, name) of each field of a struct, in order; a name may end in a question mark."""
     pairs = []
     for group in STRUCTS[name].split(";"):
         kind, *names = group.split()
@@ -115,7 +116,7 @@ def header() -> str:
     for name in STRUCTS:
         lines += ["template <class T>"] if is_typed(name) else []
         members = [
-            f"  {C_TYPES[kind] if kind in C_TYPES else kind + '<T>'} {field};"
+            f"  {C_TYPES[kind] if kind in C_TYPES else kind + '<T>'} {field.rstrip('?')};"
             for kind, field in fields(name)
         ]
         lines += [f"struct {name} {{", *members, "};", ""]

@@ -165,13 +165,12 @@ def pack_layers(layers: Sequence[Layer]) -> PackedLayers | None:
 
 
 def _packed(layer: Layer) -> bytes:
-    """The `Layer` of `signatures`. What differs between calls is 0 and set by the kernel."""
+    """The `Layer` of `signatures`. What differs between calls is left out and set by the kernel."""
     weights, (h, p, n) = layer.weights, layer.state.ssm.shape
     narrow = torch.empty(0, dtype=layer.state.conv.dtype)  # for its dtype
     return pack(
         "Layer",
         torch.float32,
-        b=0,
         t=1,
         h=h,
         p=p,
@@ -184,23 +183,13 @@ def _packed(layer: Layer) -> bytes:
         **weights.tensors(),
         conv=narrow,
         conv_after=narrow,
-        state=None,
-        state_after=None,
-        projected=None,
-        y=None,
-        scanned=None,
-        kept=None,
         segment=SEGMENT,
         edit=layer.edit,
         count=0 if layer.window is None else len(layer.heads),
         groups=layer.window_groups,
-        length=0,
-        capacity=0,
         heads=layer.heads,
         x=narrow,
         B=narrow,
-        gain=None,
-        log_decay=None,
         d=len(layer.norm),
         eps=layer.eps,
         norm=layer.norm,

@@ -76,7 +76,6 @@ def _layer(
         y=written_y,
         scanned=scanned,
         kept=kept,
-        edit=None,
     )
     for result, written in ((after.conv, written_conv), (y, written_y)):
         if written is not result:

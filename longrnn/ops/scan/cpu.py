@@ -80,7 +80,7 @@ def untracked(inputs: ScanInputs, state: Tensor | None, kernel: str) -> tuple[Te
     given, before = readable(inputs, state, state.dtype)
     y, after = given.x.new_empty(given.x.shape), state.clone(memory_format=torch.contiguous_format)
     fields = scan_fields(given, before)
-    call(kernel, state.dtype, **fields, y=y, final_state=after, kept=None)
+    call(kernel, state.dtype, **fields, y=y, final_state=after)
     return y, after
 
 
@@ -162,8 +162,6 @@ class _Scan(torch.autograd.Function):
             dtype,
             **scan_fields(inputs, before),
             **{f"grad_{name}": grad for name, grad in grads.items()},
-            y=None,
-            final_state=None,
             kept=kept,
             adds_x=0,
             grad_x_row=x_row,
@@ -198,7 +196,6 @@ def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tens
             **scan_fields(given, before),
             y=y,
             final_state=final,
-            kept=None,
             unlimited=UNLIMITED,
             limit=limit.contiguous(),
         )

@@ -81,8 +81,6 @@ class _Selective(torch.autograd.Function):
             "channels_gradient",
             state.dtype,
             **fields,
-            y=None,
-            final_state=None,
             grad_y=grad_y.to(state.dtype).contiguous(),
             grad_final=None if grad_final is None else grad_final.contiguous(),
             **{f"grad_{name}": grad for name, grad in grads.items() if name != "log_keep"},
