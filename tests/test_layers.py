@@ -37,7 +37,7 @@ HOMES = {
     "transformers": ("longrnn.hf",),
     "accelerate": ("longrnn.training",),
     "peft": ("longrnn.hf.lora",),
-    "datasets": ("longrnn.data.sources",),
+    "datasets": ("longrnn.data.sources", "longrnn.evaluation.harness.local_data"),
     "mamba_ssm": ("longrnn.ops",),
     "fla": ("longrnn.ops",),
     "lm_eval": ("longrnn.evaluation.harness",),
