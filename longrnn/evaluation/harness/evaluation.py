@@ -31,10 +31,10 @@ from longrnn.results import Result
 from longrnn.units import format_length
 
 # Documents of a task that sets no other number.
-DOCUMENTS = 500
+MOST_DOCUMENTS = 500
 
 
-class Document(NamedTuple):
+class TaskDocument(NamedTuple):
     """A document of a task; `length` is None if the task has no lengths."""
 
     task: Any
@@ -110,7 +110,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             stack.enter_context(own_tokenizers())
             stack.enter_context(read_from(options.data))
             stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(first_samples(name, options.n or DOCUMENTS))
+            stack.enter_context(first_samples(name, options.n or MOST_DOCUMENTS))
             tasks = manager.load([name])["tasks"]
             for task in tasks.values():
                 if options.num_fewshot is not None:
@@ -130,7 +130,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             text = config + json.dumps(document, sort_keys=True, default=str)
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             key = {"task": name, "length": length, "document": digest}
-            items.append(Item(key, Document(task, name, length, number), (name, length)))
+            items.append(Item(key, TaskDocument(task, name, length, number), (name, length)))
         return items
 
     def measure(
