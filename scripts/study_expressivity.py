@@ -137,7 +137,7 @@ def tracking(args: Namespace) -> None:
             judged = verdict(of, claimed, is_learned)
             verdicts.append(judged)
             said = "solves it" if claimed else "does not"
-            rows.append([name, cell, f"{of.rate:g}", *shares(of.trained, of.tested), said, judged])
+            rows.append([name, cell, f"{of.rate:g}", mean(of.trained), mean(of.tested), said, judged])
     last = args.length or LENGTHS["tracking"][2][0]
     studies.record(
         args.output,
@@ -145,12 +145,8 @@ def tracking(args: Namespace) -> None:
         studies.table(["task", "cell", "rate", "at 40", f"at {last}", "papers", "verdict"], rows),
         "**Verdict.** "
         + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        + ". The columns of lengths have the token accuracies of all seeds.",
+        + ". Token accuracies are means over seeds.",
     )
-
-
-def shares(*of_lengths: list[float]) -> list[str]:
-    return [", ".join(f"{value:.3f}" for value in values) for values in of_lengths]
 
 
 def verdict(of: Outcome, claimed: bool, is_learned: bool) -> str:

@@ -30,8 +30,8 @@ from longrnn.reporting.tables import Column
 from longrnn.results import Result
 from longrnn.units import format_length
 
-# Documents of a task that sets no other number.
-MOST_DOCUMENTS = 500
+# Samples that RULER makes of each length.
+RULER_SAMPLES = 500
 
 
 class TaskDocument(NamedTuple):
@@ -110,7 +110,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             stack.enter_context(own_tokenizers())
             stack.enter_context(read_from(options.data))
             stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(first_samples(name, options.n or MOST_DOCUMENTS))
+            stack.enter_context(first_samples(name, options.n or RULER_SAMPLES))
             tasks = manager.load([name])["tasks"]
             for task in tasks.values():
                 if options.num_fewshot is not None:
