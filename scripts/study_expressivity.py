@@ -137,7 +137,9 @@ def tracking(args: Namespace) -> None:
             judged = verdict(of, claimed, is_learned)
             verdicts.append(judged)
             said = "solves it" if claimed else "does not"
-            rows.append([name, cell, f"{of.rate:g}", mean(of.trained), mean(of.tested), said, judged])
+            rows.append(
+                [name, cell, f"{of.rate:g}", mean(of.trained), mean(of.tested), said, judged]
+            )
     last = args.length or LENGTHS["tracking"][2][0]
     studies.record(
         args.output,
