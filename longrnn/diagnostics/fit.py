@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.cells import Cell, Edit, ScanningCell
+from longrnn.cells import Cell, Edit, ScanningCell, merge
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
 from longrnn.diagnostics.job import Job, Members
@@ -68,21 +68,15 @@ def fit_time_scales(
         raise UserError("fit needs gradients, which this model does not have: use scale_decay")
     device = model.init_state(1).position.device
     additions = [_additions(cell, device) for cell in model.cells]
-    rates = [rate for rate, _ in additions if rate is not None]
-    biases = [bias for _, bias in additions if bias is not None]
-    groups = [(rates, learning_rate), (biases, learning_rate / 2)]
-    optimizer = torch.optim.Adam(
-        [{"params": params, "lr": rate, "scale": rate} for params, rate in groups if params],
-        betas=(0.9, 0.95),
-    )
-    length = max(job.train_length, math.ceil(job.target_length / steps))
+    optimizer = _optimizer(additions, learning_rate)
     trained = model.under(None)
     edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
     vars(trained).update(_edits=edits)
     objective, context = Objective(trained), Context(trained.init_state, 0, 0, 1, lambda x: x)
     starts = [Carry(context), Carry(context)]
+    length = max(job.train_length, math.ceil(job.target_length / steps))
     text = _stretches(job, rows)
-    with _frozen(model), _keyed_task(job, keys, length, steps) as task:
+    with torch.enable_grad(), _frozen(model), _keyed_task(job, keys, length, steps) as task:
         for step in range(steps):
             batches = [_text_batch(text, step, length, job.target_length)]
             if task is not None:
@@ -99,14 +93,31 @@ def fit_time_scales(
                 raise UserError(
                     f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
                 )
-            torch.nn.utils.clip_grad_norm_([*rates, *biases], 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = group["scale"] * _schedule(step, steps)
-            optimizer.step()
-            optimizer.zero_grad()
+            _take_step(optimizer, _schedule(step, steps))
             tokens = sum(batch.tokens.numel() for batch in batches)
             progress.advance(1, tokens, f"loss {total:.3f}")
     return [{"kind": "time_scales", **_options(additions)}]
+
+
+def _optimizer(additions: Additions, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam, with half of the learning rate for biases; a group's `scale` is its largest one."""
+    rates = [rate for rate, _ in additions if rate is not None]
+    biases = [bias for _, bias in additions if bias is not None]
+    groups = [(rates, learning_rate), (biases, learning_rate / 2)]
+    return torch.optim.Adam(
+        [{"params": params, "lr": rate, "scale": rate} for params, rate in groups if params],
+        betas=(0.9, 0.95),
+    )
+
+
+def _take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """A step with clipped gradients, at this factor of the learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["scale"] * factor
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _additions(cell: Cell, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -125,8 +136,6 @@ def _additions(cell: Cell, device: torch.device) -> tuple[Tensor | None, Tensor 
 
 def _merged(edit: Edit | None, rate: Tensor | None, bias: Tensor | None) -> Edit:
     """The edit of a layer with additions that have gradients, beside those that it has."""
-    from longrnn.cells import merge
-
     given = Edit(rate=rate, bias=bias)
     return given if edit is None else merge([edit, given])
 
