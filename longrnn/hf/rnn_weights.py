@@ -144,19 +144,14 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file or folder by name."""
-    ending = "" if path.is_dir() else path.suffix or "none"
-    if ending not in READERS or not path.exists():
-        raise UserError(
-            f"{path} is not a file of weights: give a folder with manifest.json, or an existing "
-            f"file that ends in {', '.join(filter(None, READERS))}"
-        )
     try:
-        tensors = READERS[ending](path)
+        tensors = READERS["" if path.is_dir() else path.suffix or "none"](path)
     except UserError:
         raise
-    except Exception as error:  # of the libraries that read files
+    except Exception as error:  # of the libraries that read files, or of an unknown ending
         raise UserError(
-            f"{path} cannot be read ({one_line(error)}): copy it again; write a pickle of a whole "
+            f"{path} cannot be read ({one_line(error)}): give a folder with manifest.json or a "
+            f"file that ends in {', '.join(filter(None, READERS))}; write a pickle of a whole "
             "model again as torch.save(model.state_dict(), …)"
         ) from error
     if not tensors or not all(map(torch.is_tensor, tensors.values())):
@@ -250,8 +245,6 @@ def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
 def _matrix(tensors: dict[str, Tensor], name: str, names: WeightNames) -> Tensor:
     """Remove a matrix and return it with one row per output."""
     matrix = _take(tensors, name)
-    if matrix.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)} and is not a matrix")
     return matrix.T if names.transposed else matrix
 
 

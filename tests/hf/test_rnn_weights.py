@@ -139,10 +139,6 @@ def keras_gru(x: Any, h: Any, c: Any, w: Arrays, layer: str) -> tuple[Any, Any]:
     return z * h + (1 - z) * np.tanh(x_h + sigmoid(x_r + h_r) * h_h), c
 
 
-def keras_rnn(x: Any, h: Any, c: Any, w: Arrays, layer: str) -> tuple[Any, Any]:
-    return np.tanh(x @ w[f"{layer}/kernel"] + h @ w[f"{layer}/recurrent"] + w[f"{layer}/bias"]), c
-
-
 KERAS: dict[str, Any] = {
     "input": "{layer}/kernel",
     "recurrent": "{layer}/recurrent",
@@ -176,7 +172,6 @@ def tensorflow_weights(gates: int, biases: tuple[int, ...], both: bool) -> Array
         (basic_lstm, BASIC, 4, ()),
         (keras_lstm, KERAS | {"mixer": {"kind": "lstm"}, "gates": [*"ifgo"]}, 4, ()),
         (keras_gru, GRU, 3, (2,)),
-        (keras_rnn, KERAS | {"mixer": {"kind": "rnn"}}, 1, ()),
     ],
 )
 def test_weights_of_tensorflow_give_the_logits_of_its_equations(
