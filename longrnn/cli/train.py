@@ -161,6 +161,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     from longrnn.cli.evaluate import measure_and_show
     from longrnn.data import TASKS
     from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
+    from longrnn.hf.names import WINDOW
     from longrnn.hf.opened import open_checkpoint
     from longrnn.processes import on_main
     from longrnn.training.models import tokenizer_of
@@ -170,8 +171,12 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     held_out = TASKS.build(cast(Any, config.validation), tokenizer)
     how = {"length": config.length.max, "longest": longest}
     evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
-    sources = {"before": str(config.init_from), "after": config.output_dir}
-    models = [open_checkpoint(path, name=name, device=device) for name, path in sources.items()]
+    after = open_checkpoint(config.output_dir, name="after", device=device)
+    # Attention of a hybrid reads as many tokens before as after, so that training alone differs.
+    window = getattr(after.model, "attention_window", None)
+    same = None if window is None else f"{WINDOW}(window={window})"
+    before = open_checkpoint(str(config.init_from), same, name="before", device=device)
+    models = [before, after]
     measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)
 
 

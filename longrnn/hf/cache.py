@@ -53,8 +53,8 @@ class LayerCache(NamedTuple):
     cell: PyTree = ()
 
 
-def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[LayerCache, ...]:
-    """Returns the tensors of each layer of a cache, whose class is `kind`.
+def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
+    """Returns the tensors of each layer of a cache.
 
     Raises:
         ValueError: there is no cache, or it is of an unknown kind; the message says why.
@@ -64,7 +64,7 @@ def keep_cache(cache: Any, kind: type[DynamicCache] = DynamicCache) -> tuple[Lay
     # A decoder that supports cross-attention but is used without an encoder.
     if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
         cache = cache.self_attention_cache
-    if type(cache) is not kind:
+    if type(cache) is not DynamicCache:
         raise ValueError(f"its cache is a {type(cache).__name__}")
     for layer in cache.layers:
         if type(layer) not in CONVERTED_LAYERS:

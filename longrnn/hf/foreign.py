@@ -43,8 +43,13 @@ PIECE_TOKENS = 1024
 CACHES = ("past_key_values", "cache_params")
 # Architectures known to continue a state with one token at a time only.
 ONE_TOKEN = ("falcon_mamba", "jamba", "mamba", "zamba")
+# The key of a configuration under which longrnn records the mitigation of training.
+MITIGATION_KEY = "longrnn_mitigation"
 # Keys of a configuration that do not affect what a model computes.
-VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+VOLATILE = (
+    *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"),
+    MITIGATION_KEY,
+)
 # Rotary scalings under which the rotation of a token depends on the length of the text.
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
@@ -61,7 +66,6 @@ class ForeignLM(LanguageModel):
         can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
         like: the state's layers for one row without its batch axis, on the meta device.
-        makes_cache: whether the model makes a cache where it is given none, and returns it.
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
@@ -70,7 +74,6 @@ class ForeignLM(LanguageModel):
 
     model: Any  # its attributes depend on the architecture
     like: PyTree = ()
-    makes_cache = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ class ForeignLM(LanguageModel):
         tokens = torch.arange(8, device=self.model.device).view(2, 4) % self.vocab_size
         try:
             _, layers = self.call(tokens, (), 0, 1)
-        except Exception as error:  # of `close_cache`, or of a model that cannot be called so
+        except Exception as error:  # of `keep_cache`, or of a model that cannot be called so
             raise self.refusal(one_line(error)) from error
         for name, leaf in leaves(layers):
             if leaf.shape[:1] != (2,):
@@ -217,39 +220,18 @@ class ForeignLM(LanguageModel):
         Raises:
             ValueError: the model returned no cache, or one of an unknown kind.
         """
-        cache = self.open_cache(layers, position)
-        given = {self._cache_name: cache, "use_cache": self.makes_cache}
+        cache = None
+        if position:
+            cache = DynamicCache(config=self.model.config)
+            fill_cache(cache, layers, position)
+        given = {self._cache_name: cache, "use_cache": True}
         if "logits_to_keep" in self._accepted:
             given["logits_to_keep"] = keep
         if "position_ids" in self._accepted:  # which some models count wrong themselves
             steps = torch.arange(position, position + tokens.shape[1], device=tokens.device)
             given["position_ids"] = steps.expand(len(tokens), -1)
-        given |= self.masks(tokens, position)
         output = self.model(input_ids=tokens, return_dict=True, **given)
-        if self.makes_cache:
-            cache = output.get(self._cache_name)
-        return output.logits, self.close_cache(cache)
-
-    def open_cache(self, layers: PyTree, position: int) -> Any:
-        """Return the cache with which the model continues from `layers`, a new one for each call.
-
-        Args:
-            layers: of a state; every row has read `position` tokens.
-            position: 0 for an empty cache.
-        """
-        if not position:
-            return None
-        cache = DynamicCache(config=self.model.config)
-        fill_cache(cache, layers, position)
-        return cache
-
-    def close_cache(self, cache: Any) -> tuple[PyTree, ...]:
-        """Return the layers of a state from the cache after a call, or raise a ValueError."""
-        return keep_cache(cache)
-
-    def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:
-        """Return the masks of a call with `tokens` after `position` tokens, by argument."""
-        return {}
+        return output.logits, keep_cache(output.get(self._cache_name))
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import wide_weights
-from longrnn.hf.hybrid.model import HybridLM, recurrent_layers, restore_layers
+from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
+from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
 from longrnn.hf.names import GGUF
 from longrnn.hf.probe import probe

@@ -122,9 +122,12 @@ def load(
     if isinstance(stored, RecurrentLM):
         model: Model = stored
     else:
+        from longrnn.hf.foreign import MITIGATION_KEY
         from longrnn.hf.foreign_load import open_hugging_face
 
         model = open_hugging_face(stored)
+        recorded = getattr(stored.config, MITIGATION_KEY, None)
+        parts = split(recorded) if parts is None and recorded else parts
     return model if parts is None else mitigated(model, parts)
 
 

@@ -77,12 +77,12 @@ def probe(model: ForeignLM) -> str | None:
         state, pieces, start = model.init_state(PROBED_ROWS), [], 0
         for piece in tokens.split(SPLIT if model.tokens_together else ONE_BY_ONE, dim=1):
             with choices.replay(start, start + piece.shape[1]):
-                logits, state = model.read(piece, state, start, piece.shape[1])
+                logits, state = model(piece, state)
             pieces.append(logits)
             start += piece.shape[1]
             # Reads another text in between, which would overwrite any state outside of the cache.
-            model.call(tokens.flip(0, 1)[:, :4], (), 0, 1)
-    except Exception as error:  # of `close_cache`, or of a model that does not support the call
+            model(tokens.flip(0, 1)[:, :4], keep=1)
+    except Exception as error:  # of `keep_cache`, or of a model that does not support the call
         return one_line(error)
     refuse_nonfinite(whole, model, tokens)
     difference = float((torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max())

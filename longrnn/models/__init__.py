@@ -1,6 +1,6 @@
 """Language models built from the cells, their checkpoints, and text generation."""
 
-from longrnn.models.base import LanguageModel, LMOutput
+from longrnn.models.base import LanguageModel, LMOutput, TrainableLM
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.generate import Generation, generate
 from longrnn.models.recurrent import RecurrentLM
@@ -13,5 +13,6 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentLM",
     "Rows",
+    "TrainableLM",
     "generate",
 ]

@@ -170,6 +170,39 @@ class LanguageModel(nn.Module, ABC):
         return "" if self.mitigation is None else f"mitigation={self.mitigation}"
 
 
+class TrainableLM(LanguageModel):
+    """A language model that `longrnn train` trains.
+
+    Attributes:
+        head: the module of the last product, which has a `weight` `(v, d)`.
+        blocks: the layers from residual stream to residual stream, the first one first.
+        soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
+        trained_under: the spec of the mitigation under which the model was trained; None without.
+        base_fingerprint: of the weights before adapters were added.
+    """
+
+    head: Any
+    blocks: Any
+    soft_cap: float | None = None
+    trained_under: str | None = None
+    base_fingerprint: str = ""
+
+    @abstractmethod
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """`forward` without the head: returns the head's input, `(b, t, d)`, and the state."""
+
+    @abstractmethod
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """Keeps the input of each block alone, which the backward pass computes again."""
+
+
 def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())

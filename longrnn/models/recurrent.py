@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
 from longrnn.errors import UserError
-from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights
+from longrnn.models.base import LMOutput, TrainableLM, check_tokens, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
@@ -39,7 +39,7 @@ MAX_WINDOW_SEGMENT = 2**14
 NEW_OPTIONS = ("residual_in_fp32", "head_bias", "d_embedding")
 
 
-class RecurrentLM(LanguageModel):
+class RecurrentLM(TrainableLM):
     """A `LanguageModel`: embedding, positional encoding, blocks and head.
 
     Args:
@@ -47,7 +47,6 @@ class RecurrentLM(LanguageModel):
 
     Attributes:
         loaded_from: the folder that the model was loaded from; None for a new model.
-        trained_under: the spec of the mitigation under which the model was trained; None without.
 
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
@@ -59,7 +58,6 @@ class RecurrentLM(LanguageModel):
         self.config = config
         self.vocab_size = config.vocab_size
         self.loaded_from: str | None = None
-        self.trained_under: str | None = None
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
         self._token_stack = TokenStack()

@@ -48,6 +48,7 @@ def weighted_cross_entropy(
     targets: Tensor,
     weights: Tensor,
     *,
+    soft_cap: float | None = None,
     max_logits: int | None = None,
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
@@ -62,6 +63,7 @@ def weighted_cross_entropy(
         head: `(v, d)`.
         targets: `(…,)` int64; negative where a token is not scored.
         weights: `(…,)`, one per token; they get no gradient.
+        soft_cap: logits are soft_cap · tanh(product / soft_cap); None for the products.
         max_logits: how many logits may exist at a time; None for `most_logits`.
 
     Raises:
@@ -75,7 +77,7 @@ def weighted_cross_entropy(
     weights = weights.detach() * (targets >= 0)
     rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
     loss, predictions = _HeadLoss.apply(
-        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
+        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, soft_cap
     )
     return HeadLoss(loss, predictions.view_as(targets))
 
@@ -86,6 +88,7 @@ def token_cross_entropy(
     head: Tensor,
     targets: Tensor,
     *,
+    soft_cap: float | None = None,
     max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token without a tensor of all logits, and without gradients.
@@ -96,6 +99,7 @@ def token_cross_entropy(
         hidden: `(…, d)`.
         head: `(v, d)`.
         targets: `(…,)` int64; the loss is 0 where they are negative.
+        soft_cap: see `weighted_cross_entropy`.
         max_logits: how many logits may exist at a time; None for `most_logits`.
 
     Returns:
@@ -109,7 +113,8 @@ def token_cross_entropy(
     with without_autocast(hidden):
         logits_of = _logits_in(wide, head.to(dtype))
         for x, target in pairs:
-            result = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None)
+            logits = _capped(logits_of(x.to(dtype)), soft_cap)
+            result = _losses(logits, target.clamp(min=0), None)
             losses.append(result.losses.masked_fill(target < 0, 0))
             predictions.append(result.predictions)
     return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
@@ -119,6 +124,10 @@ def _rows(hidden: Tensor, head: Tensor, max_logits: int | None) -> int:
     """Tokens of one piece."""
     most = most_logits(hidden.device) if max_logits is None else max_logits
     return max(1, most // len(head))
+
+
+def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
 
 
 def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
@@ -183,6 +192,7 @@ class _HeadLoss(torch.autograd.Function):
         weights: Tensor,
         rows: int,
         dtype: torch.dtype,
+        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow = head.to(dtype)
@@ -202,12 +212,16 @@ class _HeadLoss(torch.autograd.Function):
                 x, weight = hidden[part].to(dtype), relative[part, None]
                 broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
                 x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
-                result = _losses(logits_of(x), targets[part].clamp(min=0), trained)
+                logits = _capped(logits_of(x), soft_cap)
+                slope = None if soft_cap is None else 1 - (logits / soft_cap).square()
+                result = _losses(logits, targets[part].clamp(min=0), trained)
                 predictions[part] = result.predictions
                 loss += (result.losses * weight[:, 0]).sum()
                 gradient = result.gradient
                 if gradient is None:
                     continue
+                if slope is not None:
+                    gradient = gradient * slope.to(gradient.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = matmul_nt(gradient, narrow.t()).to(wide) * weight * scale
                 weighted = (x * weight).to(dtype)
@@ -228,6 +242,7 @@ class _HeadLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
             None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype),
+            None,
             None,
             None,
             None,

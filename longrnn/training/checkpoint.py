@@ -24,8 +24,7 @@ from longrnn.checksums import damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
-from longrnn.models import RecurrentLM
-from longrnn.models.checkpoint import load_model
+from longrnn.models import TrainableLM
 from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import gathered, sharded_like
@@ -70,7 +69,7 @@ def clean(output_dir: Path) -> None:
 def save(
     output_dir: Path,
     trainer: dict[str, Any],
-    model: RecurrentLM,
+    model: TrainableLM,
     optimizer: torch.optim.Optimizer,
     *,
     carried: dict[str, Tensor],
@@ -140,7 +139,7 @@ def _publish(folder: Path, keep: int) -> None:
 
 
 def restore(
-    folder: Path, model: RecurrentLM, optimizer: torch.optim.Optimizer
+    folder: Path, model: TrainableLM, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fills model and optimizer from a checkpoint.
 
@@ -159,7 +158,7 @@ def restore(
     content = read_tensors(folder / "training.pt")
     adapters = lora.has_adapters(model)
     target, parameters = model.state_dict(), dict(model.named_parameters())
-    read = lora.read_weights(model, folder) if adapters else load_model(folder).state_dict()
+    read = models.read_weights(model, folder)
     misfit = _misfit(read, target, is_whole=not adapters)
     if misfit is not None:
         raise UserError(

@@ -85,6 +85,10 @@ class TrainConfig(Options, validate_default=True):
     initial_state: dict[str, Any] = Field({"kind": "zero"})
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
     option: value, …}`."""
+    attention_window: Tokens | None = None
+    """Only for hybrids: how many tokens attention reads, the last ones; saved with the model. By
+    default `length.max` with a carried state, so that no distance is larger than in the first
+    segment and memory does not grow; otherwise all tokens of the row."""
     segments_per_step: Count = 1
     """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
     of one step flows."""

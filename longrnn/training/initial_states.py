@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -26,7 +26,17 @@ from longrnn.data import Batch
 from longrnn.options import Share
 from longrnn.registry import Registry
 from longrnn.seeds import mix, seeded
-from longrnn.state import LMState, PyTree, detach, leaves, reset, take, tree_map, unflatten
+from longrnn.state import (
+    LMState,
+    PyTree,
+    detach,
+    histories,
+    leaves,
+    reset,
+    take,
+    tree_map,
+    unflatten,
+)
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -129,7 +139,7 @@ class Remembering(InitialState):
 
     def content(self) -> dict[str, Any]:
         return {
-            str(micro): [leaf.cpu() for _, leaf in leaves(state)]
+            str(micro): [leaf.cpu().contiguous() for _, leaf in leaves(state)]
             for micro, state in self.states.items()
         }
 
@@ -200,7 +210,7 @@ class FittedNoise(InitialState):
         self.moments: Tensor | None = None
 
     def after(self, state: LMState, micro: int) -> None:
-        moments = [_moments(leaf.detach()).flatten() for _, leaf in leaves(state.layers)]
+        moments = [_moments(leaf.detach()).flatten() for leaf in _recurrent(state.layers)]
         flat = torch.cat([*moments, moments[0].new_ones(1)])
         flat = self.context.total(flat) / self.context.world_size
         if bool(flat.isfinite().all()):  # the moments of a failed step are not used
@@ -218,13 +228,13 @@ class FittedNoise(InitialState):
         if self.moments is None:
             return zero
         left, drawn = self.moments[:-1] / self.moments[-1], []
-        for _, noise in leaves(_noise(zero.layers, seeds)):
+        for noise in _noise(_recurrent(zero.layers), seeds):
             units = noise.shape[_unit_axis(noise)]
             (mean, square), left = left[: 2 * units].view(2, units), left[2 * units :]
             deviation = (square - mean.square()).clamp(min=0).sqrt()
             shape = (-1, 1, 1) if noise.ndim == 4 else (-1,)
             drawn.append(noise * deviation.view(shape).to(noise) + mean.view(shape).to(noise))
-        return zero._replace(layers=unflatten(zero.layers, drawn))
+        return zero._replace(layers=_with_recurrent(zero.layers, drawn))
 
 
 @INITIAL_STATES.register("random_noise")
@@ -242,18 +252,34 @@ class RandomNoise(InitialState):
         self.std = std
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
-        layers = tree_map(lambda leaf: self.std * leaf, _noise(zero.layers, seeds))
-        return zero._replace(layers=layers)
+        drawn = [self.std * noise for noise in _noise(_recurrent(zero.layers), seeds)]
+        return zero._replace(layers=_with_recurrent(zero.layers, drawn))
 
 
-def _noise(like: PyTree, seeds: Sequence[int]) -> PyTree:
+def _noise(like: list[Tensor], seeds: Sequence[int]) -> list[Tensor]:
     """Standard normal entries in the shape of `like`, each row from its own seed."""
 
-    def row(seed: int) -> PyTree:
-        draw = seeded(seed, next(leaf.device for _, leaf in leaves(like)))
+    def row(seed: int) -> list[Tensor]:
+        draw = seeded(seed, like[0].device)
         return tree_map(lambda leaf: torch.empty_like(leaf[0]).normal_(generator=draw), like)
 
     return tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
+
+
+def _recurrent(layers: PyTree) -> list[Tensor]:
+    """The leaves of layers that are numbers of a recurrence or convolution, not keys or flags."""
+    keys = histories(layers)
+    return [leaf for path, leaf in leaves(layers) if path not in keys and leaf.is_floating_point()]
+
+
+def _with_recurrent(layers: PyTree, drawn: Iterable[Tensor]) -> PyTree:
+    """Layers with other tensors in place of those that `_recurrent` returns."""
+    keys, ordered = histories(layers), iter(drawn)
+    values = [
+        next(ordered) if path not in keys and leaf.is_floating_point() else leaf
+        for path, leaf in leaves(layers)
+    ]
+    return unflatten(layers, values)
 
 
 def _unit_axis(leaf: Tensor) -> int:

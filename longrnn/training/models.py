@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,16 +17,16 @@ from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import resolve, split_spec
+from longrnn.hf.names import WINDOW, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
-from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
+from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
+from longrnn.models.checkpoint import load_model, save_model
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 
 
-def build(config: TrainConfig, task: Task, origin: Path | None = None) -> RecurrentLM:
+def build(config: TrainConfig, task: Task, origin: Path | None = None) -> TrainableLM:
     """Builds or loads the model that a run starts with, in float32 and under its mitigation.
 
     By default a checkpoint is trained under the mitigation that it was trained under before.
@@ -38,31 +39,68 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Recurr
     Raises:
         UserError: the configuration or checkpoint does not fit.
     """
-    recorded = None
+    loaded: Any = None
     if config.init_from is None:
         options = {"vocab_size": task.vocab_size, **config.model}
-        plain = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
+        plain: Any = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
     else:
         begins = origin is None or config.peft is not None
         loaded = load(config.init_from if begins else str(origin))
-        if not isinstance(loaded, RecurrentLM):
-            raise UserError(
-                f"init_from={config.init_from} is a Hugging Face model, and longrnn trains its own "
-                "recurrent models: train this one with Hugging Face's Trainer"
-            )
-        plain, recorded = loaded.under(None).float(), loaded.mitigation
+        plain = _plain(loaded, config.init_from)
     check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
-        plain.base_fingerprint = plain.fingerprint()  # type: ignore[assignment]
+        plain.base_fingerprint = plain.fingerprint()
         adapters = config.peft.model_dump()
         lora.add_adapters(plain, alpha=2 * config.peft.r, **adapters)
-    model = plain.under(recorded)
+    plain, window = _with_window(plain, loaded, config)
+    model: Any = plain.under(None if loaded is None else loaded.mitigation)
     if config.mitigation is not None:
         model = mitigated(plain, split(config.mitigation))
-        assert isinstance(model, RecurrentLM)
-    model.trained_under = None if model.mitigation is None else model.mitigation.describe()
+    specs = [window, None if model.mitigation is None else model.mitigation.describe()]
+    model.trained_under = "+".join(filter(None, specs)) or None
     model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
+
+
+def _plain(loaded: Any, name: str) -> Any:
+    """A loaded model without its mitigation, in float32."""
+    if isinstance(loaded, RecurrentLM):
+        return loaded.under(None).float()
+    if not loaded.cells:
+        raise UserError(
+            f"init_from={name} is a Hugging Face {loaded.kind} without recurrent layers that "
+            "longrnn computes: train it with Hugging Face's Trainer"
+        )
+    from longrnn.hf.hybrid.trainable import trainable
+
+    return trainable(loaded)
+
+
+def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> tuple[Any, str | None]:
+    """A model in whose attention a state of bounded size can be carried, and the spec of that.
+
+    Args:
+        plain: the model, without a window.
+        loaded: what `init_from` names, which may have one.
+        config: the run.
+
+    Raises:
+        UserError: a window of a model without attention, or one that is not valid for it.
+    """
+    window = config.attention_window
+    attends = getattr(plain, "attends_to_all", False)
+    if attends and window is None:
+        window = loaded.attention_window or (config.length.max if config.carries else None)
+    if window is not None:
+        if not attends:
+            raise UserError(
+                f"attention_window={window} needs a Hugging Face hybrid whose attention has no "
+                "window in init_from: leave it out"
+            )
+        return plain.with_attention_window(window), f"{WINDOW}(window={window})"
+    if config.carries and not isinstance(plain, RecurrentLM) and plain.max_length is not None:
+        plain = plain.beyond()  # its attention has a window of its own
+    return plain, None
 
 
 def check_vocabulary(vocab_size: int, task: Task) -> None:
@@ -102,8 +140,21 @@ def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
     return ByteTokenizer() if tokenizer.fingerprint() == byte_level().fingerprint() else tokenizer
 
 
+def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
+    """The weights that `save` wrote, under the names of the model's state dict.
+
+    Raises:
+        UserError: the folder is damaged, or has adapters of another base.
+    """
+    if lora.has_adapters(model):
+        return lora.read_weights(model, folder)
+    if isinstance(model, RecurrentLM):
+        return load_model(folder).state_dict()
+    return load(folder).state_dict()
+
+
 def save(
-    model: RecurrentLM,
+    model: TrainableLM,
     folder: Path,
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer,
@@ -124,6 +175,11 @@ def save(
         lora.save_adapter(
             model, folder, weights, base=str(base), base_fingerprint=fingerprint, mitigation=spec
         )
+        return
+    if not isinstance(model, RecurrentLM):
+        from longrnn.hf.hybrid.trainable import save_hybrid
+
+        save_hybrid(model, folder, weights, tokenizer, spec)  # type: ignore[arg-type]
         return
     name = "bytes"
     if isinstance(tokenizer, HFTokenizer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.data import Batch
-from longrnn.models import RecurrentLM
+from longrnn.models import TrainableLM
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, reset
@@ -49,7 +49,7 @@ class Objective(nn.Module):
         model: the language model to train, under the mitigation of the run.
     """
 
-    def __init__(self, model: RecurrentLM) -> None:
+    def __init__(self, model: TrainableLM) -> None:
         super().__init__()
         self.model = model
 
@@ -87,7 +87,9 @@ class Objective(nn.Module):
             after the last token.
         """
         hidden, state = self.model.hidden(tokens, state, rows=rows)
-        losses, predictions = token_cross_entropy(*self.model.logit_factors(hidden), targets)
+        losses, predictions = token_cross_entropy(
+            *self.model.logit_factors(hidden), targets, soft_cap=self.model.soft_cap
+        )
         return losses, predictions, state
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
@@ -109,6 +111,7 @@ class Objective(nn.Module):
             *self.model.logit_factors(hidden.flatten(0, 1).index_select(0, scored)),
             targets.flatten()[scored],
             (weights / len(weights)).flatten()[scored],
+            soft_cap=self.model.soft_cap,
         )
         predictions = targets.flatten().index_copy(0, scored, predicted).view_as(targets)
         return loss, state, predictions

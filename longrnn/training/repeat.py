@@ -13,14 +13,14 @@ from torch import Tensor
 from longrnn.cells import ScanningCell
 from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
-from longrnn.models import RecurrentLM
+from longrnn.models import RecurrentLM, TrainableLM
 from longrnn.ops.repeat import repeated
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 
 def read_repeatedly(
-    model: RecurrentLM,
+    model: TrainableLM,
     tokens: Tensor,
     state: LMState,
     times: Tensor | None,
@@ -46,12 +46,11 @@ def read_repeatedly(
             "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
             "mitigation out"
         )
-    if not model.cells or not all(
-        isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells
-    ):
+    scans = (isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells)
+    if not isinstance(model, RecurrentLM) or not all(scans):
         raise UserError(
-            "repeated segments need cells with a linear recurrence, such as mamba2: set "
-            "max_repeat=1"
+            "repeated segments need a model whose layers all have a linear recurrence, such as "
+            "mamba2: set max_repeat=1"
         )
     with decay_sums(model.cells) as sums:
         hidden, after = model.hidden(tokens, state)

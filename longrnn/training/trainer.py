@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from longrnn import processes
 from longrnn.data import TASKS, Batch
 from longrnn.errors import DivergedError, Terminated, UserError
-from longrnn.models import RecurrentLM
+from longrnn.models import TrainableLM
 from longrnn.progress import Progress
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
@@ -107,7 +107,7 @@ class Trainer:
             self._restore(origin)
 
     @property
-    def model(self) -> RecurrentLM:
+    def model(self) -> TrainableLM:
         """The model in training."""
         return self.accelerator.unwrap_model(self.objective).model
 

@@ -42,6 +42,10 @@ class Family(NamedTuple):
         project: computes what the cell's own `in_proj` would, from a layer and its input.
         gate: returns how a Mamba-2 layer gates its output; None for a norm in all of them.
         returns_state: whether a layer returns its output and a state.
+        factor: name of the option by which the logits are multiplied; None for none.
+        divisor: name of the option by which they are divided.
+        soft_cap: name of the option that limits them.
+        window: name of the option that gives layers of full attention a window; None for none.
     """
 
     layer: str
@@ -49,6 +53,15 @@ class Family(NamedTuple):
     project: Callable[[Any, Tensor], Tensor] = own_projection
     gate: Callable[[Any], Gate] | None = None
     returns_state: bool = False
+    factor: str | None = None
+    divisor: str | None = None
+    soft_cap: str | None = None
+    window: str | None = None
+
+    def logit_scale(self, config: Any) -> float:
+        """The number that the logits of a head are multiplied by."""
+        scale = 1.0 if self.factor is None else float(getattr(config, self.factor))
+        return scale if self.divisor is None else scale / float(getattr(config, self.divisor))
 
 
 class SharedMamba2(SharedCell, Mamba2):
@@ -170,18 +183,26 @@ _QWEN3_5 = _joined("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 # By the `model_type` of a configuration.
 FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaMixer", SharedMamba2),
-    "falcon_h1": Family("FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate),
-    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", SharedMamba2),
+    "falcon_h1": Family(
+        "FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate, factor="lm_head_multiplier"
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridMambaLayer", SharedMamba2, divisor="logits_scaling"
+    ),
     "jamba": Family("JambaMambaMixer", SharedJamba),
     "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI),
-    "minimax": Family("MiniMaxLightningAttention", LightningAttention, returns_state=True),
+    "minimax": Family(
+        "MiniMaxLightningAttention", LightningAttention, returns_state=True, window="sliding_window"
+    ),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
     "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO),
     "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
     "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
     "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head),
-    "recurrent_gemma": Family("RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True),
-    "xlstm": Family("xLSTMLayer", MLSTM, returns_state=True),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True, soft_cap="logits_soft_cap"
+    ),
+    "xlstm": Family("xLSTMLayer", MLSTM, returns_state=True, soft_cap="output_logit_soft_cap"),
     "zamba": Family("ZambaMambaMixer", SharedZamba, _by_channel),
     "zamba2": Family("Zamba2MambaMixer", SharedMamba2),
 }

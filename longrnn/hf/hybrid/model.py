@@ -7,120 +7,45 @@ computes what it always did. The layer itself and the names of its weights do no
 When a hybrid is opened, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A model with a layer that
 differs from the table of `families` is therefore computed by transformers alone, as a `ForeignLM`.
+
+Notable choices:
+- Attention reads the keys of the state by a mask: how many tokens before it a token reads follows
+  from its position in its document and the window. So rows that have read different numbers of
+  tokens, padded rows and packed documents go through the model in one call.
+- A call with gradients goes through the model as a whole, any other one in pieces.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel
 
-from longrnn.cells import Cell, Edit
+from longrnn.cells import Cell
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, fill_cache, keep_cache
-from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.foreign import SEGMENT_TOKENS, ForeignLM
+from longrnn.hf.hybrid.cache import HybridCache, attention_mask, kept_keys
 from longrnn.hf.hybrid.families import FAMILIES
-from longrnn.models.base import hash_weights
-from longrnn.state import LMState, PyTree, histories
+from longrnn.hf.hybrid.layers import (
+    HybridForward,
+    RecomputedForward,
+    recurrent_layers,
+    whole_layers,
+)
+from longrnn.models.base import LMOutput, TrainableLM, check_tokens, hash_weights, out_of_reach
+from longrnn.ops.rows import Rows
+from longrnn.state import LMState, PyTree, check, histories
 
-# Layers of a cache whose keys grow, and the same with a sliding window.
-WINDOWED: Mapping[type, Callable[[int], Any]] = {
-    DynamicLayer: DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer: LinearAttentionAndSlidingWindowAttentionLayer,
-}
-
-
-class HybridCache(DynamicCache):
-    """A `DynamicCache` that holds the states of the cells too.
-
-    Args:
-        config: of the model.
-        edits: of the cells, by their layer's number in the model.
-        window: of attention, in tokens; None for no limit.
-
-    Attributes:
-        cells: the states of the cells, likewise; empty before the first token.
-        rnn_state: what an xLSTM takes from its cache and gives to each layer.
-    """
-
-    def __init__(self, config: Any, edits: Mapping[int, Edit | None], window: int | None) -> None:
-        super().__init__(config=config)
-        if window is not None:
-            self.layers = [
-                WINDOWED[type(layer)](window) if type(layer) in WINDOWED else layer
-                for layer in self.layers
-            ]
-        self.edits = edits
-        self.cells: dict[int, PyTree] = {}
-        self.rnn_state = [CacheEntry(self) for _ in self.layers]
+# Implementations of attention in transformers that take a mask for each row.
+MASKED = ("sdpa", "eager")
 
 
-class CacheEntry(tuple):
-    """An entry of `HybridCache.rnn_state`: an empty tuple, because an xLSTM writes to its items.
-
-    Attributes:
-        cache: the cache that the layer is to use.
-    """
-
-    cache: HybridCache
-
-    def __new__(cls, cache: HybridCache) -> CacheEntry:
-        entry = super().__new__(cls)
-        entry.cache = cache
-        return entry
-
-
-class HybridForward:
-    """The `forward` of a recurrent layer in a hybrid: that of our cell if the cache is a hybrid's.
-
-    A class and not a closure, so that a copy of the layer runs the copy of the cell.
-
-    Args:
-        layer: the layer of transformers.
-        index: its number in the model, embeddings not counted.
-        cell: our cell on its weights.
-        returns_state: whether the layer returns its output and a state, which is None here.
-    """
-
-    def __init__(self, layer: Any, index: int, cell: Cell, returns_state: bool) -> None:
-        self.layer, self.index, self.cell = layer, index, cell
-        self.returns_state = returns_state
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = _given_cache([*args, *kwargs.values()])
-        if cache is None:
-            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        edit, states = cache.edits[self.index], cache.cells
-        if self.index not in states:
-            states[self.index] = self.cell.init_state(len(hidden_states), edit)
-        # The state is replaced and never changed in place, so that no copy is needed.
-        y, states[self.index] = self.cell(hidden_states, states[self.index], edit)
-        return (y, None) if self.returns_state else y
-
-
-def _given_cache(arguments: list[Any]) -> HybridCache | None:
-    """The cache among the arguments of a layer, whose names and places differ by architecture."""
-    for argument in arguments:
-        if isinstance(argument, HybridCache):
-            return argument
-        if isinstance(argument, CacheEntry):
-            return argument.cache
-    return None
-
-
-class HybridLM(ForeignLM):
-    """A Hugging Face model with recurrent layers, for evaluation, mitigation and diagnosis.
+class HybridLM(ForeignLM, TrainableLM):
+    """A Hugging Face model with recurrent layers, for training, evaluation and diagnosis.
 
     The layers are counted without the others: layer 0 of a mitigation or a diagnosis is the first
     recurrent layer, whose number in the model is `layer_numbers[0]`.
@@ -138,7 +63,7 @@ class HybridLM(ForeignLM):
     """
 
     attention_window: int | None = None
-    makes_cache = False
+    _attends = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers = recurrent_layers(model)
@@ -148,12 +73,36 @@ class HybridLM(ForeignLM):
         self.layer_numbers = list(layers)
         for (number, layer), cell in zip(layers.items(), self._cells, strict=True):
             layer.forward = HybridForward(layer, number, cell, family.returns_state)
+        entries = DynamicCache(config=model.config).layers
+        # The window that the architecture gives each layer of attention, and all of them.
+        self._sliding = [getattr(entry, "sliding_window", None) for entry in entries]
+        self._family_window = family.window and getattr(model.config, family.window)
+        self._logit_scale = family.logit_scale(model.config)
+        self.soft_cap = None if family.soft_cap is None else getattr(model.config, family.soft_cap)
         super().__init__(model)
+        self._attends = bool(histories(self.like))
 
     @property
     def cells(self) -> list[Cell]:
         """The cell of each recurrent layer, on the weights of the model."""
         return self._cells
+
+    @property
+    def head(self) -> Any:  # pyright: ignore
+        """See `TrainableLM`."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def blocks(self) -> list[Any]:  # pyright: ignore
+        """See `TrainableLM`."""
+        return whole_layers(self.model)
+
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """See `TrainableLM`."""
+        for index, block in enumerate(self.blocks):
+            vars(block).pop("forward", None)
+            if enabled:
+                block.forward = RecomputedForward(block, index)
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""
@@ -180,10 +129,8 @@ class HybridLM(ForeignLM):
                 without attention or with an implementation of attention that takes no mask.
         """
         largest = getattr(self.config, "max_position_embeddings", None) or window
-        takes_masks = self.model.config._attn_implementation in ("eager", "sdpa")
-        attends = any(type(layer) in WINDOWED for layer in self.open_cache((), 0).layers)
-        has_attention = attends and histories(self.like)
-        if not has_attention or not takes_masks or not 2 <= window <= largest:
+        takes_masks = self.model.config._attn_implementation in MASKED
+        if not self.attends_to_all or not takes_masks or not 2 <= window <= largest:
             raise UserError(
                 f"attention_window={window} is not valid for this {self.kind}: it needs attention "
                 "layers without a window, the attention implementation eager or sdpa, and 2 to "
@@ -193,6 +140,12 @@ class HybridLM(ForeignLM):
         other.attention_window, other.max_length = window, None
         return other
 
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether the architecture has attention layers without a window."""
+        pairs = zip(self._sliding, self.like, strict=True)
+        return any(window is None and layer.keys != () for window, layer in pairs)
+
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`; the window of attention is part of it."""
         weights = super().weights_fingerprint()
@@ -200,49 +153,142 @@ class HybridLM(ForeignLM):
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
-    def open_cache(self, layers: tuple[LayerCache, ...], position: int) -> HybridCache:
-        """See `ForeignLM.open_cache`."""
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
+    ) -> LMOutput:
+        """Process tokens; see `LanguageModel`. Hidden vectors at padding are 0.
+
+        Raises:
+            UserError: ids outside the vocabulary, a state of another model or batch size, or more
+                tokens than `max_length`.
+        """
+        hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
+        return LMOutput(self.logits(hidden), state)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `(b, t, v)` from what `hidden` returns."""
+        logits = self.head(hidden)
+        return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """`forward` without the head: return the head's input, `(b, t, d)`, and the state.
+
+        Args:
+            tokens: `(b, t)` integers, or embeddings `(b, t, d)` in their place.
+            state: see `forward`.
+            keep: see `forward`.
+            rows: see `forward`.
+        """
+        if not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3):
+            tokens = check_tokens(tokens, self.vocab_size, rows)
+        state = self.init_state(len(tokens)) if state is None else state
+        check(state, self.like, len(tokens))
+        time = tokens.shape[1]
+        keep = time if keep is None else min(keep, time)
+        source = tokens if rows is None else rows.arrange(tokens)
+        first = time - keep if rows is None else rows.first_kept(keep)
+        rows_left = None if rows is None else rows.slice(0, source.shape[1])
+        if self.max_length is not None and source.numel():
+            positions, _ = _positions(source, state, rows_left)
+            if reason := out_of_reach(self, int(positions.max()) + 1):
+                raise UserError(reason)
+        width = max(16, SEGMENT_TOKENS // len(tokens))
+        width = max(1, source.shape[1]) if torch.is_grad_enabled() else width
+        kept: list[Tensor] = []
+        for start in range(0, source.shape[1], width):
+            part_rows = None if rows_left is None else rows_left.slice(start, start + width)
+            hidden, state = self._segment(source[:, start : start + width], state, part_rows)
+            if start + width > first:
+                kept.append(hidden[:, max(0, first - start) :])
+        if not kept:
+            weight = self.model.get_input_embeddings().weight
+            return weight.new_zeros(len(tokens), keep, self.head.weight.shape[1]), state
+        hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
+        return hidden if rows is None else rows.restore(hidden, keep), state
+
+    def call(
+        self, tokens: Tensor, layers: PyTree, position: int, keep: int
+    ) -> tuple[Tensor, tuple[PyTree, ...]]:
+        """See `ForeignLM.call`."""
+        before = torch.full((len(tokens),), position, device=tokens.device)
+        hidden, after = self._segment(tokens, LMState(before, layers), None)
+        return self.logits(hidden), after.layers
+
+    def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
+        """Process `(b, t)` tokens, or `(b, t, d)` embeddings, in one call of the model."""
+        positions, after = _positions(tokens, state, rows)
+        before = state.position.tolist()
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
-        cache = HybridCache(self.model.config, edits, self.attention_window)
-        if position:
-            fill_cache(cache, layers, position)
-            cache.cells = {number: layers[number].cell for number in self.layer_numbers}
-        return cache
+        cache = HybridCache(self.model.config, edits, rows)
+        cache.fill(state.layers, self._windows, max(before))
+        given: dict[str, Any] = {str(self._cache_name): cache, "use_cache": False}
+        if "position_ids" in self._accepted:  # which some models count wrong themselves
+            given["position_ids"] = positions
+        given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
+        output = self.model.base_model(**given, **self._masks(positions, before, rows))
+        layers = cache.layers_after(self._windows, int(after.max()), self.like)
+        return output[0] * self._logit_scale, LMState(after, layers)
 
-    def close_cache(self, cache: Any) -> tuple[LayerCache, ...]:
-        """See `ForeignLM.close_cache`."""
-        layers = list(keep_cache(cache, HybridCache))
-        for number, state in cache.cells.items():
-            layers[number] = layers[number]._replace(conv=(), recurrent=(), cell=state)
-        return tuple(layers)
+    @property
+    def _windows(self) -> list[int | None]:
+        """The window of attention of each layer; None for none."""
+        return [window or self._full_window for window in self._sliding]
 
-    def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:
-        """See `ForeignLM.masks`."""
-        window = self.attention_window
-        if window is None:
+    @property
+    def _full_window(self) -> int | None:
+        """The window of the layers that the architecture calls full attention."""
+        given = [self.attention_window, self._family_window]
+        return min(filter(None, given), default=None)
+
+    def _masks(self, positions: Tensor, before: Sequence[int], rows: Rows | None) -> dict[str, Any]:
+        """Return the masks of a call by argument; none where transformers makes the same.
+
+        Args:
+            positions: `(b, t)`, of each token in its document.
+            before: the position of each row before the call.
+            rows: where documents and padding begin.
+        """
+        known, time = max(before), positions.shape[1]
+        sliding = next(filter(None, self._sliding), None)
+        windows = {"full_attention": self._full_window, "sliding_attention": sliding}
+        is_even = rows is None and min(before) == known
+        is_causal = is_even and all(w is None or known + time <= w for w in windows.values())
+        if is_causal or not self._attends:
             return {}
-        stop = position + tokens.shape[1]
-        steps = torch.arange(position, stop, device=tokens.device)
-        keys = torch.arange(max(0, position - window + 1), stop, device=tokens.device)
-        distance = steps[:, None] - keys
-        hidden = (distance < 0) | (distance >= window)
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=tokens.device)
-        mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)[None, None]
-        return {"attention_mask": {"full_attention": mask, "linear_attention": None}}
+        implementation = self.model.config._attn_implementation
+        if implementation not in MASKED:
+            raise UserError(
+                f"the attention implementation {implementation} takes no masks, which windows, "
+                f"padding and rows of different lengths need: load the model with {MASKED[0]}"
+            )
+        masks: dict[str, Tensor | None] = {"linear_attention": None}
+        for name, window in windows.items():
+            reach = positions[:1] if is_even else positions
+            reach = reach if window is None else reach.clamp(max=window - 1)
+            mask = attention_mask(reach, kept_keys(window, known))
+            if implementation == "eager":  # which adds it
+                least = torch.finfo(self.model.dtype).min
+                mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill(~mask, least)
+            masks[name] = mask
+        return {"attention_mask": masks}
 
 
-def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
-    """Return the recurrent layers of a hybrid by their number in the model; empty for others."""
-    family = FAMILIES.get(model.config.model_type)
-    name = family and family.layer
-    return {
-        next(int(part) for part in path.split(".") if part.isdigit()): module
-        for path, module in model.named_modules()
-        if type(module).__name__ == name
-    }
-
-
-def restore_layers(model: PreTrainedModel) -> None:
-    """Make transformers compute the recurrent layers of what was a `HybridLM`."""
-    for layer in recurrent_layers(model).values():
-        vars(layer).pop("forward", None)
+def _positions(tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """The positions of tokens `(b, t, …)` in their documents, `(b, t)`, and of what follows."""
+    if rows is not None:
+        return rows.positions(state.position)
+    time = tokens.shape[1]
+    steps = torch.arange(time, device=tokens.device)
+    return state.position[:, None] + steps, state.position + time

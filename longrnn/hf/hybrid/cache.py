@@ -1,0 +1,149 @@
+"""`HybridCache`: the cache that a `HybridLM` gives to the layers of a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from longrnn.cells import Edit
+from longrnn.errors import UserError
+from longrnn.hf.cache import LayerCache
+from longrnn.ops.rows import BEFORE, Rows
+from longrnn.state import History, PyTree
+
+# Layers of a cache that drop keys, and the same without a window: `HybridCache.layers_after` drops.
+WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
+    DynamicSlidingWindowLayer: DynamicLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: LinearAttentionAndFullAttentionLayer,
+}
+
+
+class HybridCache(DynamicCache):
+    """A `DynamicCache` that holds the states of the cells too, for one call.
+
+    Args:
+        config: of the model.
+        edits: of the cells, by their layer's number in the model.
+        rows: where documents and padding begin; None for rows of one document.
+
+    Attributes:
+        cells: the states of the cells, likewise; empty before the first token.
+        rnn_state: what an xLSTM takes from its cache and gives to each layer.
+    """
+
+    def __init__(
+        self, config: Any, edits: Mapping[int, Edit | None], rows: Rows | None = None
+    ) -> None:
+        super().__init__(config=config)
+        self.layers = [
+            WITHOUT_WINDOW[type(layer)]() if type(layer) in WITHOUT_WINDOW else layer
+            for layer in self.layers
+        ]
+        self.edits, self.rows = edits, rows
+        self.cells: dict[int, PyTree] = {}
+        self.rnn_state = [CacheEntry(self) for _ in self.layers]
+
+    def fill(
+        self, layers: Iterable[LayerCache], windows: Sequence[int | None], position: int
+    ) -> None:
+        """Writes the layers of a state into an empty cache.
+
+        Args:
+            layers: of the state.
+            windows: of the attention of each layer; None for none.
+            position: how many tokens were read in the row that has read the most.
+
+        Raises:
+            UserError: the layers are of a model with another window of attention.
+        """
+        for number, layer in enumerate(layers):
+            if number in self.edits:
+                self.cells[number] = layer.cell
+            needed = kept_keys(windows[number], position)
+            if not needed or not isinstance(layer.keys, History):
+                continue
+            assert isinstance(layer.values, History)
+            keys, values = layer.keys.entries, layer.values.entries
+            if not needed <= keys.shape[-2] <= kept_keys(windows[number], BEFORE):
+                raise UserError(
+                    f"the state has {keys.shape[-2]} keys after {position} tokens, and this model "
+                    f"has {needed}: give a state of a model with the same attention_window"
+                )
+            entry = self.layers[number]
+            entry.lazy_initialization(keys, values)
+            entry.keys, entry.values = keys[..., -needed:, :], values[..., -needed:, :]
+
+    def layers_after(
+        self, windows: Sequence[int | None], position: int, like: Sequence[LayerCache]
+    ) -> tuple[LayerCache, ...]:
+        """Returns the layers of the state after the call.
+
+        Args:
+            windows: see `fill`.
+            position: likewise, after the call.
+            like: layers whose keys have the dtype of those of a state, because keys that were
+                computed under autocast may be narrower; empty for that of the call.
+        """
+        layers = []
+        for number, entry in enumerate(self.layers):
+            keys: Any = ()
+            values: Any = ()
+            if getattr(entry, "keys", None) is not None:
+                known: Any = like[number].keys if like else ()
+                dtype = known.entries.dtype if known else entry.keys.dtype
+                keys, values = (
+                    History(self._last(entries, kept_keys(windows[number], position)).to(dtype))
+                    for entries in (entry.keys, entry.values)
+                )
+            layers.append(LayerCache(keys, values, cell=self.cells.get(number, ())))
+        return tuple(layers)
+
+    def _last(self, entries: Tensor, count: int) -> Tensor:
+        """The last `count` entries `(b, h, t, d)` of each row, without padding."""
+        if self.rows is not None and self.rows.has_padding:
+            return self.rows.last(entries.transpose(1, 2), count).transpose(1, 2)
+        return entries[..., entries.shape[-2] - count :, :]
+
+
+class CacheEntry(tuple):
+    """An entry of `HybridCache.rnn_state`: an empty tuple, because an xLSTM writes to its items.
+
+    Attributes:
+        cache: the cache that the layer is to use.
+    """
+
+    cache: HybridCache
+
+    def __new__(cls, cache: HybridCache) -> CacheEntry:
+        entry = super().__new__(cls)
+        entry.cache = cache
+        return entry
+
+
+def kept_keys(window: int | None, position: int) -> int:
+    """How many keys a layer with such a window keeps after `position` tokens."""
+    return position if window is None else min(position, window - 1)
+
+
+def attention_mask(reach: Tensor, before: int) -> Tensor:
+    """Returns which keys each token reads, `(b, 1, t, before + t)` bool.
+
+    Args:
+        reach: `(b, t)`, how many tokens before each one it reads; those of its own document that
+            are inside the window.
+        before: number of keys of earlier calls, the last ones of each row.
+    """
+    time = reach.shape[1]
+    keys = torch.arange(before + time, device=reach.device)
+    distance = keys[before:, None] - keys
+    return ((distance >= 0) & (distance <= reach[..., None]))[:, None]

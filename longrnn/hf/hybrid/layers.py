@@ -1,0 +1,120 @@
+"""The layers of a hybrid: how ours take the place of those of transformers, and recomputation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from longrnn.cells import Cell
+from longrnn.hf.hybrid.cache import CacheEntry, HybridCache
+from longrnn.hf.hybrid.families import FAMILIES
+
+
+class HybridForward:
+    """The `forward` of a recurrent layer in a hybrid: that of our cell if the cache is a hybrid's.
+
+    A class and not a closure, so that a copy of the layer runs the copy of the cell.
+
+    Args:
+        layer: the layer of transformers.
+        index: its number in the model, embeddings not counted.
+        cell: our cell on its weights.
+        returns_state: whether the layer returns its output and a state, which is None here.
+    """
+
+    def __init__(self, layer: Any, index: int, cell: Cell, returns_state: bool) -> None:
+        self.layer, self.index, self.cell = layer, index, cell
+        self.returns_state = returns_state
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = given_cache([*args, *kwargs.values()])
+        if cache is None:
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+        edit, states = cache.edits[self.index], cache.cells
+        if self.index not in states:
+            states[self.index] = self.cell.init_state(len(hidden_states), edit)
+        # The state is replaced and never changed in place, so that no copy is needed.
+        y, states[self.index] = self.cell(hidden_states, states[self.index], edit, cache.rows)
+        return (y, None) if self.returns_state else y
+
+
+class RecomputedForward:
+    """The `forward` of a whole layer whose activations the backward pass computes again.
+
+    transformers' own recomputation drops the cache, and with it the state.
+
+    Args:
+        layer: the layer of transformers, with attention and all.
+        index: its number in the model.
+    """
+
+    def __init__(self, layer: Any, index: int) -> None:
+        self.layer, self.index = layer, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache, index = given_cache([*args, *kwargs.values()]), self.index
+        if cache is None or not torch.is_grad_enabled():
+            return type(self.layer).forward(self.layer, *args, **kwargs)
+        entry, states = cache.layers[index], dict(cache.cells)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Any, HybridCache]:
+            # Of the state before the layer, also when it runs again.
+            local = copy.copy(cache)
+            local.layers, local.cells = list(cache.layers), dict(states)
+            local.layers[index] = copy.copy(entry)
+            args = tuple(with_cache(value, local) for value in args)
+            kwargs = {name: with_cache(value, local) for name, value in kwargs.items()}
+            return type(self.layer).forward(self.layer, *args, **kwargs), local
+
+        result: Any = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        output, local = result
+        cache.layers[index] = local.layers[index]
+        cache.cells.update(local.cells)
+        return output
+
+
+def given_cache(arguments: list[Any]) -> HybridCache | None:
+    """The cache among the arguments of a layer, whose names and places differ by architecture."""
+    for argument in arguments:
+        if isinstance(argument, HybridCache):
+            return argument
+        if isinstance(argument, CacheEntry):
+            return argument.cache
+    return None
+
+
+def with_cache(argument: Any, cache: HybridCache) -> Any:
+    """An argument of a layer, with another cache if it is one."""
+    if isinstance(argument, HybridCache):
+        return cache
+    return CacheEntry(cache) if isinstance(argument, CacheEntry) else argument
+
+
+def whole_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of a model from residual stream to residual stream, the first one first."""
+    lists = [part for part in model.base_model.children() if isinstance(part, nn.ModuleList)]
+    return next(list(each) for each in lists if isinstance(each[0], GradientCheckpointingLayer))
+
+
+def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
+    """Return the recurrent layers of a hybrid by their number in the model; empty for others."""
+    family = FAMILIES.get(model.config.model_type)
+    name = family and family.layer
+    return {
+        next(int(part) for part in path.split(".") if part.isdigit()): module
+        for path, module in model.named_modules()
+        if type(module).__name__ == name
+    }
+
+
+def restore_layers(model: PreTrainedModel) -> None:
+    """Make transformers compute the recurrent layers of what was a `HybridLM`."""
+    for layer in recurrent_layers(model).values():
+        vars(layer).pop("forward", None)

@@ -1,0 +1,96 @@
+"""Makes a hybrid ready for training, and writes one as a checkpoint of its own architecture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longrnn.checksums import remove_checksums, write_checksums
+from longrnn.errors import UserError
+from longrnn.files import new_folder, one_line, partial_path, remove, sync_folder
+from longrnn.hf.foreign import MITIGATION_KEY
+from longrnn.hf.foreign_load import quietly
+from longrnn.hf.hybrid.model import HybridLM
+from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.text import Tokenizer
+
+# What `HybridLM` puts in front of the names of weights.
+PREFIX = "model."
+
+
+def trainable(model: HybridLM) -> HybridLM:
+    """Returns a hybrid with float32 weights that all have gradients.
+
+    Weights that no output depends on are frozen.
+
+    Args:
+        model: without a mitigation; its weights are cast in place.
+
+    Raises:
+        UserError: quantized weights, or a layer that cannot be differentiated.
+    """
+    quantized = [name for name, w in model.named_parameters() if not w.is_floating_point()]
+    if quantized or getattr(model.model.config, "quantization_config", None):
+        raise UserError(
+            f"this {model.kind} has quantized weights, which cannot be trained: give the "
+            "checkpoint with weights in bfloat16 or float32"
+        )
+    model = HybridLM(model.model.float()).train()
+    tokens = torch.arange(8).view(2, 4) % model.vocab_size
+    weights = list(model.parameters())
+    try:
+        first = model(tokens)
+        second = model(tokens, first.state)
+        loss = first.logits.sum() + second.logits.sum()
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"this {model.kind} cannot be trained here, because a layer has no gradient "
+            f"({one_line(error)}): train it with the Trainer of Hugging Face, or another model"
+        ) from error
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.requires_grad_(gradient is not None)
+    return model
+
+
+def save_hybrid(
+    model: HybridLM,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    mitigation: str | None,
+) -> None:
+    """Writes a checkpoint that transformers reads as one of the model's own architecture.
+
+    Each file appears complete.
+
+    Args:
+        model: the model.
+        folder: created if it does not exist.
+        weights: the whole state dict of the model.
+        tokenizer: of the model.
+        mitigation: the spec under which the model was trained, with its window of attention.
+    """
+    theirs = model.model
+    setattr(theirs.config, MITIGATION_KEY, mitigation)
+    named = {name.removeprefix(PREFIX): weight.contiguous() for name, weight in weights.items()}
+    draft = partial_path(folder / "model")
+    new_folder(draft)
+    try:
+        with quietly():
+            theirs.save_pretrained(draft, state_dict=named)
+        whole = tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()
+        whole.save(draft)
+        remove_checksums(folder)
+        for path in draft.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(path, folder / path.name)
+    finally:
+        remove(draft)
+    sync_folder(folder)
+    write_checksums(folder)
