@@ -10,6 +10,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,17 +64,17 @@ class Layout(NamedTuple):
 
     def rename(self, weights: Mapping[str, Tensor], *, to_ours: bool = False) -> dict[str, Tensor]:
         """Return weights under the names of the layout, or of `RecurrentLM`."""
+        return rename_weights(weights, partial(self.renamed, to_ours=to_ours))
+
+    def renamed(self, name: str, *, to_ours: bool = False) -> str:
+        """Return the name of a weight in the layout, or in `RecurrentLM`."""
         prefixes = dict(self.names)
         if to_ours:
             # transformers still accepts the older name of the embedding, that of mamba-ssm.
             prefixes = {theirs: ours for ours, theirs in self.names.items()}
             prefixes["backbone.embedding."] = "embedding."
-
-        def rename(name: str) -> str:
-            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-            return prefixes.get(prefix, "") + name.removeprefix(prefix)
-
-        return rename_weights(weights, rename)
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        return prefixes.get(prefix, "") + name.removeprefix(prefix)
 
     def load(self, folder: Path, config: Mapping[str, Any], backend: str) -> RecurrentLM:
         """Read a model from a folder whose `config.json` has the given content.
@@ -294,3 +295,8 @@ LAYOUTS = {
         "model.safetensors",
     ),
 }
+
+
+def layout_of(config: Mapping[str, Any]) -> str | None:
+    """Return the layout of a folder whose `config.json` has this content; None for no other."""
+    return next((name for name, known in LAYOUTS.items() if known.is_described(config)), None)

@@ -15,7 +15,7 @@ import torch
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.hf.layouts import LAYOUTS
+from longrnn.hf.layouts import LAYOUTS, layout_of
 from longrnn.hf.lora import merge_adapter
 from longrnn.hf.names import (
     BEYOND,
@@ -207,9 +207,9 @@ def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM 
     config = {} if folder.suffix == GGUF else read_config(folder)
     if config:
         _check_sizes(folder, config)
-    layout = next((known for known in LAYOUTS.values() if known.is_described(config)), None)
+    layout = layout_of(config)
     if layout is not None:
-        return cast_weights(layout.load(folder, config, backend), dtype)
+        return cast_weights(LAYOUTS[layout].load(folder, config, backend), dtype)
     if config.get("model_type") == "longrnn":
         return cast_weights(load_model(folder, backend=backend), dtype)
     if backend != "auto":

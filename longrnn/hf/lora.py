@@ -39,6 +39,23 @@ PREFIX, ADAPTER_INFIX = "base_model.model.", ".default."
 OF_TRANSFORMERS = (f"{PREFIX}backbone.", f"{PREFIX}lm_head.")
 
 
+class Shell(nn.Module):
+    """Has the modules of a model, under the same names, and no configuration.
+
+    By their configuration, PEFT refuses adapters of `out_proj` in models whose kernels in
+    transformers read that weight without calling it; longrnn calls it.
+
+    Args:
+        model: a model; a Hugging Face model stands for the `ForeignLM` that holds it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        is_held = not isinstance(model, RecurrentLM) and hasattr(model, "cells")
+        source: Any = model.model if is_held else model
+        self._modules = source._modules
+
+
 def add_adapters(
     model: nn.Module, *, r: int, alpha: float, targets: Sequence[str], full: Sequence[str]
 ) -> None:
@@ -48,7 +65,8 @@ def add_adapters(
         model: changed in place.
         r: rank of the adapters.
         alpha: they are scaled by alpha / r.
-        targets: last names of linear modules, such as `in_proj`.
+        targets: last names of linear modules, such as `in_proj`; or whole names, also those of the
+            checkpoint's layout.
         full: last names of parameters, or of modules, that are trained as a whole.
 
     Raises:
@@ -57,15 +75,21 @@ def add_adapters(
     _require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
-    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    known = {part for n, _ in model.named_parameters() for part in n.split(".")}
+    inside: Any = Shell(model)
+    layout = LAYOUTS.get(str(getattr(model, "base_layout", None)))
+    if layout is not None:
+        targets = [layout.renamed(name, to_ours=True) for name in targets]
+    names = [name for name, part in inside.named_modules() if isinstance(part, nn.Linear)]
+    linear = {*names, *(name.rpartition(".")[2] for name in names)}
+    known = {part for n, _ in inside.named_parameters() for part in n.split(".")}
     for option, names, valid in (("targets", targets, linear), ("full", full, known)):
         for name in names:
             if name not in valid:
                 raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, valid)}")
     options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
-    inject_adapter_in_model(options, model)
-    for name, parameter in model.named_parameters():
+    inject_adapter_in_model(options, inside)
+    model.peft_config = inside.peft_config
+    for name, parameter in inside.named_parameters():
         if set(name.split(".")) & set(full):
             parameter.requires_grad_(True)
 
@@ -82,7 +106,7 @@ def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
         UserError: it is the adapter of another base than the model's.
     """
     _check_base(folder, str(model.base_fingerprint))
-    ours = {_saved_name(name): name for name, _ in model.named_parameters()}
+    ours = {_saved_name(model, name): name for name, _ in model.named_parameters()}
     stored = load_file(folder / ADAPTER_WEIGHTS)
     return {ours.get(name, name): tensor for name, tensor in stored.items()}
 
@@ -107,12 +131,17 @@ def save_adapter(
         mitigation: under which the adapter was trained.
     """
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    tensors = {_saved_name(name): weights[name].contiguous() for name in weights if name in trained}
+    tensors = {
+        _saved_name(model, name): weights[name].contiguous() for name in weights if name in trained
+    }
     local = Path(base)
     config = getattr(model, "peft_config")["default"].to_dict() | {  # noqa: B009
         "base_model_name_or_path": str(local.resolve()) if local.is_dir() else base,
         "inference_mode": True,
     }
+    layout = LAYOUTS.get(str(model.base_layout))
+    if layout is not None:
+        config["target_modules"] = sorted(map(layout.renamed, config["target_modules"]))
     record = {"fingerprint": base_fingerprint, "mitigation": mitigation}
     remove_checksums(folder)
     write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
@@ -121,8 +150,12 @@ def save_adapter(
     write_checksums(folder)
 
 
-def _saved_name(name: str) -> str:
-    """The name in an adapter's file of a parameter of a model with adapters."""
+def _saved_name(model: Any, name: str) -> str:
+    """The name in an adapter's file of a parameter: that of the architecture of the base model."""
+    if model.base_layout is not None:
+        name = LAYOUTS[model.base_layout].renamed(name)
+    elif not isinstance(model, RecurrentLM):
+        name = name.removeprefix("model.")
     return PREFIX + name.replace(ADAPTER_INFIX, ".")
 
 
@@ -153,9 +186,12 @@ def merge_adapter(
     known = _check_base(folder, base.fingerprint())
     weights = load_file(folder / ADAPTER_WEIGHTS)
     if not isinstance(base, RecurrentLM):
+        from longrnn.hf.foreign import MITIGATION_KEY
+
         _merge(folder, weights, base.model)
         if dtype is not None:
             cast_weights(base, dtype)
+        setattr(base.model.config, MITIGATION_KEY, known.get("mitigation"))
         return base.model
     if any(name.startswith(OF_TRANSFORMERS) for name in weights):
         theirs = as_hugging_face(base)
@@ -199,7 +235,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
             "give it the prompt with PEFT"
         )
     config.task_type = None  # the classes of tasks need a model that generates
-    adapted: Any = PeftModel(model, config)  # pyright: ignore
+    adapted: Any = PeftModel(Shell(model), config)  # pyright: ignore
     result = set_peft_model_state_dict(adapted, dict(weights))
     for name in result.unexpected_keys:
         raise ValueError(f"it has {name}, which {base_of(folder)} does not have")

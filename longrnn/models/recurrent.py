@@ -195,22 +195,6 @@ class RecurrentLM(TrainableLM):
         hidden, state = self.hidden(tokens, state)
         return token_cross_entropy(*self.logit_factors(hidden), targets)[0], state
 
-    def logit_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """X and W of the logits X Wᵀ, for losses that do not hold all logits at once.
-
-        Args:
-            hidden: the head's input, `(…, d)`.
-
-        Returns:
-            `(…, d)` and `(v, d)`. Where the head has a bias, X has a further column of ones and W
-            that of the bias.
-        """
-        weight, bias = own_weight(self.head), self.head.bias
-        if bias is None:
-            return hidden, weight
-        ones = hidden.new_ones(*hidden.shape[:-1], 1)
-        return torch.cat([hidden, ones], dim=-1), torch.cat([weight, bias[:, None]], dim=1)
-
     def embed(self, tokens: Tensor, position: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """The input of the first block, and the positions after the tokens.
 

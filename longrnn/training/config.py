@@ -59,7 +59,8 @@ class Adapters(Options):
     r: Count = 8
     """Rank."""
     targets: list[str] = Field(["in_proj", "out_proj"], min_length=1)
-    """Last names of the linear modules that get an adapter."""
+    """Last or whole names of the linear modules that get an adapter, in the architecture of
+    `init_from`."""
     full: list[str] = Field([])
     """Last names of parameters or modules that are trained as a whole, such as `A_log`, `dt_bias`
     and `conv1d`; saved in the adapter."""

@@ -16,12 +16,13 @@ from longrnn.config import build_config
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf import lora
+from longrnn.hf.layouts import layout_of
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import WINDOW, resolve, split_spec
+from longrnn.hf.names import WINDOW, base_of, is_adapter, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
-from longrnn.models.checkpoint import load_model, save_model
+from longrnn.models.checkpoint import load_model, read_config, save_model
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 
@@ -50,6 +51,10 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
     check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
         plain.base_fingerprint = plain.fingerprint()
+        folder = resolve(split_spec(str(config.init_from))[0])
+        while is_adapter(folder):
+            folder = resolve(base_of(folder))
+        plain.base_layout = layout_of(read_config(folder))
         adapters = config.peft.model_dump()
         lora.add_adapters(plain, alpha=2 * config.peft.r, **adapters)
     plain, window = _with_window(plain, loaded, config)

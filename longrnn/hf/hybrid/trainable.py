@@ -23,9 +23,7 @@ PREFIX = "model."
 
 
 def trainable(model: HybridLM) -> HybridLM:
-    """Returns a hybrid with float32 weights that all have gradients.
-
-    Weights that no output depends on are frozen.
+    """Returns a hybrid with float32 weights, all of which have a gradient.
 
     Args:
         model: without a mitigation; its weights are cast in place.
@@ -46,14 +44,12 @@ def trainable(model: HybridLM) -> HybridLM:
         first = model(tokens)
         second = model(tokens, first.state)
         loss = first.logits.sum() + second.logits.sum()
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        torch.autograd.grad(loss, weights)
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
             f"this {model.kind} cannot be trained here, because a layer has no gradient "
             f"({one_line(error)}): train it with the Trainer of Hugging Face, or another model"
         ) from error
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.requires_grad_(gradient is not None)
     return model
 
 
