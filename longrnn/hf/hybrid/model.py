@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.cells import Cell
 from longrnn.errors import UserError
-from longrnn.hf.foreign import SEGMENT_TOKENS, ForeignLM
+from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
 from longrnn.hf.hybrid.cache import HybridCache, attention_mask, kept_keys
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
@@ -204,7 +204,7 @@ class HybridLM(ForeignLM, TrainableLM):
             positions, _ = _positions(source, state, rows_left)
             if reason := out_of_reach(self, int(positions.max()) + 1):
                 raise UserError(reason)
-        width = max(16, SEGMENT_TOKENS // len(tokens))
+        width = max(16, PIECE_TOKENS // len(tokens))
         width = max(1, source.shape[1]) if torch.is_grad_enabled() else width
         kept: list[Tensor] = []
         for start in range(0, source.shape[1], width):
