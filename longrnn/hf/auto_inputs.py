@@ -24,6 +24,8 @@ KNOWN_ARGUMENTS = {
 # Arguments of other models, and what to do instead.
 INSTEAD = {
     "cache_params": "give the cache as past_key_values",
+    "output_router_logits": "leave it out, as the loss of routers is not computed "
+    "(router_aux_loss_coef=0 for TRL)",
     "cache_position": "leave it out, as the state knows its position",
     "token_type_ids": "leave it out (return_token_type_ids=False in the tokenizer)",
 }

@@ -18,7 +18,6 @@ from longrnn.errors import UserError
 from longrnn.mitigations import Chain, bind
 from longrnn.mitigations.spec import MitigationSpec
 from longrnn.mitigations.spec import mitigation as build_mitigation
-from longrnn.ops.hooks import own_weight
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import LMState, PyTree, described
@@ -169,57 +168,6 @@ class LanguageModel(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return "" if self.mitigation is None else f"mitigation={self.mitigation}"
-
-
-class TrainableLM(LanguageModel):
-    """A language model that `longrnn train` trains.
-
-    Attributes:
-        head: the module of the last product, which has a `weight` `(v, d)`.
-        blocks: the layers from residual stream to residual stream, the first one first.
-        soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
-        trained_under: the spec of the mitigation under which the model was trained; None without.
-        base_fingerprint: of the weights before adapters were added.
-        base_layout: the layout of the checkpoint that adapters were added to; None for its own.
-    """
-
-    head: Any
-    blocks: Any
-    soft_cap: float | None = None
-    trained_under: str | None = None
-    base_fingerprint: str = ""
-    base_layout: str | None = None
-
-    @abstractmethod
-    def hidden(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-    ) -> tuple[Tensor, LMState]:
-        """`forward` without the head: returns the head's input, `(b, t, d)`, and the state."""
-
-    def logit_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """X and W of the logits X Wᵀ, for losses that do not hold all logits at once.
-
-        Args:
-            hidden: the head's input, `(…, d)`.
-
-        Returns:
-            `(…, d)` and `(v, d)`. Where the head has a bias, X has a further column of ones and W
-            that of the bias.
-        """
-        weight, bias = own_weight(self.head), getattr(self.head, "bias", None)
-        if bias is None:
-            return hidden, weight
-        ones = hidden.new_ones(*hidden.shape[:-1], 1)
-        return torch.cat([hidden, ones], dim=-1), torch.cat([weight, bias[:, None]], dim=1)
-
-    @abstractmethod
-    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
-        """Keeps the input of each block alone, which the backward pass computes again."""
 
 
 def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:

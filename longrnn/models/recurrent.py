@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
 from longrnn.errors import UserError
-from longrnn.models.base import LMOutput, TrainableLM, check_tokens, hash_weights
+from longrnn.models.base import LMOutput, check_tokens, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
+from longrnn.models.trainable import TrainableLM
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.loss import token_cross_entropy
@@ -91,6 +92,10 @@ class RecurrentLM(TrainableLM):
             nn.init.zeros_(self.head.bias)
 
     @property
+    def has_positions(self) -> bool:
+        return self.config.position["kind"] != "none"
+
+    @property
     def cells(self) -> list[Cell]:
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
@@ -122,7 +127,7 @@ class RecurrentLM(TrainableLM):
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel.forward`. Hidden vectors at padding are 0."""
         hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
-        return LMOutput(self.head(hidden), state)  # the module, which may have an adapter
+        return LMOutput(self.logits(hidden), state)
 
     def hidden(
         self,
@@ -133,18 +138,7 @@ class RecurrentLM(TrainableLM):
         rows: Rows | None = None,
         observe: list[Tensor] | None = None,
     ) -> tuple[Tensor, LMState]:
-        """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
-
-        For losses that do not hold all logits at once (`longrnn.ops.loss`).
-
-        Args:
-            tokens: `(b, t)` integers, or embeddings `(b, t, d)` in their place.
-            state: see `forward`.
-            keep: see `forward`.
-            rows: see `forward`.
-            observe: an empty list, which is filled with the vectors before and after each block of
-                the last `keep` tokens, `(b, t, d)`; the last entry is the head's input.
-        """
+        """See `TrainableLM.hidden`."""
         embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
         if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)

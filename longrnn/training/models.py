@@ -18,7 +18,7 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import layout_of
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import WINDOW, base_of, is_adapter, resolve, split_spec
+from longrnn.hf.names import base_of, is_adapter, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
@@ -57,12 +57,11 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         plain.base_layout = layout_of(read_config(folder))
         adapters = config.peft.model_dump()
         lora.add_adapters(plain, alpha=2 * config.peft.r, **adapters)
-    plain, window = _with_window(plain, loaded, config)
+    plain = _with_window(plain, loaded, config)
     model: Any = plain.under(None if loaded is None else loaded.mitigation)
     if config.mitigation is not None:
         model = mitigated(plain, split(config.mitigation))
-    specs = [window, None if model.mitigation is None else model.mitigation.describe()]
-    model.trained_under = "+".join(filter(None, specs)) or None
+    model.trained_under = model.spec
     model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
 
@@ -81,8 +80,8 @@ def _plain(loaded: Any, name: str) -> Any:
     return trainable(loaded)
 
 
-def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> tuple[Any, str | None]:
-    """A model in whose attention a state of bounded size can be carried, and the spec of that.
+def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> Any:
+    """A model in whose attention a state of bounded size can be carried.
 
     Args:
         plain: the model, without a window.
@@ -102,10 +101,10 @@ def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> tuple[Any, str
                 f"attention_window={window} needs a Hugging Face hybrid whose attention has no "
                 "window in init_from: leave it out"
             )
-        return plain.with_attention_window(window), f"{WINDOW}(window={window})"
+        return plain.with_attention_window(window)
     if config.carries and not isinstance(plain, RecurrentLM) and plain.max_length is not None:
-        plain = plain.beyond()  # its attention has a window of its own
-    return plain, None
+        return plain.beyond()  # its attention has a window of its own
+    return plain
 
 
 def check_vocabulary(vocab_size: int, task: Task) -> None:

@@ -23,8 +23,10 @@ from longrnn.training.train import dry_run
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
 from tests.hf.foreign import tokens, with_bytes
+from tests.launched import CPU2
 from tests.texts import BOOK, TEXTS
 from tests.training.runs import assert_same_run, crash, metrics, tiny, train
+from tests.training.test_processes import FSDP2, assert_alike, trained
 
 LENGTH = 32
 COMMON: dict[str, Any] = {
@@ -180,3 +182,22 @@ def test_a_model_that_cannot_be_trained_is_refused(
     settings = config(base, tmp_path / "run", **changes)
     with pytest.raises(UserError, match=message):
         build(settings, TASKS.build(settings.task, ByteTokenizer()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["copies", "shards"])
+def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """With recomputation, and documents that begin in the middle of rows."""
+    base = hybrid(tmp_path)
+    one, two = (
+        config(
+            base,
+            tmp_path / name,
+            per_device_train_batch_size=rows,
+            gradient_checkpointing="block",
+        )
+        for name, rows in (("one", 4), ("two", 2))
+    )
+    train(one)
+    trained(two, tmp_path, flags)
+    assert_alike(tmp_path / "one", tmp_path / "two")

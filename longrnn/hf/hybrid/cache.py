@@ -27,6 +27,9 @@ WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
     LinearAttentionAndSlidingWindowAttentionLayer: LinearAttentionAndFullAttentionLayer,
 }
 
+# Implementations of attention in transformers that take a mask for each row.
+MASKED = ("sdpa", "eager")
+
 
 class HybridCache(DynamicCache):
     """A `DynamicCache` that holds the states of the cells too, for one call.
@@ -133,6 +136,47 @@ class CacheEntry(tuple):
 def kept_keys(window: int | None, position: int) -> int:
     """How many keys a layer with such a window keeps after `position` tokens."""
     return position if window is None else min(position, window - 1)
+
+
+def attention_masks(
+    model: Any,
+    windows: Mapping[str, int | None],
+    positions: Tensor,
+    before: Sequence[int],
+    rows: Rows | None,
+) -> dict[str, Any]:
+    """Returns the masks of a call by argument; none where transformers makes the same.
+
+    Args:
+        model: of transformers.
+        windows: by the name of a kind of attention; None for none.
+        positions: `(b, t)`, of each token in its document.
+        before: the position of each row before the call.
+        rows: where documents and padding begin.
+
+    Raises:
+        UserError: the model's implementation of attention takes no masks.
+    """
+    known, time = max(before), positions.shape[1]
+    is_even = rows is None and min(before) == known
+    if is_even and all(w is None or known + time <= w for w in windows.values()):
+        return {}
+    implementation = model.config._attn_implementation
+    if implementation not in MASKED:
+        raise UserError(
+            f"the attention implementation {implementation} takes no masks, which windows, "
+            f"padding and rows of different lengths need: load the model with {MASKED[0]}"
+        )
+    masks: dict[str, Tensor | None] = {"linear_attention": None}
+    for name, window in windows.items():
+        reach = positions[:1] if is_even else positions
+        reach = reach if window is None else reach.clamp(max=window - 1)
+        mask = attention_mask(reach, kept_keys(window, known))
+        if implementation == "eager":  # which adds it
+            least = torch.finfo(model.dtype).min
+            mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
+        masks[name] = mask
+    return {"attention_mask": masks}
 
 
 def attention_mask(reach: Tensor, before: int) -> Tensor:

@@ -18,7 +18,6 @@ Notable choices:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -28,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from longrnn.cells import Cell
 from longrnn.errors import UserError
 from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
-from longrnn.hf.hybrid.cache import HybridCache, attention_mask, kept_keys
+from longrnn.hf.hybrid.cache import MASKED, HybridCache, attention_masks
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
     HybridForward,
@@ -36,12 +35,11 @@ from longrnn.hf.hybrid.layers import (
     recurrent_layers,
     whole_layers,
 )
-from longrnn.models.base import LMOutput, TrainableLM, check_tokens, hash_weights, out_of_reach
+from longrnn.hf.names import WINDOW
+from longrnn.models.base import LMOutput, check_tokens, hash_weights, out_of_reach
+from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree, check, histories
-
-# Implementations of attention in transformers that take a mask for each row.
-MASKED = ("sdpa", "eager")
 
 
 class HybridLM(ForeignLM, TrainableLM):
@@ -146,6 +144,13 @@ class HybridLM(ForeignLM, TrainableLM):
         pairs = zip(self._sliding, self.like, strict=True)
         return any(window is None and layer.keys != () for window, layer in pairs)
 
+    @property
+    def spec(self) -> str | None:
+        """See `TrainableLM`; with the window of attention."""
+        window = self.attention_window
+        parts = [super().spec, None if window is None else f"{WINDOW}(window={window})"]
+        return "+".join(filter(None, reversed(parts))) or None
+
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`; the window of attention is part of it."""
         weights = super().weights_fingerprint()
@@ -170,11 +175,6 @@ class HybridLM(ForeignLM, TrainableLM):
         hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
         return LMOutput(self.logits(hidden), state)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `(b, t, v)` from what `hidden` returns."""
-        logits = self.head(hidden)
-        return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
-
     def hidden(
         self,
         tokens: Tensor,
@@ -182,15 +182,9 @@ class HybridLM(ForeignLM, TrainableLM):
         *,
         keep: int | None = None,
         rows: Rows | None = None,
+        observe: list[Tensor] | None = None,
     ) -> tuple[Tensor, LMState]:
-        """`forward` without the head: return the head's input, `(b, t, d)`, and the state.
-
-        Args:
-            tokens: `(b, t)` integers, or embeddings `(b, t, d)` in their place.
-            state: see `forward`.
-            keep: see `forward`.
-            rows: see `forward`.
-        """
+        """See `TrainableLM.hidden`."""
         if not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3):
             tokens = check_tokens(tokens, self.vocab_size, rows)
         state = self.init_state(len(tokens)) if state is None else state
@@ -205,18 +199,28 @@ class HybridLM(ForeignLM, TrainableLM):
             if reason := out_of_reach(self, int(positions.max()) + 1):
                 raise UserError(reason)
         width = max(16, PIECE_TOKENS // len(tokens))
-        width = max(1, source.shape[1]) if torch.is_grad_enabled() else width
+        if torch.is_grad_enabled() or observe is not None:
+            width = max(1, source.shape[1])
         kept: list[Tensor] = []
         for start in range(0, source.shape[1], width):
             part_rows = None if rows_left is None else rows_left.slice(start, start + width)
-            hidden, state = self._segment(source[:, start : start + width], state, part_rows)
+            hidden, state = self._segment(
+                source[:, start : start + width], state, part_rows, observe
+            )
             if start + width > first:
                 kept.append(hidden[:, max(0, first - start) :])
         if not kept:
             weight = self.model.get_input_embeddings().weight
             return weight.new_zeros(len(tokens), keep, self.head.weight.shape[1]), state
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
-        return hidden if rows is None else rows.restore(hidden, keep), state
+        if observe is not None:
+            # The last one as libraries multiply it: the factor of the logits comes afterwards.
+            observe[:] = [vectors[:, first:] for vectors in observe]
+        if rows is None:
+            return hidden, state
+        if observe is not None:
+            observe[:] = [rows.restore(vectors, keep) for vectors in observe]
+        return rows.restore(hidden, keep), state
 
     def call(
         self, tokens: Tensor, layers: PyTree, position: int, keep: int
@@ -226,7 +230,13 @@ class HybridLM(ForeignLM, TrainableLM):
         hidden, after = self._segment(tokens, LMState(before, layers), None)
         return self.logits(hidden), after.layers
 
-    def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
+    def _segment(
+        self,
+        tokens: Tensor,
+        state: LMState,
+        rows: Rows | None,
+        observe: list[Tensor] | None = None,
+    ) -> tuple[Tensor, LMState]:
         """Process `(b, t)` tokens, or `(b, t, d)` embeddings, in one call of the model."""
         positions, after = _positions(tokens, state, rows)
         before = state.position.tolist()
@@ -237,7 +247,15 @@ class HybridLM(ForeignLM, TrainableLM):
         if "position_ids" in self._accepted:  # which some models count wrong themselves
             given["position_ids"] = positions
         given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
-        output = self.model.base_model(**given, **self._masks(positions, before, rows))
+        if observe is not None:
+            given["output_hidden_states"] = True
+        if self._attends:
+            sliding = next(filter(None, self._sliding), None)
+            windows = {"full_attention": self._full_window, "sliding_attention": sliding}
+            given |= attention_masks(self.model, windows, positions, before, rows)
+        output = self.model.base_model(**given)
+        if observe is not None:
+            observe += output.hidden_states
         layers = cache.layers_after(self._windows, int(after.max()), self.like)
         return output[0] * self._logit_scale, LMState(after, layers)
 
@@ -251,38 +269,6 @@ class HybridLM(ForeignLM, TrainableLM):
         """The window of the layers that the architecture calls full attention."""
         given = [self.attention_window, self._family_window]
         return min(filter(None, given), default=None)
-
-    def _masks(self, positions: Tensor, before: Sequence[int], rows: Rows | None) -> dict[str, Any]:
-        """Return the masks of a call by argument; none where transformers makes the same.
-
-        Args:
-            positions: `(b, t)`, of each token in its document.
-            before: the position of each row before the call.
-            rows: where documents and padding begin.
-        """
-        known, time = max(before), positions.shape[1]
-        sliding = next(filter(None, self._sliding), None)
-        windows = {"full_attention": self._full_window, "sliding_attention": sliding}
-        is_even = rows is None and min(before) == known
-        is_causal = is_even and all(w is None or known + time <= w for w in windows.values())
-        if is_causal or not self._attends:
-            return {}
-        implementation = self.model.config._attn_implementation
-        if implementation not in MASKED:
-            raise UserError(
-                f"the attention implementation {implementation} takes no masks, which windows, "
-                f"padding and rows of different lengths need: load the model with {MASKED[0]}"
-            )
-        masks: dict[str, Tensor | None] = {"linear_attention": None}
-        for name, window in windows.items():
-            reach = positions[:1] if is_even else positions
-            reach = reach if window is None else reach.clamp(max=window - 1)
-            mask = attention_mask(reach, kept_keys(window, known))
-            if implementation == "eager":  # which adds it
-                least = torch.finfo(self.model.dtype).min
-                mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill(~mask, least)
-            masks[name] = mask
-        return {"attention_mask": masks}
 
 
 def _positions(tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, Tensor]:

@@ -242,9 +242,9 @@ def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
         model.generate(random_tokens(1, 3), max_new_tokens=2)
 
 
-def test_a_hybrid_has_its_own_class_in_transformers() -> None:
-    with pytest.raises(UserError, match=naming("bamba", "AutoModelForCausalLM")):
-        LongRNNForCausalLM.of(open_hugging_face(architecture("bamba")))  # type: ignore[arg-type]
+def test_a_model_without_recurrent_layers_has_its_own_class_in_transformers() -> None:
+    with pytest.raises(UserError, match=naming("llama", "AutoModelForCausalLM")):
+        LongRNNForCausalLM.of(open_hugging_face(architecture("llama")))
 
 
 def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:

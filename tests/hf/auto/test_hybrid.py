@@ -1,0 +1,114 @@
+"""`LongRNNForCausalLM.of(hybrid)` is the model of transformers with padding, packing and states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer
+
+from longrnn import load
+from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.hybrid.model import HybridLM
+from longrnn.hf.tokenizer import byte_level
+from tests.contracts.builders import assert_near
+from tests.hf.architectures import architecture
+from tests.hf.auto.test_trainers import arguments
+from tests.hf.foreign import tokens, with_bytes
+
+SCALED = {"lm_head_multiplier": 0.5}
+KINDS = {"falcon_h1": SCALED, "qwen3_next": {}, "recurrent_gemma": {}}
+TEXT = tokens(2, 12) + 1
+
+
+@pytest.fixture
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    kind = getattr(request, "param", "falcon_h1")
+    theirs = architecture(kind, vocab_size=256, **KINDS[kind])
+    return with_bytes(theirs, tmp_path / "base")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", KINDS, indirect=True)
+def test_padding_packing_and_generation(base: Path) -> None:
+    """Left padding and packed documents give what each text gives alone in transformers."""
+    stock: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    model: Any = LongRNNForCausalLM.from_pretrained(base)
+    found, wanted = (each(TEXT, labels=TEXT, output_hidden_states=True) for each in (model, stock))
+    assert_near(found.logits, wanted.logits, 1e-5)
+    assert found.loss == pytest.approx(float(wanted.loss), rel=1e-5)
+    assert_near(found.hidden_states[-1], wanted.hidden_states[-1], 1e-5)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    assert_near(model(TEXT, position_ids=positions).logits[:, 5:], stock(TEXT[:, 5:]).logits, 1e-5)
+    mask = torch.ones_like(TEXT)
+    mask[1, :5] = 0
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    both = model.generate(TEXT, attention_mask=mask, **how)
+    for row, text in enumerate((TEXT[:1], TEXT[1:, 5:])):
+        alone = stock.generate(text, attention_mask=torch.ones_like(text), **how)
+        assert torch.equal(both[row, 12:], alone[0, text.shape[1] :])
+    assert model(TEXT[:, 5:], state=model(TEXT[:, :5]).past_key_values.state) is not None
+
+
+def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
+    """By the Trainer of Hugging Face, with recomputation; stock transformers opens the result,
+    which records the mitigation and the window of attention."""
+    hybrid = load(f"{base}+attention_window(window=8)+state_norm(threshold=9)")
+    assert isinstance(hybrid, HybridLM)
+    model = LongRNNForCausalLM.of(hybrid)
+    data = Dataset.from_dict({"input_ids": TEXT.tolist(), "labels": TEXT.tolist()})
+    options = arguments(tmp_path / "out", max_steps=2, gradient_checkpointing=True)
+    from transformers import TrainingArguments
+
+    Trainer(model=model, args=TrainingArguments(**options), train_dataset=data).train()
+    model.save_pretrained(tmp_path / "saved")
+    again: Any = load(tmp_path / "saved")
+    assert again.spec == hybrid.spec
+    stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        assert_near(again(TEXT).logits, model.eval()(TEXT).logits, 1e-6)
+        short = TEXT[:, :8]
+        assert_near(stock(short).logits, load(f"{tmp_path / 'saved'}+none")(short).logits, 1e-5)
+
+
+def test_adapters_of_peft_go_both_ways(base: Path, tmp_path: Path) -> None:
+    """An adapter made on a hybrid opens on the model of transformers, and merges here."""
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "q_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), config)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    stock: Any = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted = stock(TEXT).logits
+        assert_near(model(TEXT).logits, wanted, 1e-5)
+        assert_near(load(tmp_path / "adapter")(TEXT).logits, wanted, 1e-5)
+
+
+def test_sft_of_trl_has_the_loss_of_transformers(base: Path, tmp_path: Path) -> None:
+    """Also where logits are multiplied by a number."""
+    trl = pytest.importorskip("trl")
+    tokenizer = byte_level().tokenizer
+    tokenizer.add_special_tokens({"eos_token": chr(0x100), "pad_token": chr(0x100)})
+    data = Dataset.from_dict({"prompt": ["one ", "two "], "completion": ["a", "bb"]})
+    losses = []
+    for start in (LongRNNForCausalLM, AutoModelForCausalLM):
+        trainer = trl.SFTTrainer(
+            model=start.from_pretrained(base),
+            args=trl.SFTConfig(**arguments(tmp_path / "out", max_steps=1, logging_steps=1)),
+            train_dataset=data,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("base", ["qwen3_next"], indirect=True)
+def test_the_loss_of_routers_is_refused(base: Path) -> None:
+    with pytest.raises(UserError, match="router_aux_loss_coef"):
+        LongRNNForCausalLM.from_pretrained(base)(TEXT, output_router_logits=True)
