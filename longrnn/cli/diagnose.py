@@ -121,6 +121,7 @@ def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
     from longrnn.hf.load import load_recurrent
     from longrnn.hf.names import resolve
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.models import RecurrentLM
     from longrnn.training.config import configured
     from longrnn.training.distributed import build_accelerator
     from longrnn.training.trainer import Trainer
@@ -135,7 +136,10 @@ def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
     if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
         config = configured(name, overrides)
         trainer = Trainer(config, build_accelerator(config), quiet=True)
-        return trainer.model.under(None), trainer.tokenizer, config.task
+        model = trainer.model.under(None)
+        if not isinstance(model, RecurrentLM):
+            raise UserError(f"{source} trains a Hugging Face hybrid: give a recurrent model")
+        return model, trainer.tokenizer, config.task
     model, folder = load_recurrent(source), resolve(source)
     # A checkpoint inside the folder of a run has its configuration one folder higher.
     recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)

@@ -104,9 +104,11 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
 
 
 def _save_hybrid(model: Any, folder: Path) -> None:
-    """Write a hybrid as transformers does."""
+    """Write a hybrid as transformers does; its window of attention is recorded."""
+    from longrnn.hf.foreign import MITIGATION_KEY
     from longrnn.hf.foreign_load import quietly
 
+    setattr(model.model.config, MITIGATION_KEY, model.under(None).spec)
     with quietly():
         model.model.save_pretrained(folder)
 

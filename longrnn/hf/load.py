@@ -29,7 +29,7 @@ from longrnn.hf.names import (
     resolve,
 )
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.spec import parse
+from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import NO_CELLS
 from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
