@@ -19,7 +19,7 @@ from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.text import Tokenizer
 
 # What `HybridLM` puts in front of the names of weights.
-PREFIX = "model."
+WEIGHTS_PREFIX = "model."
 
 
 def trainable(model: HybridLM) -> HybridLM:
@@ -73,7 +73,9 @@ def save_hybrid(
     """
     theirs = model.model
     setattr(theirs.config, MITIGATION_KEY, mitigation)
-    named = {name.removeprefix(PREFIX): weight.contiguous() for name, weight in weights.items()}
+    named = {
+        name.removeprefix(WEIGHTS_PREFIX): weight.contiguous() for name, weight in weights.items()
+    }
     draft = partial_path(folder / "model")
     new_folder(draft)
     try:
