@@ -31,7 +31,7 @@ from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
 from longrnn.diagnostics.job import Job, Members
 from longrnn.errors import UserError
-from longrnn.models import LanguageModel, RecurrentLM
+from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
@@ -63,9 +63,7 @@ def fit_time_scales(
         UserError: the cells have no such weights, the texts are too short, or the loss is not
             finite.
     """
-    model = job.model
-    if not isinstance(model, RecurrentLM):
-        raise UserError("fit needs gradients, which this model does not have: use scale_decay")
+    model: Any = job.model  # recurrent, or a hybrid
     device = model.init_state(1).position.device
     additions = [_additions(cell, device) for cell in model.cells]
     optimizer = _optimizer(additions, learning_rate)

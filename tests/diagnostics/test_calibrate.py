@@ -20,6 +20,7 @@ from longrnn.diagnostics.per_head import OBJECTIVE_TOLERANCE, keyed_prompts, sea
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Chain, Mitigation
@@ -29,6 +30,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
+from tests.hf.foreign import causal
 from tests.refusals import naming
 
 PROSE = (
@@ -230,6 +232,17 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
         assert found[mixer, 0] != found[mixer, 2]
     plain = calibrate(build(), documents, "fit(steps=4, rows=2)", **lengths, quiet=True)
     assert plain != [found["mamba2", 0]]
+
+
+def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None:
+    """Every layer of a Falcon-H1 gets numbers, from text and from keys."""
+    model: Any = open_hugging_face(causal("falcon_h1", vocab_size=256)).beyond()  # type: ignore
+    lengths = {"train_length": 160, "target_length": 480}
+    for keys in (0, 1):
+        method = f"fit(steps=3, rows=2, keys={keys})"
+        (member,) = calibrate(model, documents, method, **lengths, quiet=True)
+        assert [len(layer) for layer in member["rate"]] == [cell.n_heads for cell in model.cells]
+        assert all(any(layer) for layer in member["bias"])
 
 
 class Scripted:
