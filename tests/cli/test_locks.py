@@ -40,6 +40,7 @@ METHOD = ["--method", "state_norm", "--output", "out.yaml"]
 PLACES |= {
     "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED],
     "data build": ["--out", "out", "a.txt"],
+    "repair": ["{model}", *TEXT, "--length", "128", *TRAINED, "--budget", "0.001", *OUTPUT],
 }
 # lm-eval writes new files, whose names hold the time; a conversion appears whole
 # under its name, which must be new.

@@ -227,7 +227,7 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
         model = build(mixer).under("forget_more(decay_scale=0.95)")
         for keys in (0, 2):
             method = f"fit(steps=4, rows=2, keys={keys})"
-            lengths = {"train_length": 120, "target_length": 480}
+            lengths: dict[str, Any] = {"train_length": 120, "target_length": 480}
             (found[mixer, keys],) = calibrate(model, documents, method, **lengths, quiet=True)
         assert found[mixer, 0] != found[mixer, 2]
     plain = calibrate(build(), documents, "fit(steps=4, rows=2)", **lengths, quiet=True)
@@ -237,7 +237,7 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
 def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None:
     """Every layer of a Falcon-H1 gets numbers, from text and from keys."""
     model: Any = open_hugging_face(causal("falcon_h1", vocab_size=256)).beyond()  # type: ignore
-    lengths = {"train_length": 160, "target_length": 480}
+    lengths: dict[str, Any] = {"train_length": 160, "target_length": 480}
     for keys in (0, 1):
         method = f"fit(steps=3, rows=2, keys={keys})"
         (member,) = calibrate(model, documents, method, **lengths, quiet=True)

@@ -87,7 +87,7 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     only(monkeypatch, "forget_more", "token_filter")
     one = tmp_path / "one.txt"
     one.write_text(PROVE.read_text()[:40_000])
-    how = HOW | {"texts": one, "output": tmp_path / "out"}
+    how: dict[str, Any] = HOW | {"texts": one, "output": tmp_path / "out"}
     done = longrnn.repair("collapse-tiny", **how)
     assert done.choice == "forget_more"
     assert done.checkpoint is not None
@@ -104,7 +104,8 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     assert rows["forget_more"]["seconds"] == 12345.6
     assert "loss" in rows["token_filter"]
     with pytest.raises(UserError, match="another repair"):
-        longrnn.repair("collapse-tiny", **how | {"length": 1024})
+        how["length"] = 1024
+        longrnn.repair("collapse-tiny", **how)
 
 
 def test_where_nothing_helps_no_checkpoint_is_written(
@@ -113,7 +114,7 @@ def test_where_nothing_helps_no_checkpoint_is_written(
     """A model that does not collapse; an attempt that is not possible says why, and one that does
     not fit the budget is named."""
     only(monkeypatch, "scale_decay", "fit")
-    how = HOW | {"train_length": 512}
+    how: dict[str, Any] = HOW | {"train_length": 512}
     done = longrnn.repair("recall-tiny", output=tmp_path / "out", budget=1e-6, **how)
     assert (done.choice, done.checkpoint, done.mitigation) == (None, None, None)
     assert "no checkpoint" in done.sentences[-1]
@@ -128,7 +129,7 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     filler = tmp_path / "filler.txt"
     filler.write_text(longrnn.data.prompts.FILLER * 400)  # type: ignore[attr-defined]
     monkeypatch.setattr(choice, "DEPTHS", [0.1, 0.5])
-    how = {"texts": [filler, filler], "length": 16384, "keys": True}
+    how: dict[str, Any] = {"texts": [filler, filler], "length": 16384, "keys": True}
     done = longrnn.repair("passkey-tiny-short", output=tmp_path / "out", **how)
     assert done.choice == "token_filter"
     assert "of the keys are recalled" in done.sentences[1]
@@ -167,8 +168,9 @@ def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
         ({"length": 32}, ("32", "64")),
     ):
         with pytest.raises(UserError, match=naming(*words)):
-            longrnn.repair("collapse-tiny", output=tmp_path / "out", **HOW | change)
+            how: dict[str, Any] = HOW | change
+            longrnn.repair("collapse-tiny", output=tmp_path / "out", **how)
     with pytest.raises(UserError, match="training length"):
         folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
-        longrnn.repair(str(folder), output=tmp_path / "out", **HOW | {"train_length": None})
+        longrnn.repair(str(folder), output=tmp_path / "out", texts=[CHOOSE, PROVE], length=2048)
     assert not (tmp_path / "out/tried.json").exists()

@@ -146,8 +146,8 @@ DEFINITIONS: dict[str, type[Defined]] = {
 }
 
 # The names of the weights that determine the time scales of each cell.
-RATES = dict.fromkeys(("mamba", "mamba2", "gated_deltanet", "kda"), "A_log")
-BIASES = dict.fromkeys(("mamba2", "mamba3", "gated_deltanet", "kda"), "dt_bias")
+RATES: dict[str, str] = dict.fromkeys(("mamba", "mamba2", "gated_deltanet", "kda"), "A_log")
+BIASES: dict[str, str] = dict.fromkeys(("mamba2", "mamba3", "gated_deltanet", "kda"), "dt_bias")
 BIASES |= {"mamba": "dt_proj.bias", "lstm": "cell.bias_hh_l0", "gru": "cell.bias_hh_l0"}
 
 
