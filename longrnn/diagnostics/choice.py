@@ -53,6 +53,7 @@ class Choice:
         rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte in
             the last half), `inside` (likewise, inside the training length) and `keys` (the share
             that is recalled); or the `reason` why it was not possible.
+        written: whether the folder may have a checkpoint of an earlier choice.
 
     Raises:
         UserError: the folder has the attempts of another repair.
@@ -72,6 +73,12 @@ class Choice:
         if content["question"] != self.question:
             raise UserError(f"{folder} holds another repair: choose another --output")
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
+        self.written = bool(content.get("written"))
+
+    def record(self) -> None:
+        """Write the attempts, and whether a checkpoint was written."""
+        content = {"question": self.question, "rows": self.rows, "written": self.written}
+        write_atomic(self.path, json.dumps(content, indent=1) + "\n")
 
     def attempt(self, name: str, attempt: Attempt) -> None:
         """Try one thing, if its base was possible and it fits what is left of the budget."""
@@ -95,8 +102,7 @@ class Choice:
                 raise
             row = {"reason": str(error)}
         self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
-        text = json.dumps({"question": self.question, "rows": self.rows}, indent=1)
-        write_atomic(self.path, text + "\n")
+        self.record()
 
     def _measured(self, name: str, members: Members) -> dict[str, float | bool]:
         setting, length = self.setting, self.setting.length

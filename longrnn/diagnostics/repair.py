@@ -27,10 +27,11 @@ from longrnn.diagnostics.choice import (
     passkeys,
 )
 from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.suites import build_evaluation
 from longrnn.evaluation.texts import read_documents
-from longrnn.files import read_text, write_atomic
+from longrnn.files import read_text, remove, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
 from longrnn.hf.load import load_editable
 from longrnn.hf.names import CheckpointName, required_training_length
@@ -39,12 +40,14 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.locks import hold
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
-from longrnn.models import RecurrentLM
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold, unfoldable
 from longrnn.reporting.states import summary
 from longrnn.units import format_length
 
 REPAIRED = "repaired"
+# What a repair writes into its folder.
+CHECKPOINT, MITIGATION = "checkpoint", "mitigation.yaml"
 # Keyed prompts that a calibration reads, and windows and prompts of the proof.
 CALIBRATED_KEYS, PROOF_WINDOWS, PROOF_KEYS = 3, 8, 4
 NOTHING_HELPS = (
@@ -113,6 +116,8 @@ def repair(
     n_keys = CALIBRATED_KEYS if keys else 0
     setting = Setting(model, tokenizer, documents, trained, length, n_keys, quiet)
     choice = Choice(setting, choose, folder, 60 * budget)
+    if (folder / CHECKPOINT).exists() and not choice.written:
+        raise UserError(f"{folder / CHECKPOINT} is not of this repair: choose another --output")
     seen = diagnose(model, documents[:1], length, train_length=trained, quiet=quiet)
     choice.add(UNREPAIRED, list)
     sentences = wrong(seen, choice)
@@ -135,18 +140,39 @@ def repair(
         quiet=quiet,
         notes=[*sentences, *choice.lines()],
     )
+    _remove_written(choice)
     if best == UNREPAIRED or not helps(outcomes, length):
         return Repair([*sentences, NOTHING_HELPS], None, None, None, report)
-    file = folder / "mitigation.yaml"
+    file = folder / MITIGATION
     hashes = tuple(document.sha256 for document in documents)
     write_calibration(file, members, Calibration(str(file), model.fingerprint(), trained, hashes))
-    written, layout = folder / "checkpoint", layout_of(source.checkpoint)
+    written = _write(repaired, source.checkpoint, folder / CHECKPOINT)
+    sentences.append(quote(checkpoint, best, outcomes, setting, prove))
+    return Repair(sentences, best, written, file, report)
+
+
+def _remove_written(choice: Choice) -> None:
+    """Remove the checkpoint of an earlier choice, and record that one may be written."""
+    if choice.written:
+        for name in (CHECKPOINT, MITIGATION):
+            remove(choice.folder / name)
+    choice.written = True
+    choice.record()
+
+
+def _write(repaired: LanguageModel, source: str, folder: Path) -> Path | None:
+    """Write a model in the layout of its source, or in ours if that cannot express it.
+
+    Returns:
+        The folder; None for a hybrid under a mitigation that weights cannot express.
+    """
+    layout = layout_of(source)
     if unfoldable(repaired):
         layout = OURS if isinstance(repaired, RecurrentLM) else ""
-    if layout and not written.exists():
-        write_checkpoint(repaired, source.checkpoint, written, layout)
-    sentences.append(quote(checkpoint, best, outcomes, setting, prove))
-    return Repair(sentences, best, written if layout else None, file, report)
+    if not layout:
+        return None
+    write_checkpoint(repaired, source, folder, layout)
+    return folder
 
 
 def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:

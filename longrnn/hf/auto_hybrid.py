@@ -1,4 +1,4 @@
-"""A `HybridLM` as a causal language model of transformers."""
+"""A `HybridLM` as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HybridForCausalLM(  # pyright: ignore
 ):
     """A hybrid with the interface of `LongRNNForCausalLM`: padding, packed documents, states.
 
-    It has the modules, the configuration and the other attributes of the model of transformers that
+    It has the modules, the configuration and the other attributes of the Hugging Face model that
     the hybrid holds, so that weights, adapters and checkpoints have their names there.
 
     Args:

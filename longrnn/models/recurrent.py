@@ -1,10 +1,4 @@
-"""A language model with one kind of recurrent cell.
-
-Notable choices:
-- A long input goes through all layers in segments, which give the same result as one call because
-  the state is exact. Without gradients, memory is bounded by the segment and not by the length.
-- Logits are computed for the kept tokens only.
-"""
+"""A language model with one kind of recurrent cell."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
 from longrnn.errors import UserError
-from longrnn.models.base import LMOutput, check_tokens, hash_weights
+from longrnn.models.base import check_tokens, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
@@ -117,68 +111,14 @@ class RecurrentLM(TrainableLM):
         for block in self.blocks:
             block.gradient_checkpointing = enabled  # type: ignore[assignment]
 
-    def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-    ) -> LMOutput:
-        """Consumes tokens; see `LanguageModel.forward`. Hidden vectors at padding are 0."""
-        hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
-        return LMOutput(self.logits(hidden), state)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-        observe: list[Tensor] | None = None,
-    ) -> tuple[Tensor, LMState]:
-        """See `TrainableLM.hidden`."""
-        embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
-        if not embedded:
-            tokens = check_tokens(tokens, self.vocab_size, rows)
-        if state is not None:
-            self.check_state(state, len(tokens))
-        after = self.init_state(len(tokens)) if state is None else state
-        time = tokens.shape[1]
-        keep = time if keep is None else min(keep, time)
-        source = tokens if rows is None else rows.arrange(tokens)
-        first = time - keep if rows is None else rows.first_kept(keep)
-        part_of = None if rows is None else rows.slice(0, source.shape[1])
-        width, kept = 1 if time == 1 else self._segment_width(len(tokens)), []
-        if observe is not None:  # all tokens in one segment
-            width = max(1, source.shape[1])
-        for start in range(0, source.shape[1], width):
-            part = source[:, start : start + width]
-            part_rows = None if part_of is None else part_of.slice(start, start + width)
-            hidden, after = self._segment(part, after, part_rows, observe)
-            if start + width > first:  # even an empty view would hold the segment's memory
-                kept.append(hidden[:, max(0, first - start) :])
-        if not kept:
-            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
-        hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
-        hidden = self.normed(hidden)
+    def head_input(self, vectors: Tensor, observe: list[Tensor] | None) -> Tensor:
+        """See `TrainableLM`: the vectors after the last norm."""
+        if self.norm is not None:
+            vectors = rms_norm(vectors, own_weight(self.norm), self.config.norm_eps)
+            vectors = vectors.to(self.embedding.weight.dtype) if self._wide else vectors
         if observe is not None:
-            # Not a slice where all are kept: what is returned then has a gradient itself.
-            last = [vectors[:, first:] for vectors in observe] if first else observe
-            observe[:] = [*last, hidden]
-        if rows is None:
-            return hidden, after
-        if observe is not None:
-            observe[:] = [rows.restore(vectors, keep) for vectors in observe]
-        return rows.restore(hidden, keep), after
-
-    def normed(self, x: Tensor) -> Tensor:
-        """The head's input from the output of the last block."""
-        if self.norm is None:
-            return x
-        hidden = rms_norm(x, own_weight(self.norm), self.config.norm_eps)
-        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+            observe.append(vectors)
+        return vectors
 
     @torch.no_grad()
     def token_losses(
@@ -209,10 +149,10 @@ class RecurrentLM(TrainableLM):
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
-    def _segment(
+    def segment(
         self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
     ) -> tuple[Tensor, LMState]:
-        """The residual stream after the blocks, for one segment; see `hidden`."""
+        """See `TrainableLM`."""
         x, position = self.embed(tokens, state.position, rows)
         if rows is None and observe is None:
             stacked = self._token_stack.run(self.blocks, x, state.layers, self._edits)
@@ -226,12 +166,14 @@ class RecurrentLM(TrainableLM):
             layers.append(layer)
         return x, LMState(position, tuple(layers))
 
-    def _segment_width(self, batch_size: int) -> int:
-        """How many tokens of each row go through all layers together.
+    def segment_width(self, batch_size: int, time: int) -> int:
+        """See `TrainableLM`.
 
         Longer segments cost fewer calls, and shorter ones stay in the caches of a CPU. Under a
         window they have whole blocks of its length.
         """
+        if time == 1:
+            return 1
         windows = [edit.window or 1 for edit in self.edits if edit is not None]
         block = min(max(windows, default=1), MAX_WINDOW_SEGMENT)
         if self.embedding.weight.device.type == "cpu":

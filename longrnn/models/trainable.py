@@ -1,4 +1,10 @@
-"""The interface of a language model that can be trained."""
+"""The interface of a language model that can be trained.
+
+Notable choices:
+- A long input goes through all layers in segments, which give the same result as one call because
+  the state is exact. Without gradients, memory is bounded by the segment and not by the length.
+- Logits are computed for the kept tokens only.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.models.base import LanguageModel
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
@@ -44,6 +50,42 @@ class TrainableLM(LanguageModel):
         return None if self.mitigation is None else self.mitigation.describe()
 
     @abstractmethod
+    def check_state(self, state: LMState, batch_size: int) -> None:
+        """Raises a UserError for a state of another model, mitigation or batch size."""
+
+    @abstractmethod
+    def segment_width(self, batch_size: int, time: int) -> int:
+        """How many of `time` tokens of each row go through all layers together."""
+
+    @abstractmethod
+    def segment(
+        self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
+    ) -> tuple[Tensor, LMState]:
+        """The vectors behind the last block, `(b, t, d)`, and the state, for one segment.
+
+        Args:
+            tokens: `(b, t)` int64, or embeddings `(b, t, d)`.
+            state: before the first of them.
+            rows: of these tokens.
+            observe: is extended by the vectors before each block.
+        """
+
+    def head_input(self, vectors: Tensor, observe: list[Tensor] | None) -> Tensor:
+        """The head's input from what `segment` returns; `observe` is extended by it."""
+        return vectors
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
+    ) -> LMOutput:
+        """Consumes tokens; see `LanguageModel.forward`. Hidden vectors at padding are 0."""
+        hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
+        return LMOutput(self.logits(hidden), state)
+
     def hidden(
         self,
         tokens: Tensor,
@@ -65,6 +107,38 @@ class TrainableLM(LanguageModel):
             observe: an empty list, which is filled with the vectors before and after each block of
                 the last `keep` tokens, `(b, t, d)`; the last entry is the head's input.
         """
+        embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
+        if not embedded:
+            tokens = check_tokens(tokens, self.vocab_size, rows)
+        if state is not None:
+            self.check_state(state, len(tokens))
+        after = self.init_state(len(tokens)) if state is None else state
+        time = tokens.shape[1]
+        keep = time if keep is None else min(keep, time)
+        source = tokens if rows is None else rows.arrange(tokens)
+        first = time - keep if rows is None else rows.first_kept(keep)
+        part_of = None if rows is None else rows.slice(0, source.shape[1])
+        width, kept = self.segment_width(len(tokens), source.shape[1]), []
+        if observe is not None:  # all tokens in one segment
+            width = max(1, source.shape[1])
+        for start in range(0, source.shape[1], width):
+            part = source[:, start : start + width]
+            part_rows = None if part_of is None else part_of.slice(start, start + width)
+            vectors, after = self.segment(part, after, part_rows, observe)
+            if start + width > first:  # even an empty view would hold the segment's memory
+                kept.append(vectors[:, max(0, first - start) :])
+        if not kept:
+            weight = own_weight(self.head)
+            return weight.new_zeros(len(tokens), keep, weight.shape[1]), after
+        if observe is not None and first:
+            # Not where all are kept: what is returned then has a gradient itself.
+            observe[:] = [vectors[:, first:] for vectors in observe]
+        hidden = self.head_input(torch.cat(kept, dim=1) if len(kept) > 1 else kept[0], observe)
+        if rows is None:
+            return hidden, after
+        if observe is not None:
+            observe[:] = [rows.restore(vectors, keep) for vectors in observe]
+        return rows.restore(hidden, keep), after
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `(b, t, v)` of what `hidden` returns."""

@@ -41,7 +41,7 @@ PROSE = (
     "is a damp, drizzly November in my soul; then, I account it high time to get to sea."
 )
 OTHER = "There is nothing surprising in this. If they but knew it, almost all men in their degree."
-LENGTH, TARGET = 40, 150  # LENGTH is no multiple of CALIBRATED_EVERY
+LENGTH, TARGET = 40, 150  # LENGTH is not a multiple of CALIBRATED_EVERY
 SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
 LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
 # Settings with which every method runs quickly on PROSE.

@@ -103,6 +103,13 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
     assert rows["forget_more"]["seconds"] == 12345.6
     assert "loss" in rows["token_filter"]
+    record["rows"] |= rows
+    record["rows"]["forget_more"]["loss"] = 99.0  # so that the choice is another one
+    (tmp_path / "out/tried.json").write_text(json.dumps(record))
+    other = longrnn.repair("collapse-tiny", **how)
+    assert other.choice != "forget_more"
+    assert (tmp_path / "out/checkpoint").exists() == (other.checkpoint is not None)
+    assert (tmp_path / "out/mitigation.yaml").exists() == (other.mitigation is not None)
     with pytest.raises(UserError, match="another repair"):
         how["length"] = 1024
         longrnn.repair("collapse-tiny", **how)

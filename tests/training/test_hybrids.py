@@ -109,7 +109,7 @@ def test_recomputation_and_a_dry_run(tmp_path: Path) -> None:
 def test_adapters_have_the_names_of_the_architecture(
     kind: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PEFT opens them on the model of transformers, `load` merges them, and resume is exact."""
+    """PEFT opens them on the Hugging Face model, `load` merges them, and resume is exact."""
     base, outputs = hybrid(tmp_path, kind), [tmp_path / "whole", tmp_path / "part"]
     adapters = {"r": 2, "targets": targets, "full": ["A_log", "dt_bias", "conv1d"]}
     whole, part = (config(base, output, peft=adapters, learning_rate=0.05) for output in outputs)

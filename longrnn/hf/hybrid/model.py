@@ -12,7 +12,7 @@ Notable choices:
 - Attention reads the keys of the state by a mask: how many tokens before it a token reads follows
   from its position in its document and the window. So rows that have read different numbers of
   tokens, padded rows and packed documents go through the model in one call.
-- A call with gradients goes through the model as a whole, any other one in pieces.
+- A call with gradients goes through the model as a whole, any other call in pieces.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from longrnn.hf.hybrid.layers import (
     whole_layers,
 )
 from longrnn.hf.names import WINDOW
-from longrnn.models.base import LMOutput, check_tokens, hash_weights, out_of_reach
+from longrnn.models.base import hash_weights, out_of_reach
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree, check, histories
 
 
-class HybridLM(ForeignLM, TrainableLM):
+class HybridLM(TrainableLM, ForeignLM):
     """A Hugging Face model with recurrent layers, for training, evaluation and diagnosis.
 
     The layers are counted without the others: layer 0 of a mitigation or a diagnosis is the first
@@ -158,87 +158,33 @@ class HybridLM(ForeignLM, TrainableLM):
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
-    def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-    ) -> LMOutput:
-        """Process tokens; see `LanguageModel`. Hidden vectors at padding are 0.
+    def check_state(self, state: LMState, batch_size: int) -> None:
+        """See `TrainableLM`."""
+        check(state, self.like, batch_size)
 
-        Raises:
-            UserError: ids outside the vocabulary, a state of another model or batch size, or more
-                tokens than `max_length`.
-        """
-        hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
-        return LMOutput(self.logits(hidden), state)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
-        observe: list[Tensor] | None = None,
-    ) -> tuple[Tensor, LMState]:
-        """See `TrainableLM.hidden`."""
-        if not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3):
-            tokens = check_tokens(tokens, self.vocab_size, rows)
-        state = self.init_state(len(tokens)) if state is None else state
-        check(state, self.like, len(tokens))
-        time = tokens.shape[1]
-        keep = time if keep is None else min(keep, time)
-        source = tokens if rows is None else rows.arrange(tokens)
-        first = time - keep if rows is None else rows.first_kept(keep)
-        rows_left = None if rows is None else rows.slice(0, source.shape[1])
-        if self.max_length is not None and source.numel():
-            positions, _ = _positions(source, state, rows_left)
-            if reason := out_of_reach(self, int(positions.max()) + 1):
-                raise UserError(reason)
-        width = max(16, PIECE_TOKENS // len(tokens))
-        if torch.is_grad_enabled() or observe is not None:
-            width = max(1, source.shape[1])
-        kept: list[Tensor] = []
-        for start in range(0, source.shape[1], width):
-            part_rows = None if rows_left is None else rows_left.slice(start, start + width)
-            hidden, state = self._segment(
-                source[:, start : start + width], state, part_rows, observe
-            )
-            if start + width > first:
-                kept.append(hidden[:, max(0, first - start) :])
-        if not kept:
-            weight = self.model.get_input_embeddings().weight
-            return weight.new_zeros(len(tokens), keep, self.head.weight.shape[1]), state
-        hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
-        if observe is not None:
-            # The last one as libraries multiply it: the factor of the logits comes afterwards.
-            observe[:] = [vectors[:, first:] for vectors in observe]
-        if rows is None:
-            return hidden, state
-        if observe is not None:
-            observe[:] = [rows.restore(vectors, keep) for vectors in observe]
-        return rows.restore(hidden, keep), state
+    def segment_width(self, batch_size: int, time: int) -> int:
+        """See `TrainableLM`: a call with gradients goes through the model as a whole."""
+        return time if torch.is_grad_enabled() else max(16, PIECE_TOKENS // batch_size)
 
     def call(
         self, tokens: Tensor, layers: PyTree, position: int, keep: int
     ) -> tuple[Tensor, tuple[PyTree, ...]]:
         """See `ForeignLM.call`."""
         before = torch.full((len(tokens),), position, device=tokens.device)
-        hidden, after = self._segment(tokens, LMState(before, layers), None)
+        hidden, after = self.segment(tokens, LMState(before, layers), None, None)
         return self.logits(hidden), after.layers
 
-    def _segment(
-        self,
-        tokens: Tensor,
-        state: LMState,
-        rows: Rows | None,
-        observe: list[Tensor] | None = None,
+    def segment(
+        self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
     ) -> tuple[Tensor, LMState]:
-        """Process `(b, t)` tokens, or `(b, t, d)` embeddings, in one call of the model."""
+        """See `TrainableLM`: one call of the model.
+
+        Raises:
+            UserError: more tokens than `max_length`.
+        """
         positions, after = _positions(tokens, state, rows)
+        if reason := out_of_reach(self, int(positions.max()) + 1):
+            raise UserError(reason)
         before = state.position.tolist()
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
         cache = HybridCache(self.model.config, edits, rows)
@@ -255,6 +201,7 @@ class HybridLM(ForeignLM, TrainableLM):
             given |= attention_masks(self.model, windows, positions, before, rows)
         output = self.model.base_model(**given)
         if observe is not None:
+            # The last entry is what libraries multiply, without the factor of the logits.
             observe += output.hidden_states
         layers = cache.layers_after(self._windows, int(after.max()), self.like)
         return output[0] * self._logit_scale, LMState(after, layers)

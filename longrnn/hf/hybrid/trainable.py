@@ -29,7 +29,7 @@ def trainable(model: HybridLM) -> HybridLM:
         model: without a mitigation; its weights are cast in place.
 
     Raises:
-        UserError: quantized weights, or a layer that cannot be differentiated.
+        UserError: quantized weights, or gradients that torch cannot compute.
     """
     quantized = [name for name, w in model.named_parameters() if not w.is_floating_point()]
     if quantized or getattr(model.model.config, "quantization_config", None):
@@ -47,8 +47,9 @@ def trainable(model: HybridLM) -> HybridLM:
         torch.autograd.grad(loss, weights)
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"this {model.kind} cannot be trained here, because a layer has no gradient "
-            f"({one_line(error)}): train it with the Trainer of Hugging Face, or another model"
+            f"this {model.kind} cannot be trained here, because its gradients cannot be "
+            f"computed ({one_line(error)}): train it with the Trainer of Hugging Face, or train "
+            "another model"
         ) from error
     return model
 

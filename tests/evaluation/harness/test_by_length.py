@@ -121,7 +121,7 @@ def test_data_of_a_folder(
     checkpoint: Path,
     tmp_path: Path,
 ) -> None:
-    """Data sets of the Hub and files of the web are read from `--data`; a missing one is named."""
+    """`--data` replaces datasets of the Hub and files of the web; a missing file is named."""
     data = tmp_path / "data"
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
     tasks = ["--tasks", "babilong_qa1,ruler_qa_squad"]

@@ -1,4 +1,4 @@
-"""`LongRNNForCausalLM.of(hybrid)` is the model of transformers with padding, packing and states."""
+"""`LongRNNForCausalLM.of(hybrid)` is the Hugging Face model with padding, packing and states."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_of_peft_go_both_ways(base: Path, tmp_path: Path) -> None:
-    """An adapter made on a hybrid opens on the model of transformers, and merges here."""
+    """An adapter made on a hybrid opens on the Hugging Face model, and merges here."""
     config = peft.LoraConfig(r=2, target_modules=["in_proj", "q_proj"], init_lora_weights=False)
     model: Any = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), config)
     model.eval().save_pretrained(tmp_path / "adapter")
