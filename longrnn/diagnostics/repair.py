@@ -30,7 +30,7 @@ from longrnn.diagnostics.states import Diagnosis, diagnose
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.suites import build_evaluation
-from longrnn.evaluation.texts import read_documents
+from longrnn.evaluation.texts import TEXT_REMEDY, read_documents
 from longrnn.files import read_text, remove, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
 from longrnn.hf.load import load_editable
@@ -179,7 +179,7 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     """Return the texts to choose on and the one that proves; halves of a single one are written."""
     if len(texts) > 1:
         return list(texts[:-1]), texts[-1]
-    text, _ = read_text(texts[0])
+    text, _ = read_text(texts[0], TEXT_REMEDY)
     middle = text.find("\n", len(text) // 2) + 1 or len(text) // 2
     halves = folder / f"{texts[0].stem}_choose.txt", folder / f"{texts[0].stem}_prove.txt"
     for path, part in zip(halves, (text[:middle], text[middle:]), strict=True):

@@ -20,6 +20,7 @@ from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
 logger = logging.getLogger(__name__)
+TEXT_REMEDY = "give a file of UTF-8 text, or one such as bundled:moby_dick"
 
 
 class Document(NamedTuple):
@@ -90,9 +91,7 @@ def read_documents(
     refuse_unfit(tokenizer, model)
     documents = []
     for path in paths:
-        text, digest = read_text(
-            path, "give a file of UTF-8 text, or one such as bundled:moby_dick"
-        )
+        text, digest = read_text(path, TEXT_REMEDY)
         warn_if_calibrated_on(path.name, digest, model)
         ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
         documents.append(

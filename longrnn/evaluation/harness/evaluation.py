@@ -169,7 +169,8 @@ def reason(error: UserError) -> str:
     cause = error.__cause__
     if cause is None:
         return one_line(error)
-    return f"lm-eval: {type(cause).__name__}: {one_line(cause)}"
+    remedy = "; give its files by --data FOLDER" if isinstance(cause, ConnectionError) else ""
+    return f"lm-eval: {type(cause).__name__}: {one_line(cause)}{remedy}"
 
 
 def column(name: str) -> Column:
