@@ -40,6 +40,7 @@ GOOD = {
 }
 # Options that keep a command short where what is tried is accepted, or that it needs to get there.
 SHORT = {
+    ("eval", "harness"): ["--tasks", "longrnn_passkey"],  # without them, it lists all tasks
     ("eval", "passkey"): ["--lengths", "160", "--depths", "1", "--n", "1"],
     ("eval", "task"): ["--task", "reverse", "--vocab-size", "8", "--lengths", "4", "--n", "1"],
     ("eval", "perplexity"): ["--lengths", "64"],
