@@ -60,6 +60,7 @@ def locked(
         raise UserError(f"the lock {path} is a link, which longrnn never makes: remove it")
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # where no file can be, as in /proc, filelock would say that it is locked
     lock = FileLock(path)
     try:
         lock.acquire(timeout=-1 if wait else 0)

@@ -1,4 +1,7 @@
-"""Lengths as people write them: 256, 4k, 1M (powers of 1024); see `longrnn.options.Tokens`."""
+"""Lengths as people write them: 256, 4k, 1M (powers of 1024), and numbers of things.
+
+See `longrnn.options.Tokens`.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,8 @@ def format_length(length: int) -> str:
         if length >= unit and length % unit == 0:
             return f"{length // unit}{suffix}"
     return str(length)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: `1 step`, `1,500 steps`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -10,6 +10,7 @@ import typer
 from longrnn.cli.command import Argument
 from longrnn.evaluation.options import Documents
 from longrnn.text import Reading
+from longrnn.units import counted
 
 
 class Corpora(Reading):
@@ -40,7 +41,7 @@ def build(corpora: Corpora) -> None:
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()
     header = build_corpus(corpora.data, read, out, reading=corpora, name=name)
     made = f"{out} is built already" if is_built else str(out)
-    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens")
+    typer.echo(f"{made}: {counted(header.documents, 'document')}, {header.tokens:,} tokens")
     if header.dropped_documents:
-        dropped = f"{header.dropped_documents:,} documents that are too short or have no answer"
-        typer.echo(f"dropped: {dropped}")
+        dropped = counted(header.dropped_documents, "document")
+        typer.echo(f"dropped: {dropped}, too short or without an answer")

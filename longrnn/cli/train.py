@@ -16,6 +16,7 @@ from longrnn.errors import Terminated, UserError
 from longrnn.evaluation.options import Documents
 from longrnn.options import Options, Tokens
 from longrnn.progress import is_quiet
+from longrnn.units import counted
 
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
@@ -225,7 +226,7 @@ def run(config: TrainConfig, options: Resumable) -> bool:
         CURRENT.clear()
         CURRENT[folder] = continuation(options, folder)
     done = start(config, resume=options.resume, quiet=is_quiet())
-    echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
+    echo_main(f"{done.folder}: trained for {counted(done.rows[-1]['step'], 'step')}")
     return True
 
 

@@ -31,6 +31,7 @@ from longrnn.checksums import damage, read_checksums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.files import read_json
+from longrnn.units import counted
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
 Part = Literal["all", "training", "held_out"]
@@ -180,8 +181,8 @@ def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:
     chosen = chosen[chosen[:, 1] - chosen[:, 0] > 1]
     if not len(chosen):
         raise UserError(
-            f"the data has {len(spans):,} documents with {int(lengths.sum()):,} tokens, too few to "
-            "hold some out: give more of them, or validation data of its own"
+            f"the data has {counted(len(spans), 'document')} with {int(lengths.sum()):,} tokens, "
+            "too few to hold some out: give more of them, or validation data of its own"
         )
     return chosen
 

@@ -13,6 +13,7 @@ from longrnn.data.batch import TASKS, UNSCORED, Batch, Task
 from longrnn.data.build import corpus_of
 from longrnn.data.stream import Part, Whole, shuffled
 from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.units import counted
 
 
 @TASKS.register("text")
@@ -104,8 +105,7 @@ class Text(Task):
         """What it reads, in words, for the first line of a run."""
         lengths, places = self.corpus.lengths, self.corpus.places
         longer = f"; {(lengths - 1 > length).sum():,} of them lose what exceeds a row"
-        count = f"{len(lengths):,} document{'s' * (len(lengths) != 1)}"
-        what = f"{count} with {places:,} tokens to predict"
+        what = f"{counted(len(lengths), 'document')} with {places:,} tokens to predict"
         return what + longer if self.answers else what
 
 

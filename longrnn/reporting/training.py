@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from longrnn.reporting.curves import Panel, curves
 from longrnn.reporting.figures import png
 from longrnn.reporting.pages import Picture, write_page
+from longrnn.units import counted
 
 if TYPE_CHECKING:
     from longrnn.training.run import Run
@@ -53,6 +54,6 @@ def summary(runs: Sequence[Run]) -> str:
     """Describe the last finite loss and the last step of each run in one sentence."""
     ends = [(run.name, run.last("loss"), run.rows[-1]["step"]) for run in runs]
     return "; ".join(
-        f"{name}: loss {math.nan if loss is None else loss:.4g} after {step:,} steps"
+        f"{name}: loss {math.nan if loss is None else loss:.4g} after {counted(step, 'step')}"
         for name, loss, step in ends
     )

@@ -19,6 +19,7 @@ from longrnn.locks import LockedError
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.run import Run
 from longrnn.training.train import train
+from longrnn.units import counted
 
 # The file that a run which diverged leaves in its folder, with the reason.
 DIVERGED = "diverged.txt"
@@ -115,4 +116,4 @@ def _refuse_others(settings: TrainConfig) -> None:
 def _line(run: Run) -> str:
     loss = run.last("loss")
     shown = "unknown" if loss is None else f"{loss:.4g}"
-    return f"{run.folder}: loss {shown} after {run.rows[-1]['step']} steps"
+    return f"{run.folder}: loss {shown} after {counted(run.rows[-1]['step'], 'step')}"

@@ -30,7 +30,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
         "corpus: 2 documents, 2,180 tokens",
-        "dropped: 1 documents that are too short or have no answer",
+        "dropped: 1 document, too short or without an answer",
     ]
     again = cli("data", "build", "--out", "corpus", *texts)
     assert (again.code, again.err) == (0, "")

@@ -16,7 +16,7 @@ from lm_eval.__main__ import HarnessCLI
 
 from longrnn.bundled import bundled
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.local_data import read_from, refuse_missing
+from longrnn.evaluation.harness.local_data import read_from, refuse_missing, with_answers
 from longrnn.files import one_line
 from longrnn.hf.tokenizer import own_tokenizers
 from longrnn.yaml import read_mapping
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
         explained(),
         own_tokenizers(),
         read_from(data),
+        with_answers(),
         patch.object(tasks, "TaskManager", manager),
     ):
         parsed.func(parsed)

@@ -19,7 +19,12 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation, Item, Plan, Reasons, Results, Sample, within
 from longrnn.evaluation.harness.command import explained, task_manager
 from longrnn.evaluation.harness.lm import LongRNN
-from longrnn.evaluation.harness.local_data import first_samples, read_from, refuse_missing
+from longrnn.evaluation.harness.local_data import (
+    first_samples,
+    read_from,
+    refuse_missing,
+    with_answers,
+)
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.files import one_line
 from longrnn.hf.opened import OpenCheckpoint
@@ -92,10 +97,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
                 has_lengths = {n: callable(t.config.custom_dataset) for n, t in tasks.items()}
                 for task_name, task in tasks.items():
                     at = length if has_lengths[task_name] else None
-                    try:
-                        items += self._items(task, task_name, at)
-                    except UserError as error:
-                        failures[column(task_name), at] = reason(error)
+                    items += self._items(task, task_name, at)
                 if not any(has_lengths.values()):
                     break
         if not items:
@@ -109,6 +111,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             stack.enter_context(explained())
             stack.enter_context(own_tokenizers())
             stack.enter_context(read_from(options.data))
+            stack.enter_context(with_answers())
             stack.enter_context(redirect_stdout(io.StringIO()))
             stack.enter_context(first_samples(name, options.n or RULER_SAMPLES))
             tasks = manager.load([name])["tasks"]
@@ -121,9 +124,6 @@ class HarnessTasks(Evaluation[HarnessOptions]):
 
     def _items(self, task: Any, name: str, length: int | None) -> list[Item]:
         documents = [*task.eval_docs][: self.options.n]
-        if task.OUTPUT_TYPE == "generate_until":
-            with explained():  # ruler_cwe divides by zero where it has no answers
-                task.process_results(documents[0], [""])
         config = json.dumps(task.dump_config(), sort_keys=True, default=str)
         items = []
         for number, document in enumerate(documents):

@@ -7,6 +7,7 @@ Notable choices:
   made.
 - Some of RULER's loops retry in a bare `except` and never end where a prompt does not fit. After
   MOST_ATTEMPTS at one sample, a timer raises until it does so outside of that `except`.
+- Where not ten words fit, `ruler_cwe` makes samples without an answer: `with_answers` refuses this.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ RULER_MODULES = {
     "qa_utils": "ruler_qa_*",
 }
 MOST_ATTEMPTS = 20_000
+CWE_ANSWER_TOKENS = 120
 HUB = "https://huggingface.co/datasets/"
 
 
@@ -178,6 +180,34 @@ def first_samples(task: str, count: int) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def with_answers() -> Iterator[None]:
+    """Refuse lengths at which `ruler_cwe` has no answers, and name the shortest one."""
+    if find_spec("wonderwords") is None:
+        yield
+        return
+    module: Any = import_module("lm_eval.tasks.ruler.cwe_utils")
+    module.__mtime__ = Path(module.__file__).stat().st_mtime_ns
+    make_samples = module.sys_word_pair_random
+
+    def checked(num_samples: int, max_seq_length: int, tokenizer: Any) -> Any:
+        states = random.getstate(), module.RNG.getstate()
+        example, text, answer = module.generate_input_output(10, max_seq_length)
+        random.setstate(states[0])
+        module.RNG.setstate(states[1])
+        answers = " ".join(f"{number}. {word}" for number, word in enumerate(answer, 1))
+        shortest = len(tokenizer(f"{example}\n{text} {answers}").input_ids) + CWE_ANSWER_TOKENS
+        if shortest > max_seq_length:
+            raise UserError(
+                f"ruler_cwe needs at least {shortest:,} tokens with this tokenizer, not "
+                f"{max_seq_length:,}: give greater lengths"
+            )
+        return make_samples(num_samples, max_seq_length, tokenizer)
+
+    with patch.object(module, "sys_word_pair_random", checked):
+        yield
 
 
 def _refuse_to_go_on(number: int, frame: Any) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,18 @@ def test_lengths_from_the_command_line(
     assert reasons["niah_single_1", 1024] == ""
     assert "8,192" in reasons["niah_single_1", 9216]
     assert "no prompt fits" in reasons["ruler_vt", 1024]
-    assert "ZeroDivisionError" in reasons["ruler_cwe", 1024]
+    found = re.search(r"ruler_cwe needs at least ([\d,]+) tokens", reasons["ruler_cwe", 1024])
+    assert found
+    shortest = int(found[1].replace(",", ""))
+    assert 1024 < shortest < 9216
+    # Measured at that length, and refused by lm-eval's own command below it.
+    command[command.index(tasks)] = "ruler_cwe"
+    enough = cli(*command, "--lengths", str(shortest), "--output", tmp_path / "enough")
+    assert enough.code == 0, enough.err
+    metadata = json.dumps({"max_seq_lengths": [512], "tokenizer": str(checkpoint)})
+    short = cli(*command[:5], "--metadata", metadata, "--limit", "1")
+    assert short.code == 2
+    assert "ruler_cwe needs at least" in short.err
     refused = cli(*command, "--lengths", "1k", "--use_cache", "x")
     assert refused.code == 2
     assert "--use_cache cannot be combined with --lengths" in refused.err
