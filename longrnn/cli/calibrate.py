@@ -25,7 +25,7 @@ class CalibrateOptions(Options):
     texts: list[TextFile]
     """A text to calibrate on, which is not evaluated on; may be given several times."""
     method: str
-    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay or
+    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay, fit or
     per_head; with settings as in 'state_norm(margin=0.7)' or 'per_head(keys=3)'."""
     train_length: Tokens | None = None
     """Length that the model was trained on (default: that of its train.yaml)."""

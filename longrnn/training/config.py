@@ -135,7 +135,7 @@ class TrainConfig(Options, validate_default=True):
     peft: Adapters | None = None
     """Trains adapters on `init_from`."""
     validation: dict[str, Any] | Literal["held_out"] | None = None
-    """Held-out data, as a task; or `held_out`: the tail of the documents of `task`, which then
+    """Held-out data, as a task; or `held_out`: a part of the documents of `task`, which then
     trains on the others. Its rows start from the zero state."""
     eval_steps: Count = 500
     """Steps between validations."""

@@ -3,7 +3,7 @@
 Notable choices:
 - Random choices are functions of (seed, step), and everything else is in the checkpoint: on a CPU,
   a run that was interrupted and resumed ends bit for bit where an undisturbed one does.
-- `Trainer` writes nothing until `train` is called: a dry run is the same set-up and one step.
+- `Trainer` writes nothing until `train` is called: a dry run is the same set-up and two steps.
 - Metrics are summed over processes once per step, together with the request to stop, so that all
   processes stop after the same step.
 """
