@@ -3,8 +3,8 @@
 On an x86 CPU, float32 products are computed by oneDNN. torch computes them with MKL, which reaches
 half of oneDNN's speed on the AMD processors of `docs/results.md`, because it does not use AVX-512
 there. Both sum in float32. Without gradients, products of at most `few_rows` rows, as in decoding,
-are computed by a C++ kernel where it was compiled: decoding is 1.66 to 2.49 times as fast as with
-torch's products (`docs/results.md`). Other dtypes, devices and small products use torch's own
+are computed by a C++ kernel where it was compiled: decoding is 1.7 to 2.4 times as fast as with the
+backend `torch` (`docs/results.md`). Other dtypes, devices and small products use torch's own
 operators, and so does autocast, which casts them.
 """
 
