@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from longrnn.cli.app import app
 from scripts import studies
 
 ROOT = Path(__file__).parent.parent
@@ -50,16 +56,34 @@ SMOKE = {
 }
 
 
-def study(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    name, *part = script.split()
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / name), *part, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def study(
+    books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """Runs a script beside the books, and the commands that it starts, in this process."""
+    monkeypatch.chdir(books)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+
+    def command(*words: str) -> None:
+        with redirect_stdout(io.StringIO()):
+            app([*words], standalone_mode=False)
+
+    monkeypatch.setattr("studies.command", command)
+
+    def call(script: str, *arguments: str) -> Outcome:
+        name, *part = script.split()
+        monkeypatch.setattr(sys, "argv", [name, *part, *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+        return Outcome(int(leaving.value.code or 0), *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture
@@ -78,17 +102,17 @@ DEFAULT = ("state_collapse", "initial_states", "char_lm", "transformer.py books"
     "script",
     [pytest.param(s, marks=[pytest.mark.slow] * (not any(d in s for d in DEFAULT))) for s in SMOKE],
 )
-def test_a_study(script: str, books: Path) -> None:
+def test_a_study(script: str, books: Path, study: Callable[..., Outcome]) -> None:
     """It writes its tables and its verdict, and a second run trains nothing and finds the same."""
     command = [*SMOKE[script].split(), "--output", "out"]
-    done = study(books, script, *command)
-    assert done.returncode == 0, done.stderr
+    done = study(script, *command)
+    assert done.code == 0, done.err
     (report,) = books.glob("out/**/report.md")
-    assert report.read_text() == done.stdout
-    assert "**Verdict.**" in done.stdout
+    assert report.read_text() == done.out
+    assert "**Verdict.**" in done.out
     weights = {path: path.stat().st_mtime_ns for path in books.rglob("*.safetensors")}
     if script in ("study_capacity.py forget", "compare_with_transformer.py recall"):
-        assert study(books, script, *command).stdout == done.stdout
+        assert study(script, *command).out == done.out
     assert {path: path.stat().st_mtime_ns for path in weights} == weights
 
 
@@ -117,11 +141,21 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
         ("demo.py", ["--lengths", "x"], "'x'"),
     ],
 )
-def test_bad_input_of_a_study(script: str, options: list[str], says: str, books: Path) -> None:
+def test_bad_input_of_a_study(
+    script: str, options: list[str], says: str, books: Path, study: Callable[..., Outcome]
+) -> None:
     """Bad input is refused in one sentence before anything is written."""
     before = list(books.iterdir())
-    done = study(books, script, *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
+    done = study(script, *options)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert says in done.err
     assert list(books.iterdir()) == before
+
+
+def test_a_script_is_a_program_of_its_own(tmp_path: Path) -> None:
+    """It finds its modules from any folder."""
+    command = [sys.executable, str(ROOT / "scripts/study_char_lm.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, "--setting" in done.stdout) == (0, True), done.stderr

@@ -91,13 +91,13 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
 
 
 def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
-    shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
+    models: Path, shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml.
 
     The command that an interrupted one prints has its options for the evaluation.
     """
-    command = ["finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL]
+    command = ["finetune", models / "text", "--data", shelf / "docs", "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()
     resume = ["finetune", "--resume", "run", "--evaluate-to", "64"]

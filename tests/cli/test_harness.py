@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import CLI
 
 
@@ -25,7 +27,15 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
     assert len(samples.read_text().splitlines()) == 10
 
 
-def test_a_task_that_fails(cli: CLI, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        ["mine", "--include_path", "."],
+        pytest.param(["mine.yaml"], marks=pytest.mark.slow),  # lists all tasks of lm-eval
+    ],
+    ids=str,
+)
+def test_a_task_that_fails(tasks: list[str], cli: CLI, tmp_path: Path) -> None:
     """A mistake in a task file is reported in one sentence, without a traceback of lm-eval."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
     (tmp_path / "mine.yaml").write_text(
@@ -34,7 +44,7 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path) -> None:
         "doc_to_text: '{{txt}}'\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "metric_list: [{metric: acc}]\n"
     )
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", *tasks)
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("error: ")
