@@ -12,6 +12,8 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Without bytecode: Python compiles the modules that are imported.
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Tests start many processes: each would compile torch again where no bytecode may be written.
+TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRANSFORMERS = $(shell sed -n '/^transformers==/p' constraints.txt)
 
@@ -24,11 +26,11 @@ test: $(VENV)/.dev $(VENV)/.transformers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
-	OMP_NUM_THREADS=1 LONGRNN_TRANSFORMERS_SOURCE=$(abspath $(VENV)/transformers) \
+	$(TESTS) LONGRNN_TRANSFORMERS_SOURCE=$(abspath $(VENV)/transformers) \
 	  $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -m slow
+	$(TESTS) $(VENV)/bin/python -m pytest -m slow
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
