@@ -34,7 +34,7 @@ from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.window import no_tokens, windowed
-from tests.backends.test_operations import assert_near, cell_arguments, layer, results
+from tests.backends.test_operations import assert_near, cell_arguments, layer, of_scan, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
 
@@ -54,10 +54,6 @@ def random_inputs(
 def outcome(function: Callable[..., Any], given: Sequence[Tensor]) -> list[Tensor]:
     """What a function returns, and the gradients of its arguments of a random loss."""
     return [one.detach() for one in results(function, *given, gradients=True)]
-
-
-def of_scan(scan: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given: scan(ScanInputs(*given[:5]), *given[5:])
 
 
 def error(ours: Tensor, exact: Tensor) -> float:

@@ -33,8 +33,8 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
     self, fn, names, configs[:1], *args, **named
 )
 {shim}
-from tests.backends.test_gpu import by_key, error, of_scan, outcome, random_inputs, wide
-from tests.backends.test_gpu import window_of_20
+from tests.backends.test_gpu import by_key, error, outcome, random_inputs, wide, window_of_20
+from tests.backends.test_operations import of_scan
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.mamba2_layer import mamba_ssm

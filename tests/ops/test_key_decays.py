@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,18 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longrnn.ops import cpu
 from longrnn.ops.delta import DELTA
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import no_tokens, state_of, windowed
+from tests.backends.test_operations import assert_near, of_scan, results
+from tests.contracts.subjects import BACKENDS
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 OPERATIONS = {"scan": SCAN, "delta": DELTA}
-needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-every_backend = pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("cpu", marks=needs_kernels)]
+# What is compared with one result of the definition.
+WAYS = list(product(BACKENDS, TOLERANCE))
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+every_decay = pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+every_start = pytest.mark.parametrize(
+    "starts", [False, True], ids=["one document", "document starts"]
 )
 
 
@@ -41,6 +46,7 @@ SIZES = [
     Sizes(1, 3, 4, 2, 2, 3),
     Sizes(2, 67, 2, 4, 2, 7),
     Sizes(1, 100, 3, 16, 1, 8),
+    Sizes(2, 300, 4, 5, 2, 6),
     Sizes(2, 67, 6, 1, 2, 4),  # heads of one channel, as in Mamba-1
     Sizes(1, 67, 300, 1, 300, 1),  # one entry per head, as in an RG-LRU
     Sizes(1, 40, 3, 2, 1, 40),  # more keys than a vector of the kernel has lanes
@@ -50,7 +56,7 @@ SIZES = [
 def drawn(
     sizes: Sizes, operation: str, *, per_key: bool, starts: bool, seed: int = 0
 ) -> tuple[ScanInputs, Tensor]:
-    """Random float64 inputs and state, with log decays from −1e4 to exactly 0."""
+    """Random numbers of float32, in float64; log decays are from −1e4 to exactly 0."""
     b, t, h, p, g, n = sizes
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -68,7 +74,8 @@ def drawn(
     )
     if operation == "delta":
         gain, B = gain.clamp(max=2.0), B / B.norm(dim=-1, keepdim=True)
-    return ScanInputs(x, gain, log_decay, B, C), normal(b, h, p, n)
+    inputs, state = ScanInputs(x, gain, log_decay, B, C), normal(b, h, p, n)
+    return inputs.to(torch.float32).to(torch.float64), state.float().double()
 
 
 def by_token(
@@ -94,94 +101,78 @@ def by_token(
     return torch.stack(outputs, 1), state
 
 
-def results(
-    run: Callable[..., tuple[Tensor, Tensor]], inputs: ScanInputs, state: Tensor, *, gradients: bool
-) -> list[Tensor]:
-    """Outputs and final state, and the gradients of a random functional of both."""
-    if not gradients:
-        return [*run(inputs, state)]
-    tensors = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
-    y, after = run(ScanInputs(*tensors[:5]), tensors[5])
-    generator = torch.Generator().manual_seed(1)
-    loss = torch.zeros((), dtype=torch.float64)
-    for result in (y, after):
-        weight = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-        loss = loss + (result.double() * weight).sum()
-    gradient = torch.autograd.grad(loss, tensors, materialize_grads=True)
-    return [y.detach(), after.detach(), *gradient]
+def gradients_of(run: Callable[..., Any], inputs: ScanInputs, state: Tensor) -> list[Tensor]:
+    """Outputs, final state, and the gradients of all inputs and of the state."""
+    return results(of_scan(run), *inputs, state, gradients=True)
 
 
-def assert_near(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for number, (result, wanted) in enumerate(zip(ours, exact, strict=True)):
-        assert result.shape == wanted.shape
-        error, scale = (result.double() - wanted.double()).abs().max(), wanted.double().abs().max()
-        assert error <= tolerance * scale, f"result {number}: {error:.1e} of {scale:.1e}"
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
-@pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+@every_start
+@every_decay
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("operation", OPERATIONS)
-@every_backend
+@every_operation
 def test_results_and_gradients_are_those_of_the_definition(
-    backend: str, operation: str, sizes: Sizes, per_key: bool, starts: bool, dtype: torch.dtype
+    operation: str, sizes: Sizes, per_key: bool, starts: bool
 ) -> None:
+    """With gradients and without, by every backend in every dtype, also at a split."""
     inputs, state = drawn(sizes, operation, per_key=per_key, starts=starts)
-    inputs, state = inputs.to(dtype), state.to(dtype)
-    gradients = backend == "torch"
-    exact = results(partial(by_token, operation), inputs, state, gradients=gradients)
-    run = OPERATIONS[operation].bound(backend)
-    ours = results(run, inputs, state, gradients=gradients)
-    assert_near(ours, exact, TOLERANCE[dtype])
-    middle = sizes.tokens // 2  # at a split, too
-    if middle:
-        y, state = run(inputs.slice(0, middle), state)
-        rest, state = run(inputs.slice(middle, sizes.tokens), state)
-        assert_near([torch.cat([y, rest], 1), state], exact[:2], TOLERANCE[dtype])
+    exact = gradients_of(partial(by_token, operation), inputs, state)
+    middle = sizes.tokens // 2
+    for backend, dtype in WAYS:
+        run, given, start = OPERATIONS[operation].bound(backend), inputs.to(dtype), state.to(dtype)
+        near = partial(assert_near, tolerance=TOLERANCE[dtype], how=(backend, dtype))
+        near(gradients_of(run, given, start), exact)
+        near(run(given, start), exact[:2])
+        zero, _ = run(given, torch.zeros_like(start))
+        near([run(given, final=False)[0]], [zero])
+        if middle:
+            first, between = run(given.slice(0, middle), start)
+            rest, after = run(given.slice(middle, sizes.tokens), between)
+            near([torch.cat([first, rest], 1), after], exact[:2])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@every_decay
 @pytest.mark.parametrize("limit", [0.01, 3.0, 1e9])
-@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[4]], ids=str)
-@pytest.mark.parametrize("operation", OPERATIONS)
-@every_backend
+@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[5]], ids=str)
+@every_operation
 def test_a_limit_rescales_the_state_after_every_token(
-    backend: str, operation: str, sizes: Sizes, limit: float, dtype: torch.dtype
+    operation: str, sizes: Sizes, limit: float, per_key: bool
 ) -> None:
-    inputs, state = drawn(sizes, operation, per_key=True, starts=False)
-    inputs, state = inputs.to(dtype), state.to(dtype)
+    inputs, state = drawn(sizes, operation, per_key=per_key, starts=False)
     limits = limit * torch.arange(1, 1 + sizes.heads).double()
     limits[-1] = torch.inf
-    gradients, limited = backend == "torch", OPERATIONS[operation].limited
+    limited = OPERATIONS[operation].limited
     assert limited is not None
-    exact = results(partial(by_token, operation, limit=limits), inputs, state, gradients=gradients)
+    exact = gradients_of(partial(by_token, operation, limit=limits), inputs, state)
+    for backend, dtype in WAYS:
+        run, given, start = limited.bound(backend), inputs.to(dtype), state.to(dtype)
+        ours = gradients_of(lambda *both, run=run: run(*both, limits), given, start)
+        assert_near(ours, exact, 10 * TOLERANCE[dtype], (backend, dtype))
+        assert_near(run(given, start, limits), exact[:2], TOLERANCE[dtype], (backend, dtype))
 
-    def run(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        return limited(backend, inputs, state, limits)
 
-    ours = results(run, inputs, state, gradients=gradients)
-    assert_near(ours, exact, 10 * TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
-@pytest.mark.parametrize("window", [1, 40, 1000])
-@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[4]], ids=str)
-@every_backend
+@every_decay
+@pytest.mark.parametrize(("window", "starts"), [(1, False), (40, True), (64, False), (1000, True)])
+@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[5]], ids=str)
 def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
-    backend: str, sizes: Sizes, window: int, starts: bool, dtype: torch.dtype
+    sizes: Sizes, window: int, starts: bool, per_key: bool
 ) -> None:
-    inputs, state = drawn(sizes, "scan", per_key=True, starts=starts)
-    inputs, state, time = inputs.to(dtype), state.to(dtype), sizes.tokens
+    inputs, state = drawn(sizes, "scan", per_key=per_key, starts=starts)
+    time = sizes.tokens
 
     def exact(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [inputs.slice(max(0, t + 1 - window), t + 1) for t in range(time)]
-        windows = [by_token("scan", part, torch.zeros_like(state)) for part in parts]
-        return torch.cat([y[:, -1:] for y, _ in windows], 1), windows[-1][1]
+        x, gain, log_decay, B, C = inputs
+        decay = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
+        terms, outputs, memory = x.new_zeros(0, *state.shape), [], state
+        for i in range(time):
+            k, q = (one[:, i].repeat_interleave(sizes.heads // sizes.groups, 1) for one in (B, C))
+            added = torch.einsum("bh,bhp,bhn->bhpn", gain[:, i], x[:, i], k)
+            terms = torch.cat([terms * decay[:, i, :, None], added[None]])[-window:]
+            memory = terms.sum(0)
+            outputs.append(torch.einsum("bhpn,bhn->bhp", memory, q))
+        return torch.stack(outputs, 1), memory
 
     def ours(
-        inputs: ScanInputs, state: Tensor, lengths: Sequence[int] = (time,)
+        inputs: ScanInputs, state: Tensor, *, backend: str, lengths: Sequence[int] = (time,)
     ) -> tuple[Tensor, Tensor]:
         recent, outputs, start = no_tokens(inputs, sizes.rows), [], 0
         for length in lengths:
@@ -191,15 +182,16 @@ def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
             start += length
         return torch.cat(outputs, 1), state_of(recent, inputs)
 
-    gradients = backend == "torch"
-    wanted = results(exact, inputs, state, gradients=gradients)
-    whole = results(ours, inputs, state, gradients=gradients)
-    assert_near(whole, wanted, TOLERANCE[dtype])
-    for lengths in ([1] * time, [20, 1, 1, 30, time - 52]):
-        assert_near([*ours(inputs, state, lengths)], wanted[:2], TOLERANCE[dtype])
+    wanted = gradients_of(exact, inputs, state)
+    for backend, dtype in WAYS:
+        run, given, start = partial(ours, backend=backend), inputs.to(dtype), state.to(dtype)
+        near = partial(assert_near, tolerance=TOLERANCE[dtype], how=(backend, dtype))
+        near(gradients_of(run, given, start), wanted)
+        for lengths in ([1] * time, [20, 1, 1, 30, time - 52]):
+            near(run(given, start, lengths=lengths), wanted[:2])
 
 
-@pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+@every_decay
 def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
     inputs, before = drawn(SIZES[2], "scan", per_key=per_key, starts=False)
     _, after = by_token("scan", inputs, before)
@@ -212,7 +204,7 @@ def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
     assert_near([found[0], found[1]], [exact[0], after[1]], 1e-10)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@every_operation
 @pytest.mark.parametrize("sizes", [Sizes(1, 5, 2, 2, 1, 2), Sizes(1, 5, 2, 1, 1, 2)], ids=str)
 def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) -> None:
     inputs, state = drawn(sizes, operation, per_key=True, starts=False)
@@ -229,9 +221,9 @@ def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) ->
     assert_near([*forward], [*reverse], 1e-10)
 
 
-@every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_chosen_heads_are_computed_as_among_all(backend: str) -> None:
-    for sizes in SIZES[2:6]:
+    for sizes in [*SIZES[2:4], *SIZES[5:7]]:
         inputs, state = drawn(sizes, "scan", per_key=True, starts=False)
         y, after = SCAN(backend, inputs, state)
         heads = torch.arange(sizes.heads - 1, -1, -2)
@@ -250,9 +242,6 @@ def test_chosen_heads_are_computed_as_among_all(backend: str) -> None:
 def test_any_sizes_and_decays_are_computed(sizes: Sizes, operation: str, seed: int) -> None:
     inputs, state = drawn(sizes, operation, per_key=True, starts=seed % 3 == 0, seed=seed)
     exact = [*by_token(operation, inputs, state)]
-    for dtype, tolerance in TOLERANCE.items():
-        ours = OPERATIONS[operation]("auto", inputs.to(dtype), state.to(dtype))
-        assert_near([*ours], exact, tolerance)
-        assert_near(
-            [*OPERATIONS[operation]("torch", inputs.to(dtype), state.to(dtype))], exact, tolerance
-        )
+    for backend, dtype in WAYS:
+        ours = OPERATIONS[operation](backend, inputs.to(dtype), state.to(dtype))
+        assert_near(ours, exact, TOLERANCE[dtype], (backend, dtype))
