@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and where kernels run.
+"""Hypothesis profiles, where kernels run, and where pictures are drawn.
 
 The default profile uses the same examples in every run; `--hypothesis-profile=explore` draws new
 ones.
@@ -6,9 +6,12 @@ ones.
 
 from __future__ import annotations
 
+from typing import IO, Any
+
 import pytest
 import torch
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=200)
@@ -16,6 +19,18 @@ settings.load_profile("repeatable")
 
 # As in the processes that tests start: runs are compared bit for bit.
 torch.set_num_threads(1)
+
+DRAW = Figure.savefig
+
+
+def not_drawn(figure: Figure, file: IO[bytes], **options: Any) -> None:
+    file.write(b"\x89PNG")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pictures, most of the time of a short command, are drawn where a marker says so."""
+    is_drawn = item.get_closest_marker("pictures") is not None
+    Figure.savefig = DRAW if is_drawn else not_drawn  # type: ignore[method-assign, assignment]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

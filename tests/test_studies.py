@@ -17,43 +17,16 @@ import pytest
 
 from longrnn.cli.app import app
 from scripts import studies
+from tests.cli.conftest import table
+from tests.texts import DATA
 
 ROOT = Path(__file__).parent.parent
-BOOKS = "--train a.txt --text b.txt"
-REVERSE = "--steps 2 --seeds 1 --width 16 --vocab-sizes"
-SMOKE = {
-    "study_state_collapse.py": (
-        "collapse-tiny --train-length 64 --length 256 --windows 1 --target 128 --calibration "
-        "a.txt --choice c.txt --text b.txt --method sliding_window state_norm"
-    ),
-    "study_capacity.py forget": (
-        f"--d-states 4 --train-lengths 64 --steps 1 --seeds 1 {BOOKS} --length 256 --windows 1"
-    ),
-    "study_capacity.py recall": (
-        "--d-states 4 --train-lengths 192 --steps 1 --more-steps 1 --seeds 1 --prompts 192 --n 2"
-    ),
-    "study_reverse.py encodings": f"{REVERSE} 16 --cell lstm --encoding duplicate learned",
-    "study_reverse.py rare": f"{REVERSE} 16 --encoding duplicate --triplets 2",
-    "study_reverse.py vocabularies": f"{REVERSE} 8,16 --encoding duplicate",
-    "study_expressivity.py tracking": (
-        "--task parity --cell gru mamba2 --rates 1e-2 --seeds 2 --start-steps 1 --steps 1"
-    ),
-    "study_expressivity.py recall": (
-        "--task phonebook --cell kda --rates 1e-2 --seeds 2 --start-steps 1 --steps 1 --sizes 4,8"
-    ),
-    "study_initial_states.py": (
-        f"{BOOKS} --base collapse-tiny --train-length 64 --steps 1 --seeds 1 --step-tokens "
-        "256 --policy zero carry --length 256 --windows 1"
-    ),
-    "study_char_lm.py": "long.txt --setting rnn-16 mlp-8 --steps 2 --seeds 1 --width 16",
-    "compare_with_transformer.py recall": (
-        "--size tiny --steps 1 --seeds 2 --rates 1e-3 --reach 1 --n 2 --step-tokens 64"
-    ),
-    "compare_with_transformer.py books": (
-        f"{BOOKS} --size tiny --steps 1 --seeds 1 --rates 1e-3 --reach 2 --n 2 --length 32 "
-        "--step-tokens 64"
-    ),
+SHORTHANDS = {
+    "BOOKS": "--train a.txt --text b.txt",
+    "REVERSE": "--steps 2 --seeds 1 --width 16 --vocab-sizes",
 }
+# Scripts, those that take longest as slow, and options that make them short.
+SMOKE = table((DATA / "studies.txt").read_text(), SHORTHANDS)
 
 
 class Outcome(NamedTuple):
@@ -94,17 +67,21 @@ def books(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Those that do not take longest.
-DEFAULT = ("state_collapse", "initial_states", "char_lm", "transformer.py books")
-
-
 @pytest.mark.parametrize(
-    "script",
-    [pytest.param(s, marks=[pytest.mark.slow] * (not any(d in s for d in DEFAULT))) for s in SMOKE],
+    ("script", "options"),
+    [
+        pytest.param(
+            script.removesuffix(" (slow)"),
+            options,
+            marks=[pytest.mark.slow] * script.endswith("(slow)"),
+            id=script,
+        )
+        for script, (options,) in SMOKE
+    ],
 )
-def test_a_study(script: str, books: Path, study: Callable[..., Outcome]) -> None:
+def test_a_study(script: str, options: str, books: Path, study: Callable[..., Outcome]) -> None:
     """It writes its tables and its verdict, and a second run trains nothing and finds the same."""
-    command = [*SMOKE[script].split(), "--output", "out"]
+    command = [*options.split(), "--output", "out"]
     done = study(script, *command)
     assert done.code == 0, done.err
     (report,) = books.glob("out/**/report.md")

@@ -96,6 +96,7 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
     assert_near(through_time(model, tokens, targets)[1][1], expected, 1e-9)
 
 
+@pytest.mark.pictures
 def test_measurements_and_their_report(tmp_path: Path) -> None:
     """There is one row per layer, and the factors tell explosion, steadiness and vanishing."""
     models = {kind: build_model(kind) for kind in ("rnn", "mamba2")}

@@ -257,6 +257,7 @@ def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path
         holding(1, 1).under(mitigation(spec))
 
 
+@pytest.mark.pictures
 def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) -> None:
     """The report names the head, shows all pictures, and is self-contained."""
     open_alone(page, tmp_path / "report.html", pictures=4)
@@ -268,6 +269,7 @@ def test_the_report_in_a_browser(found: Diagnosis, tmp_path: Path, page: Any) ->
     assert rows.first.inner_text().split()[:2] == ["1", "2"]
 
 
+@pytest.mark.pictures
 def test_states_that_overflow(tmp_path: Path) -> None:
     """States that are not finite are null in JSON, count as collapsed, and can be drawn."""
     model = build_model({"kind": "rnn", "nonlinearity": "relu"}, dtype=torch.float32)

@@ -13,6 +13,8 @@ from longrnn.training.run import read_runs
 from tests.diagnostics.conftest import open_alone
 from tests.training.runs import tiny, train
 
+pytestmark = pytest.mark.pictures
+
 
 def made(folder: Path, rows: list[dict[str, Any]], torn: str = "") -> Path:
     """Return a run of which only the metrics are left."""

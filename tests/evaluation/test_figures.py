@@ -11,11 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
-from longrnn.intervals import MEAN, SCORE, mean, proportion
+from longrnn.intervals import SCORE, proportion
 from longrnn.reporting.curves import Panel, curves
 from longrnn.reporting.evaluations import write_report
 from longrnn.reporting.figures import Line, heat_maps, lines, png
 from longrnn.reporting.tables import Column, ResultTable, TableCell
+
+pytestmark = pytest.mark.pictures
 
 
 def labels(panel: Axes, axis: str) -> list[str]:
@@ -102,20 +104,6 @@ def test_pictures_of_one_name_have_files_of_their_own(tmp_path: Path) -> None:
     _, _, *pictures = write_report(tables, {}, {}, tmp_path)
     first, second = (picture.read_bytes() for picture in pictures)
     assert first != second
-
-
-def test_the_line_below_a_table_explains_what_it_has() -> None:
-    """A cost that was measured once has no interval, and may have a difference."""
-    column = Column("speed", MEAN)
-    once, often = mean([1.0]), mean([1.0, 2.0])
-    for estimate, difference, line in (
-        (once, None, ""),
-        (often, None, "[95 % intervals]"),
-        (once, once, "below a value, its difference from a, paired"),
-        (often, often, "[95 % intervals]; below a value, its difference from a, paired"),
-    ):
-        cell = TableCell("cost", "speed", "a", 256, estimate, difference, None, column)
-        assert ResultTable("cost", "length", ["a"], [cell], []).legend() == line
 
 
 def test_long_names_are_inside_the_picture() -> None:
