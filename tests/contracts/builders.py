@@ -114,6 +114,9 @@ DEFINED, UNDEFINED = (
     ]
     for defined in (True, False)
 )
+# A scan, a delta rule with decays per key, and a stepwise cell: their base classes apply an edit.
+KINDS_OF_CELLS = ("mamba2", "kda", "lstm")
+DEFINED_FEW = [pair for pair in DEFINED if pair[1]["kind"] in KINDS_OF_CELLS]
 MIXER_SPECS = [mixer_spec(kind) for kind in MIXERS] + MORE_MIXERS
 POSITION_SPECS = [position_spec(kind) for kind in POSITIONS]
 

@@ -22,6 +22,7 @@ from tests.contracts.builders import (
     BLOCK_KINDS,
     DEFINED,
     DTYPES,
+    KINDS_OF_CELLS,
     MIXER_SPECS,
     TOLERANCE,
     Spec,
@@ -82,7 +83,23 @@ def _subjects() -> dict[str, Subject]:
 
 SUBJECTS = _subjects()
 every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+# Every cell, encoding and block, and every mitigation with some cells.
+FEWER = {
+    name: one
+    for name, one in SUBJECTS.items()
+    if not one.specs or one.mixer["kind"] in KINDS_OF_CELLS
+}
+every_kind = pytest.mark.parametrize("subject", FEWER.values(), ids=FEWER)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+every_subject_in_a_dtype = pytest.mark.parametrize(
+    ("subject", "dtype"),
+    [
+        pytest.param(one, dtype, id=f"{name}-{spec_id(dtype)}")
+        for name, one in SUBJECTS.items()
+        for dtype in DTYPES
+        if dtype == torch.float64 or name in FEWER
+    ],
+)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from tests.contracts.builders import (
     random_tokens,
     spec_id,
 )
-from tests.contracts.subjects import Subject, every_subject, outcome, started
+from tests.contracts.subjects import Subject, every_kind, outcome, started
 
 pytestmark = pytest.mark.core
 
@@ -57,7 +57,7 @@ def test_stepwise_cells_keep_their_precision(spec: Spec, edit: Edit | None) -> N
         assert_trees_equal(cell(narrow, state, edit), cell(narrow.float(), state, edit))
 
 
-@every_subject
+@every_kind
 def test_splits(subject: Subject) -> None:
     """Values, states, gradients and dtypes do not depend on the split."""
     model, tokens = subject.build(torch.float32), random_tokens(2, TIME)

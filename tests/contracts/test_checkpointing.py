@@ -12,7 +12,7 @@ from torch import Tensor
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState
 from tests.contracts.builders import build_model, random_state, random_tokens
-from tests.contracts.subjects import Subject, every_subject, outcome, small_chunks, started
+from tests.contracts.subjects import Subject, every_kind, outcome, small_chunks, started
 
 pytestmark = pytest.mark.core
 
@@ -30,7 +30,7 @@ def count_calls(model: RecurrentLM, tokens: Tensor, state: LMState) -> int:
     return len(calls)
 
 
-@every_subject
+@every_kind
 def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
     """Values, final state and gradients; without gradients nothing is computed again."""
     model, tokens = subject.build(), random_tokens(2, TIME)

@@ -12,7 +12,7 @@ import torch
 from longrnn import state as states
 from longrnn.state import leaves
 from tests.contracts.builders import VOCAB, assert_near, differentiable, random_tokens
-from tests.contracts.subjects import Subject, every_subject, functional, read, small_chunks, started
+from tests.contracts.subjects import Subject, every_kind, functional, read, small_chunks, started
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +20,7 @@ TIME, BAD = 30, 11
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@every_subject
+@every_kind
 def test_other_rows_and_earlier_calls_do_not_change(subject: Subject, value: float) -> None:
     """Row 0 of two reads the token: row 1, and row 0 before it, are those without it."""
     model = subject.build(tie_embeddings=False)

@@ -30,7 +30,7 @@ COMMANDS = {
     "perplexity": "eval perplexity MODEL --text TEXT --lengths 256",
     "paired": "eval perplexity GOOD MODEL --text TEXT --lengths 256",
     "sequences": "eval task MODEL --task sort --vocab-size 9 --lengths 4",
-    "harness, likelihood": "eval harness MODEL --tasks task.yaml",
+    "harness, likelihood": "eval harness MODEL --tasks likelihood --include_path .",
     "harness, generation": "eval harness MODEL --tasks longrnn_passkey --limit 1",
     "memory": "diagnose memory MODEL --text TEXT --positions 64",
     "states": "diagnose states MODEL --text TEXT --length 256 --train-length 64",

@@ -1,4 +1,4 @@
-"""Every combination of position, cell and block trains."""
+"""Every cell and every position encoding trains in every kind of block."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def loss_of(model: RecurrentLM, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("block", BLOCK_KINDS)
-@pytest.mark.parametrize("mixer", list(MIXERS))
-@pytest.mark.parametrize("position", list(POSITIONS))
+@pytest.mark.parametrize(
+    ("position", "mixer"),
+    [("none", mixer) for mixer in MIXERS] + [(kind, "gru") for kind in POSITIONS if kind != "none"],
+)
 def test_one_step(position: str, mixer: str, block: str) -> None:
     """Every parameter gets a gradient, and a small step down it lowers the loss."""
     model = build_model(mixer, position, block)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from longrnn.cells import MIXERS
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
-    DEFINED,
+    DEFINED_FEW,
     MIXER_SPECS,
     Spec,
     assert_near,
@@ -85,7 +85,7 @@ def slope(outcome: Callable[[Any], Tensor], point: Any, direction: Any) -> Tenso
     return (ahead - behind) / (2 * step)
 
 
-@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED_FEW, ids=spec_id)
 def test_func_gives_the_derivative_of_a_mitigated_model(spec: Spec, mixer: Spec) -> None:
     """`torch.func.jvp` and `torch.func.grad` with respect to the weights of a whole model."""
     model, tokens = build_mitigated([spec], mixer, n_layers=1), random_tokens(2, 9)

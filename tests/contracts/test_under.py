@@ -21,7 +21,7 @@ from tests.contracts.builders import (
     mitigation_spec,
     random_tokens,
 )
-from tests.contracts.subjects import Subject, every_subject, started
+from tests.contracts.subjects import Subject, every_kind, started
 from tests.devices import GPU
 
 pytestmark = pytest.mark.core
@@ -78,7 +78,7 @@ def test_a_change_of_one_model_is_seen_by_the_other(
     assert ours.fingerprint() == rebuilt.under(WINDOW).fingerprint()
 
 
-@every_subject
+@every_kind
 def test_the_given_model_does_not_change(subject: Subject) -> None:
     """And `under(None)` of a mitigated model is the plain one."""
     plain = subject._replace(specs=[]).build()
@@ -118,7 +118,7 @@ def test_mitigations_add_up(one: str, other: str) -> None:
     assert len(heads) == len(once.mitigation.parts()) == 2  # type: ignore[union-attr]
 
 
-@every_subject
+@every_kind
 def test_copies_compute_the_same(subject: Subject) -> None:
     """With states of the original, after it has decoded; only shallow ones share its weights."""
     model = subject.build(torch.float32)

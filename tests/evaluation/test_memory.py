@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.cells import MIXERS
 from longrnn.evaluation.memory import remembrance
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import read_documents
@@ -16,7 +15,13 @@ from longrnn.inference import trie
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
+from tests.contracts.builders import (
+    KINDS_OF_CELLS,
+    build_mitigated,
+    build_model,
+    mitigation_spec,
+    random_tokens,
+)
 from tests.evaluation.small_models import PairTokenizer, measure, small_model
 
 
@@ -30,7 +35,7 @@ def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -
     return float((whole - cut).abs().sum() / 2)
 
 
-@pytest.mark.parametrize("kind", [*MIXERS, "windowed"])
+@pytest.mark.parametrize("kind", [*KINDS_OF_CELLS, "windowed"])
 def test_remembrance_is_the_definition(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes in pieces give the EffRem of two contexts that are read separately."""
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)

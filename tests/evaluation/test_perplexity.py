@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.options import CostOptions, PerplexityOptions
 from longrnn.evaluation.run import run
@@ -24,7 +23,7 @@ from longrnn.intervals import ratio
 from longrnn.models import LanguageModel, LMOutput, base
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import build_model
+from tests.contracts.builders import KINDS_OF_CELLS, build_model
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
 from tests.texts import trained_bpe
 
@@ -44,7 +43,7 @@ def perplexity(folder: Path, **changes: Any) -> PerplexityOptions:
     return PerplexityOptions(**options)
 
 
-@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize("mixer", KINDS_OF_CELLS)
 @pytest.mark.parametrize("piece", [4096, 7])
 def test_against_all_logits_at_once(
     mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

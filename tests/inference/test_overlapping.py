@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from tests.contracts.builders import build_model, random_tokens
+from tests.contracts.builders import KINDS_OF_CELLS, build_model, random_tokens
 
 # Length, context and stride: equal ones, partial last windows, a stride of one token, one window.
 SHAPES = [
@@ -59,7 +58,7 @@ def together(
     return losses, progress.units
 
 
-@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize("mixer", KINDS_OF_CELLS)
 @pytest.mark.parametrize(("length", "context", "stride"), SHAPES)
 def test_windows_equal_a_loop(
     mixer: str, length: int, context: int, stride: int, monkeypatch: pytest.MonkeyPatch

@@ -10,14 +10,13 @@ import torch
 from torch.nn.functional import one_hot
 
 from longrnn import mitigation
-from longrnn.cells import MIXERS
 from longrnn.inference import engine, trie
 from longrnn.inference.engine import Pair, Score, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import Scripted, mixer_spec, stirred
+from tests.contracts.builders import KINDS_OF_CELLS, Scripted, mixer_spec, stirred
 
 VOCAB = 40
 
@@ -68,7 +67,7 @@ def scored(model: LanguageModel, pairs: list[Pair], batch_size: int = 3) -> tupl
 
 
 @pytest.mark.parametrize("min_saved", [1, 10**6])
-@pytest.mark.parametrize("kind", [*MIXERS, "mitigated"])
+@pytest.mark.parametrize("kind", [*KINDS_OF_CELLS, "mitigated"])
 def test_scores_equal_the_definition(
     kind: str, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +117,7 @@ def test_no_call_returns_more_logits_than_the_limit(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("min_saved", [1, 10**6])
-@pytest.mark.parametrize("kind", [*MIXERS, "mitigated"])
+@pytest.mark.parametrize("kind", [*KINDS_OF_CELLS, "mitigated"])
 def test_completions_equal_those_of_each_prompt_alone(
     kind: str, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

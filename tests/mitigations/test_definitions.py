@@ -26,6 +26,8 @@ from longrnn.models import RecurrentLM
 from longrnn.state import LMState
 from tests.contracts.builders import (
     DEFINED,
+    DEFINED_FEW,
+    KINDS_OF_CELLS,
     MORE_MIXERS,
     Spec,
     assert_near,
@@ -155,7 +157,7 @@ def cases() -> dict[str, Case]:
 def pairs() -> list[tuple[str, list[Spec], Spec]]:
     """Both orders of two changes of the steps, of one cell; one order of every other pair."""
     found = []
-    for mixer, cell in MIXERS.items():
+    for mixer, cell in ((kind, MIXERS[kind]) for kind in KINDS_OF_CELLS):
         kinds = [kind for kind in MITIGATIONS if MITIGATIONS[kind].undefined(cell) is None][1:]
         for first, second in combinations_with_replacement(kinds, 2):
             if first == second == "sliding_window":
@@ -232,7 +234,7 @@ def test_float32_equals_the_definition_in_float64(name: str) -> None:
     assert_as_defined(*CASES[name], torch.float32, seed=len(name))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", KINDS_OF_CELLS)
 def test_only_changes_of_the_steps_depend_on_their_order(mixer: str) -> None:
     """Members of different stages give the same bits in either order of the list."""
     tokens = random_tokens(1, 9)
@@ -313,7 +315,7 @@ def test_a_memory_of_any_size_is_limited(spec: Spec, size: float) -> None:
             assert_near(ours, theirs, 5e-5)
 
 
-@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED_FEW, ids=spec_id)
 def test_truncated_gradients(spec: Spec, mixer: Spec) -> None:
     """Detaching a state removes all earlier gradients, including those through a window."""
     model = build_mitigated([spec], mixer)
@@ -387,12 +389,3 @@ def test_every_mitigation_has_a_definition_and_an_effect() -> None:
         ours = build_mitigated([mitigation_spec(kind)])
         same = torch.allclose(ours(tokens).logits, ours.under(None)(tokens).logits)
         assert same == (kind == "none"), kind
-
-
-def test_the_comparison_detects_a_difference() -> None:
-    """A slightly different option gives a difference above the tolerance."""
-    spec = {"kind": "forget_more", "decay_scale": 0.9, "input_scale": 1.0}
-    ours, tokens = build_mitigated([spec]), random_tokens(1, 20)
-    theirs = Reference(ours.under(None), [spec | {"decay_scale": 0.9001}])
-    logits, _ = theirs(tokens, ours.under(None).init_state(1))
-    assert (ours(tokens).logits - logits).abs().max() > 1e-8

@@ -26,7 +26,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=MODELS, scope="module")
 def model(request: pytest.FixtureRequest) -> LanguageModel:
     return MODELS[request.param]()
 
