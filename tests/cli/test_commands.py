@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from longrnn import generate, load
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, Shelf, table
+from tests.conftest import not_drawn
 from tests.texts import DATA
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
@@ -35,7 +37,7 @@ DRAWN = {command.split("TEXT")[0].split("RUN")[0]: command for command, _ in rev
     ],
 )
 def test_a_command_prints_its_results_and_its_files(
-    command: str, printed: list[str], cli: CLI, shelf: Shelf
+    command: str, printed: list[str], cli: CLI, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file is named in the output; the same command prints the same and measures nothing."""
     words = shelf(command)
@@ -48,6 +50,7 @@ def test_a_command_prints_its_results_and_its_files(
         assert set(folder.iterdir()) - {folder / "rows.jsonl"} == files
     rows = [path for file in files for path in file.parent.glob("rows.jsonl")]
     before = [path.read_bytes() for path in rows]
+    monkeypatch.setattr(Figure, "savefig", not_drawn)
     again, first = (re.sub(r"Speed: .*", "", text) for text in (cli(*words).out, result.out))
     assert again == first
     assert [path.read_bytes() for path in rows] == before

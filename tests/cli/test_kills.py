@@ -153,7 +153,7 @@ def without_clock(value: Any) -> Any:
     [
         *(pytest.param(name, KILLS, marks=pytest.mark.slow) for name in COMMANDS),
         # Kills of train and data build in the default suite are beside their other tests.
-        *(("grid", 1), ("finetune", 1), ("passkey", 1)),
+        *(("finetune", 1), ("passkey", 1)),
     ],
 )
 def test_a_killed_command_ends_with_the_same_results(

@@ -57,7 +57,7 @@ COMMANDS = {
     "name",
     [
         "passkey",
-        "task",
+        pytest.param("task", marks=pytest.mark.slow),
         pytest.param("compare", marks=pytest.mark.slow),
         pytest.param("perplexity", marks=pytest.mark.slow),
         pytest.param("overlapping", marks=pytest.mark.slow),

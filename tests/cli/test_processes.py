@@ -38,7 +38,8 @@ for name in {list(embedded())}:
     with contextlib.suppress(SystemExit):
         main()
 """
-    assert not {"torch._dynamo", "sympy", "scipy", "matplotlib", "rich"} & modules_of(code)
+    heavy = {"torch._dynamo", "sympy", "scipy", "matplotlib", "rich", "transformers"}
+    assert not heavy & modules_of(code)
 
 
 @pytest.mark.parametrize(

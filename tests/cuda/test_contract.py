@@ -15,8 +15,6 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.cells import MIXERS
-from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
-from longrnn.errors import UserError
 from longrnn.inference.engine import token_losses
 from longrnn.models import Rows, generate
 from longrnn.state import clone, leaves, tree_map
@@ -81,45 +79,6 @@ def test_every_subject(subject: Any) -> None:
 def test_cells(spec: Spec, dtype: torch.dtype) -> None:
     """In eval mode, in which cuDNN would have no gradients."""
     assert_agrees(build_model(spec), build_model(spec).to(dtype).to(GPU).eval(), dtype)
-
-
-@pytest.mark.parametrize(
-    ("cell", "backend"), [(cell, backend) for cell in TESTED_CELLS for backend in backends(cell)]
-)
-def test_backends(cell: str, backend: str) -> None:
-    """The check of `longrnn doctor`: many tokens, a single one, and all gradients."""
-    try:
-        result = self_test(cell, backend, GPU)
-    except UserError as error:
-        pytest.skip(str(error))
-    assert result.passed, f"{result.error:.1e}"
-
-
-@pytest.mark.parametrize("kind", list(MIXERS))
-def test_recomputation_gives_the_same_gradients(kind: str) -> None:
-    """Bit for bit."""
-    model = build_model(kind, dtype=torch.float32).to(GPU)
-    tokens, state = random_tokens(2, sum(SPLIT)).to(GPU), model.init_state(2)
-    plain = outcome(model, tokens, state, SPLIT)
-    model.gradient_checkpointing_enable()
-    assert_trees_equal(list(outcome(model, tokens, state, SPLIT).values()), list(plain.values()))
-
-
-@pytest.mark.parametrize("kind", list(MIXERS))
-def test_a_training_step_under_autocast(kind: str) -> None:
-    """The state keeps its dtypes, and the loss is near that of the CPU in float64."""
-    exact, model = build_model(kind), build_model(kind, dtype=torch.float32).to(GPU)
-    tokens = random_tokens(2, 61)
-    given = tokens[:, :-1], tokens[:, 1:]
-    wanted, _, _ = Objective(exact).token_losses(*given, exact.init_state(2))
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        inputs, targets = (one.to(GPU) for one in given)
-        losses, _, state = Objective(model).token_losses(inputs, targets, model.init_state(2))
-        model(tokens.to(GPU)).logits.float().logsumexp(-1).mean().backward()
-    assert_near(losses.cpu(), wanted, TOLERANCE[torch.bfloat16])
-    like = model.init_state(2)
-    assert [one.dtype for _, one in leaves(state)] == [one.dtype for _, one in leaves(like)]
-    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
 
 
 @torch.no_grad()

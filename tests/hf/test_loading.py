@@ -138,8 +138,12 @@ def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(
     "before",
-    ["", "from transformers import Qwen3NextForCausalLM", "sys.modules['fla'] = None"],
-    ids=["first", "imported before", "hidden"],
+    [
+        "from transformers import Qwen3NextForCausalLM",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("sys.modules['fla'] = None", marks=pytest.mark.slow),
+    ],
+    ids=["imported before", "first", "hidden"],
 )
 def test_a_gated_deltanet_runs_on_a_cpu_beside_flash_linear_attention(
     before: str, tmp_path: Path

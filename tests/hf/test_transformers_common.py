@@ -158,7 +158,7 @@ def _test_class(name: str, options: dict[str, Any]) -> type:
     if not MIXERS[options["mixer"]["kind"]].wide_weights:
         body |= dict.fromkeys(OF_WIDE_WEIGHTS, _skip("its cell has no such weights"))
     found = type(name, bases, {**body, "options": options, "__module__": __name__})
-    return pytest.mark.slow(found) if name == "TestMitigated" else found
+    return found if name == "TestMamba2" else pytest.mark.slow(found)
 
 
 if COMMON is not None:

@@ -35,7 +35,7 @@ def start(output: Path, **changes: Any) -> list[Fork]:
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     """After the same step, which is saved and resumed to the same bits."""
-    one, two, how = tmp_path / "one", tmp_path / "two", {"max_steps": 40, "save_steps": 40}
+    one, two, how = tmp_path / "one", tmp_path / "two", {"max_steps": 20, "save_steps": 20}
     assert [process.end() for process in start(one, logging_steps=1, **how)] == [0, 0]
     both = start(two, logging_steps=1, **how)
     assert both[0].when(lambda: rows(two) > 2)
@@ -47,10 +47,16 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     assert_same_run(one, two)
 
 
-@pytest.mark.parametrize(("full", "room"), [("metrics.jsonl", 20), ("model.safetensors", -50)])
+@pytest.mark.parametrize(
+    ("full", "room"),
+    [
+        ("model.safetensors", -50),
+        pytest.param("metrics.jsonl", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_is_named_and_loses_no_checkpoint(full: str, room: int, tmp_path: Path) -> None:
     """A torn row or part of a checkpoint is written again when the run continues."""
-    how = {"max_steps": 200, "save_steps": 20, "length": {"max": 6}, "logging_steps": 5}
+    how = {"max_steps": 100, "save_steps": 20, "length": {"max": 6}, "logging_steps": 5}
     train(tiny("reverse", tmp_path / "one", **how))
     path = write_config(tiny("reverse", tmp_path / "run", **how), tmp_path / "config.yaml")
     process = Fork("train", path, folder=tmp_path / "log")

@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from longrnn import load
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
-from tests.launched import CPU2, REPOSITORY, launch, launched
+from tests.launched import CPU2, REPOSITORY, launched
 from tests.training.forks import Fork, run
 from tests.training.runs import metrics, tiny, train, write_config
 
@@ -90,7 +90,9 @@ def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) 
             assert row["loss"] == pytest.approx(wanted["loss"], rel=rel)
 
 
-@pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+)
 def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Two processes, with copies or shards, train the adapter that one process does."""
     pytest.importorskip("peft")
@@ -102,17 +104,15 @@ def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
-def test_the_launchers(tmp_path: Path) -> None:
-    """`longrnn launch` and accelerate's launcher start two processes; an error is printed once."""
-    path = write_config(tiny("reverse", tmp_path / "two", **SHORT), tmp_path / "config.yaml")
+def test_the_launcher(tmp_path: Path) -> None:
+    """`longrnn launch` starts two processes; an error is printed once."""
+    path = write_config(tiny("reverse", tmp_path / "two", max_steps=1), tmp_path / "config.yaml")
     command = ("launch", "--cpu", "--num_processes", "2", "train", path)
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained for 5 steps") == 1
+    assert done.stdout.count("trained for 1 steps") == 1
     done = run(*command)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
-    _, theirs = launch("train", path).communicate()
-    assert theirs.count(done.stderr.strip()) == done.stderr.count("\n") == 1
     for words in (("launch", "train"), ("launch", "--cpu", "frain", path)):
         assert run(*words).returncode == 2
     assert "'compare' is neither" in run(*command[:-1], "compare").stderr

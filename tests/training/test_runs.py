@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from longrnn import load, train
-from longrnn.checksums import read_checksums
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
@@ -116,22 +114,6 @@ def test_states_of_other_rows_are_not_used(
         assert (done.rows[-1]["step"], "states" in capsys.readouterr().err) == (step, True)
 
 
-def test_a_checkpoint_has_its_checksums_when_it_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill at any moment leaves no folder of its name without them."""
-    listed, replace = [], os.replace
-
-    def checked(old: Path, new: Path) -> None:
-        if checkpoint.CHECKPOINT_NAME.fullmatch(Path(new).name):
-            listed.append("training.pt" in read_checksums(Path(old)))
-        replace(old, new)
-
-    monkeypatch.setattr(os, "replace", checked)
-    run(tiny("reverse", tmp_path / "run"))
-    assert listed == [True] * 3
-
-
 def test_checkpoints(tmp_path: Path) -> None:
     """The newest are kept; without a damaged one, which is named, the run goes on."""
     folder = tmp_path / "run"
@@ -194,7 +176,7 @@ def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 )
 def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
     """Killed at random moments and resumed, a run ends as an undisturbed one."""

@@ -18,7 +18,14 @@ BOS, EOS = "<s>", "</s>"
 
 @pytest.mark.parametrize(
     ("template", "add_bos_token"),
-    [("", True), (f"{BOS} $A", None), (f"{BOS} $A", False), (f"{BOS} $A {EOS}", True)],
+    [
+        ("", True),
+        (f"{BOS} $A", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((f"{BOS} $A", False), (f"{BOS} $A {EOS}", True))
+        ),
+    ],
 )
 def test_responses_are_those_of_the_hf_type(
     add_bos_token: bool | None, template: str, setting: Setting, tmp_path: Path

@@ -128,11 +128,12 @@ def squad(folder: Path) -> None:
     (folder / "dev-v2.0.json").write_text(content)
 
 
-def test_data_of_a_folder(
-    cli: CLI,
-    checkpoint: Path,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(
+    "measured",
+    [["babilong_qa1"], pytest.param(["babilong_qa1", "ruler_qa_squad"], marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_data_of_a_folder(measured: list[str], cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
     """`--data` replaces datasets of the Hub and files of the web; a missing file is named."""
     data = tmp_path / "data"
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
@@ -144,8 +145,9 @@ def test_data_of_a_folder(
         assert path in refused.err
         assert "https://" in refused.err
         make(places[path])
-    done = cli(*command, *tasks, "--output", tmp_path / "out")
+    done = cli(*command, "--tasks", ",".join(measured), "--output", tmp_path / "out")
     assert done.code == 0, done.err
     written: list[dict[str, Any]] = json.loads((tmp_path / "out/cells.json").read_text())["cells"]
-    assert {cell["metric"] for cell in written} == {"babilong_qa1, acc", "ruler_qa_squad"}
+    columns = {name.replace("babilong_qa1", "babilong_qa1, acc") for name in measured}
+    assert {cell["metric"] for cell in written} == columns
     assert all(cell["at"] == 1024 and cell["estimate"]["n"] == 2 for cell in written)

@@ -12,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longrnn.cells import MIXERS
 from longrnn.hf import auto
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models import RecurrentLM
-from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import random_tokens
 from tests.hf.auto.models import build_auto
+from tests.hf.auto.test_model import EVERY_PART
 
-KINDS = sorted(MIXERS)
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
 
 
@@ -53,11 +51,10 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
     assert (model.model.head.weight is model.model.embedding.weight) == tied
 
 
-@pytest.mark.parametrize("position", sorted(POSITIONS))
-@pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_may_be_given_instead_of_tokens(kind: str, position: str) -> None:
+@EVERY_PART
+def test_embeddings_may_be_given_instead_of_tokens(mixer: str, position: str) -> None:
     """Logits, loss, state and the gradient of the embedding are those of the tokens."""
-    model, tokens = build_auto(kind, position=position), random_tokens(2, 7)
+    model, tokens = build_auto(mixer, position=position), random_tokens(2, 7)
     found = []
     for given in ("input_ids", "inputs_embeds"):
         model.zero_grad()

@@ -31,7 +31,15 @@ KINDS = {
     "xlstm": "MLSTM",
     "zamba": "mamba",
 }
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "xlstm"]
+# With attention, with a layer that none of our cells computes alone, and of such layers only.
+DEFAULT = ("falcon_h1", "minimax", "xlstm")
+
+
+def some(*chosen: str) -> list[Any]:
+    """All kinds, of which all but the chosen ones are slow."""
+    return [
+        kind if kind in chosen else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
+    ]
 
 
 def hybrid(kind: str, folder: Path) -> tuple[Path, Path]:
@@ -42,7 +50,7 @@ def hybrid(kind: str, folder: Path) -> tuple[Path, Path]:
     return with_bytes(theirs, folder / "hybrid"), text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(*DEFAULT))
 def test_commands(kind: str, tmp_path: Path) -> None:
     """Info, calibration, diagnosis, perplexity, passkey and generation run on a hybrid."""
     folder, text = hybrid(kind, tmp_path)
@@ -61,7 +69,7 @@ def test_commands(kind: str, tmp_path: Path) -> None:
     run("generate", f"{folder}+forget_more", "--prompt", "The grass", "--max-new-tokens", 3)
 
 
-@pytest.mark.parametrize("kind", ["xlstm", *SLOW])
+@pytest.mark.parametrize("kind", some("xlstm"))
 def test_comparison_and_harness(kind: str, tmp_path: Path) -> None:
     """A hybrid is compared with itself under a mitigation, and evaluated by lm-eval."""
     folder, text = hybrid(kind, tmp_path)
