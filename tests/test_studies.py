@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from longrnn.cli.app import app
 from scripts import studies
-from tests.cli.conftest import table
+from tests.cli.conftest import Outcome, table
 from tests.texts import DATA
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +26,6 @@ SHORTHANDS = {
 }
 # Scripts, those that take longest as slow, and options that make them short.
 SMOKE = table((DATA / "studies.txt").read_text(), SHORTHANDS)
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
