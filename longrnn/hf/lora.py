@@ -85,7 +85,9 @@ def add_adapters(
     for option, names, valid in (("targets", targets, linear), ("full", full, known)):
         for name in names:
             if name not in valid:
-                raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, valid)}")
+                whole = "is not linear: add it to peft.full, which trains it as a whole"
+                remedy = whole if name in known else f"is unknown: {nearest(name, valid)}"
+                raise UserError(f"peft.{option}: {name!r} {remedy}")
     options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
     inject_adapter_in_model(options, inside)
     model.peft_config = inside.peft_config

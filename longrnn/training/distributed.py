@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
@@ -94,8 +95,11 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
                 "2, with a configuration such as the bundled gpu8_fsdp2"
             )
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        # The weights of each block are one group, and all others are another.
-        for part in (*model.blocks, objective):
+        # The weights of each block are one group, and all others, also those that blocks share,
+        # are another.
+        uses = Counter(weight for block in model.blocks for weight in block.parameters())
+        alone = [b for b in model.blocks if all(uses[weight] == 1 for weight in b.parameters())]
+        for part in (*alone, objective):
             fully_shard(part, mesh=mesh)
         register_fsdp_forward_method(objective, "token_losses")
         prepared = objective, accelerator.prepare(build_optimizer(model, config))

@@ -86,7 +86,7 @@ def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_pa
 
 @torch.no_grad()
 @pytest.mark.parametrize("targets", [["in_proj", "q_proj"], r".*\.0\..*(in_proj|q_proj)"], ids=str)
-@pytest.mark.parametrize("kind", ["mamba2", "llama", "bamba"])
+@pytest.mark.parametrize("kind", ["mamba2", "llama", "bamba", "falcon_h1"])
 def test_an_adapter_of_a_model_of_transformers_is_merged(
     kind: str, targets: Any, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,26 @@ from transformers import AutoModelForCausalLM
 from longrnn import load
 from longrnn.data import TASKS
 from longrnn.errors import UserError
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.model import HybridLM
+from longrnn.state import detach
 from longrnn.text import ByteTokenizer
 from longrnn.training.batches import segments
 from longrnn.training.config import TrainConfig
+from longrnn.training.distributed import build_accelerator
+from longrnn.training.grid import run_grid
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import build
 from longrnn.training.train import dry_run
+from longrnn.training.trainer import Trainer
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
 from tests.hf.foreign import tokens, with_bytes
+from tests.hf.hybrid.test_gradients import NARROW
 from tests.launched import CPU2
 from tests.texts import BOOK, TEXTS
-from tests.training.runs import assert_same_run, crash, metrics, tiny, train
+from tests.training import forks
+from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
 from tests.training.test_processes import FSDP2, assert_alike, trained
 
 LENGTH = 32
@@ -71,57 +79,108 @@ def test_a_run_ends_in_a_checkpoint_of_transformers(kind: str, tmp_path: Path) -
     assert ours.fingerprint() != load(base).fingerprint()
 
 
-@pytest.mark.parametrize("changes", [{}, {"mitigation": "state_norm(threshold=1)"}])
-def test_resume_is_exact(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def own_loop(model: HybridLM, settings: TrainConfig, rate: float) -> list[float]:
+    """Truncated backpropagation through time with a window of attention, without the trainer."""
+    model, task = model.with_attention_window(LENGTH), TASKS.build(settings.task, ByteTokenizer())
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0)
+    states, losses = {}, []
+    for step in range(settings.max_steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(settings.gradient_accumulation_steps):
+            parts, state = segments(task, settings, step, micro), states.get(micro)
+            for part in parts:
+                logits, state = model(part.tokens, state)
+                loss = torch.nn.functional.cross_entropy(logits.mT, part.targets)
+                total += loss / len(parts) / settings.gradient_accumulation_steps
+            states[micro] = detach(state)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear"])
+def test_a_run_is_that_of_an_own_loop(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted and resumed, a run ends bit for bit where an undisturbed one does."""
-    base = hybrid(tmp_path)
-    whole, part = (config(base, tmp_path / name, **changes) for name in ("whole", "part"))
+    """With carried states, segments and micro-batches: losses and final weights, in float64."""
+    theirs = architecture(kind, vocab_size=256, _experts_implementation="eager").double()
+    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    loaded: Any = open_hugging_face(theirs)
+    monkeypatch.setattr("longrnn.training.models.load", lambda name: loaded)
+    theirs.float = lambda: theirs  # a run casts the weights of any other checkpoint
+    one_book = {"kind": "text", "data": str(BOOK)}
+    rate = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    carry = {"initial_state": {"kind": "carry"}, "tokenizer": "bytes"}
+    settings = config(tmp_path, tmp_path / "run", task=one_book, **rate, **carry)
+    trainer = Trainer(settings, build_accelerator(settings), quiet=True)
+    found = [trainer.train_step()["loss"] for trainer.step in range(settings.max_steps)]
+    after = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    theirs.load_state_dict(before)
+    tolerance = 1e-5 if kind in NARROW else 1e-9
+    losses = own_loop(loaded.train(), settings, 1e-2)
+    assert losses == pytest.approx(found, rel=1e-5)  # metrics are float32
+    for name, weight in theirs.state_dict().items():
+        assert_near(after[name], weight, tolerance, name)
+
+
+ADAPTERS = {"r": 2, "targets": ["in_proj", "q_proj"], "full": ["A_log", "dt_bias", "conv1d"]}
+
+
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [
+        (signal.SIGTERM, {"mitigation": "state_norm(threshold=1)"}),
+        (signal.SIGKILL, {"peft": ADAPTERS}),
+    ],
+)
+def test_resume_is_exact(number: signal.Signals, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Killed or stopped, and resumed, a run ends bit for bit where an undisturbed one does."""
+    base, long = hybrid(tmp_path), {"max_steps": 9, "save_steps": 2}
+    whole, part = (config(base, tmp_path / name, **long, **changes) for name in ("whole", "part"))
     train(whole)
-    crash(part, 3, monkeypatch)
+    path = write_config(part, tmp_path / "config.yaml")
+    process = forks.Fork("train", path, folder=tmp_path / "log")
+    assert process.when(lambda: forks.rows(tmp_path / "part") >= 4)
+    process.send(number)
+    assert process.end() == (0 if number == signal.SIGTERM else -number), process.err
+    assert not list((tmp_path / "part").glob("*.safetensors"))
     train(part, resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "part")
     model = load(tmp_path / "part")
-    assert (model.mitigation is None) == (not changes)
+    assert (model.mitigation is None) == ("mitigation" not in changes)
 
 
-def test_recomputation_and_a_dry_run(tmp_path: Path) -> None:
+def test_a_grid_and_a_dry_run(tmp_path: Path) -> None:
     """Recomputed layers give the same weights; a dry run writes nothing."""
-    base, kept = hybrid(tmp_path), {}
-    for how in ("no", "block"):
-        settings = config(base, tmp_path / how, gradient_checkpointing=how)
-        assert "tokens/s" in dry_run(settings, quiet=True)
-        assert not (tmp_path / how).exists()
-        train(settings)
-        kept[how] = (tmp_path / how / "model.safetensors").read_bytes()
-    assert kept["no"] == kept["block"]
+    settings = config(hybrid(tmp_path), tmp_path / "runs")
+    assert "tokens/s" in dry_run(settings, quiet=True)
+    assert not (tmp_path / "runs").exists()
+    path = write_config(settings, tmp_path / "grid.yaml")
+    lines = list(run_grid(path, ["gradient_checkpointing=no,block", "seed=0"], quiet=True))
+    assert all("after 4 steps" in line for line in lines)
+    one, other = (tmp_path / "runs").iterdir()
+    assert_same_run(one, other)
 
 
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
         ("falcon_h1", ["in_proj", "q_proj"]),
-        ("mamba2", ["in_proj"]),
+        ("bamba", ["in_proj", "out_proj"]),
         ("mamba2", ["backbone.layers.0.mixer.in_proj"]),
     ],
 )
 def test_adapters_have_the_names_of_the_architecture(
-    kind: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, targets: list[str], tmp_path: Path
 ) -> None:
-    """PEFT opens them on the Hugging Face model, `load` merges them, and resume is exact."""
-    base, outputs = hybrid(tmp_path, kind), [tmp_path / "whole", tmp_path / "part"]
-    adapters = {"r": 2, "targets": targets, "full": ["A_log", "dt_bias", "conv1d"]}
-    whole, part = (config(base, output, peft=adapters, learning_rate=0.05) for output in outputs)
-    train(whole)
-    crash(part, 3, monkeypatch)
-    train(part, resume=True)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
-    theirs: Any = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), outputs[0]
-    )
-    merged, text = load(outputs[0]), tokens(2, 20)
+    """PEFT opens them on the Hugging Face model, and `load` merges them."""
+    base, output = hybrid(tmp_path, kind), tmp_path / "run"
+    train(config(base, output, peft=ADAPTERS | {"targets": targets}, learning_rate=0.05))
+    theirs: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
+    merged, text = load(output), tokens(2, 20)
     with torch.no_grad():
         wanted = theirs.eval()(text, use_cache=False).logits
         before = load(base)(text).logits
@@ -185,10 +244,14 @@ def test_a_model_that_cannot_be_trained_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["copies", "shards"])
-def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("falcon_h1", CPU2), ("falcon_h1", FSDP2), ("zamba", FSDP2)],
+    ids=["copies", "shards", "shared layers"],
+)
+def test_two_processes_train_like_one(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """With recomputation, and documents that begin in the middle of rows."""
-    base = hybrid(tmp_path)
+    base = hybrid(tmp_path, kind)
     one, two = (
         config(
             base,
