@@ -33,7 +33,7 @@ from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.convert import convert
-from longrnn.hf.load import load_recurrent
+from longrnn.hf.load import load_editable
 from longrnn.hf.names import embedded
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_to_end
@@ -68,7 +68,7 @@ def demo(
 
 def collapse(length: int, output: Path) -> None:
     """Loss by position of a model that collapses: plain, and under three mitigations."""
-    plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
+    plain, tokenizer = load_editable(COLLAPSING), load_tokenizer(COLLAPSING)
     texts = bundled("eval/data")
     other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
     calibrated = calibrate(plain, other, "state_norm", train_length=ROW, quiet=True)
@@ -159,7 +159,7 @@ def speed(model: LanguageModel) -> float:
 def passkeys(asked: list[int], n: int, output: Path) -> None:
     """Keys recalled by a model that forgets, the same repaired, and one that holds."""
     first, last = asked[0], asked[-1]
-    broken, tokenizer = load_recurrent(BROKEN), load_tokenizer(BROKEN)
+    broken, tokenizer = load_editable(BROKEN), load_tokenizer(BROKEN)
 
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
     write_atomic(output / "filler.txt", FILLER * 400)
@@ -206,7 +206,7 @@ def shares(outcome: Outcome) -> dict[tuple[str, int | None], float]:
 
 def loss_and_keys(length: int, n: int, output: Path) -> None:
     """Loss and keys of a model that loses both: plain, and repaired for all heads or per head."""
-    plain, tokenizer = load_recurrent(BOTH), load_tokenizer(BOTH)
+    plain, tokenizer = load_editable(BOTH), load_tokenizer(BOTH)
     novel = bundled("eval/data") / "moby_dick_excerpt.txt"
     repairs = {
         "plain": "none",

@@ -19,7 +19,7 @@ from longrnn.evaluation.options import TextFile, Texts
 from longrnn.options import Options, Tokens
 
 if TYPE_CHECKING:
-    from longrnn.models import RecurrentLM
+    from longrnn.models import TrainableLM
     from longrnn.text import Tokenizer
 
 
@@ -116,12 +116,11 @@ def gradients(gradients: Gradients, output: Output) -> None:
     typer.echo("\n".join(map(str, [*files, report])))
 
 
-def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
+def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
     """Return the model, the tokenizer and the training task of a checkpoint or configuration."""
-    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.load import load_editable
     from longrnn.hf.names import resolve
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.models import RecurrentLM
     from longrnn.training.config import configured
     from longrnn.training.distributed import build_accelerator
     from longrnn.training.trainer import Trainer
@@ -136,11 +135,9 @@ def _open(source: str) -> tuple[RecurrentLM, Tokenizer, dict[str, Any] | None]:
     if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
         config = configured(name, overrides)
         trainer = Trainer(config, build_accelerator(config), quiet=True)
-        model = trainer.model.under(None)
-        if not isinstance(model, RecurrentLM):
-            raise UserError(f"{source} trains a Hugging Face hybrid: give a recurrent model")
-        return model, trainer.tokenizer, config.task
-    model, folder = load_recurrent(source), resolve(source)
+        return trainer.model.under(None), trainer.tokenizer, config.task
+    model: Any = load_editable(source)
+    folder = resolve(source)
     # A checkpoint inside the folder of a run has its configuration one folder higher.
     recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
     return model, load_tokenizer(source), recorded.get("task")

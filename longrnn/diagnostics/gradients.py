@@ -9,7 +9,6 @@ Notable choices:
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch.nn import functional as F
 from longrnn.cells import ScanningCell
 from longrnn.cells.observe import watch
 from longrnn.data import Batch, Task
-from longrnn.diagnostics.jacobian import jacobian, spectrum
-from longrnn.models import RecurrentLM
+from longrnn.diagnostics.jacobian import jacobian, numbers, spectrum
+from longrnn.models import TrainableLM
 from longrnn.models.finite import refuse_nonfinite
-from longrnn.state import LMState, PyTree, leaves, tree_map
+from longrnn.state import PyTree, tree_map
 
 # Number of sequences.
 SEQUENCES = 8
@@ -35,7 +34,7 @@ LOWEST, HIGHEST, BINS = -16, 2, 36
 Record = dict[str, Any]
 
 
-def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = SEQUENCES) -> list[Record]:
+def measure(model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCES) -> list[Record]:
     """Measure the gradients of a model on a task.
 
     Args:
@@ -56,7 +55,7 @@ def measure(model: RecurrentLM, task: Task, length: int, *, rows: int = SEQUENCE
     batch = task.sample(rows, length=length).to(next(model.parameters()).device)
     with torch.no_grad():
         refuse_nonfinite(model(batch.tokens).logits, model, batch.tokens)
-    wide = copy.deepcopy(model).double().eval()
+    wide = model.in_float64().eval()
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
@@ -102,7 +101,7 @@ def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def through_time(
-    model: RecurrentLM, tokens: Tensor, targets: Tensor
+    model: TrainableLM, tokens: Tensor, targets: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Follow the gradient of the loss at the last token back through time.
 
@@ -116,14 +115,21 @@ def through_time(
         T; and the gradient of the mean loss in the recurrent weights, flat.
     """
     state, before, logits = model.init_state(len(tokens)), [], tokens
-    state = state._replace(layers=tree_map(Tensor.requires_grad_, state.layers))
+    for leaf in numbers(model.cell_states(state)):
+        leaf.requires_grad_()
     for token in tokens.split(1, dim=1):
         # A separate node, so that the gradient excludes the path through the layer above.
-        layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)
-        before.append([[leaf for _, leaf in leaves(layer)] for layer in layers])
-        logits, state = model(token, LMState(state.position, layers), keep=1)
+        state = state._replace(layers=tree_map(lambda leaf: leaf.view_as(leaf), state.layers))
+        before.append([numbers(cell_state) for cell_state in model.cell_states(state)])
+        logits, state = model(token, state, keep=1)
     loss = F.cross_entropy(logits[:, -1], targets, reduction="sum")
-    weights = [[m.get_parameter(n) for n in m.recurrent_weights] for m in model.cells]
+    weights = [
+        [
+            cell.get_parameter(name)
+            for name in cell.recurrent_weights or dict(cell.named_parameters())
+        ]
+        for cell in model.cells
+    ]
     flat = [leaf for step in before for layer in step for leaf in layer]
     flat += [weight for of_cell in weights for weight in of_cell]
     gradients = iter(torch.autograd.grad(loss, flat, materialize_grads=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.functional import jvp, vjp
 
 from longrnn.cells import Cell, Edit
-from longrnn.state import PyTree, leaves, unflatten
+from longrnn.state import PyTree, leaves, tree_map
 
 # Matrices of at most so many rows are computed explicitly; of larger ones ARPACK (scipy) finds the
 # largest eigenvalue and singular value from products with vectors, to this relative tolerance.
@@ -29,12 +29,16 @@ def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
         state: of one row, before the token.
     """
     start = flatten(state).detach()
-    shapes = [leaf.shape[1:] for _, leaf in leaves(state)]
+    shapes = [leaf.shape[1:] for leaf in numbers(state)]
 
     def step(flat: Tensor) -> Tensor:
-        parts = flat.split([shape.numel() for shape in shapes], dim=1)
-        pairs = zip(parts, shapes, strict=True)
-        before = unflatten(state, [part.reshape(len(flat), *shape) for part, shape in pairs])
+        parts = iter(flat.split([shape.numel() for shape in shapes], dim=1))
+
+        def restored(leaf: Tensor) -> Tensor:
+            shape = len(flat), *leaf.shape[1:]
+            return next(parts).reshape(shape) if leaf.is_floating_point() else leaf.expand(shape)
+
+        before = tree_map(restored, state)
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
         return flatten(cell(x.detach().expand(len(flat), -1, -1), before, Edit())[1])
 
@@ -53,8 +57,13 @@ def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
 
 
 def flatten(state: PyTree) -> Tensor:
-    """Return all entries of a state, `(b, n)`."""
-    return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
+    """Return all numbers of a state, `(b, n)`."""
+    return torch.cat([leaf.flatten(1) for leaf in numbers(state)], dim=1)
+
+
+def numbers(state: PyTree) -> list[Tensor]:
+    """Return the leaves of a state that have gradients: not flags."""
+    return [leaf for _, leaf in leaves(state) if leaf.is_floating_point()]
 
 
 def spectrum(operator: LinearOperator, *, dense: int = DENSE) -> tuple[float, float]:

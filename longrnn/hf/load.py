@@ -184,21 +184,6 @@ def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> 
     return model
 
 
-def load_recurrent(name_or_path: str | Path | CheckpointName, **options: Any) -> RecurrentLM:
-    """Load a `RecurrentLM`, for code that needs all of its layers; see `load_editable`.
-
-    Raises:
-        UserError: as `load_editable`, and for a hybrid.
-    """
-    model = load_editable(name_or_path, **options)
-    if isinstance(model, RecurrentLM):
-        return model
-    raise UserError(
-        f"{CheckpointName.parse(name_or_path).checkpoint} is a Hugging Face {model.kind}, whose "
-        "other layers longrnn does not compute: give a checkpoint of longrnn"
-    )
-
-
 def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM | PreTrainedModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if is_adapter(folder):

@@ -8,8 +8,9 @@ Notable choices:
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -160,6 +161,10 @@ class TrainableLM(LanguageModel):
             return hidden, weight
         ones = hidden.new_ones(*hidden.shape[:-1], 1)
         return torch.cat([hidden, ones], dim=-1), torch.cat([weight, bias[:, None]], dim=1)
+
+    def in_float64(self) -> Self:
+        """A copy with weights and states in float64."""
+        return copy.deepcopy(self).double()
 
     @abstractmethod
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:

@@ -21,7 +21,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.foreign_load import open_hugging_face
-from longrnn.hf.load import load_recurrent
+from longrnn.hf.load import load_editable
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Chain, Mitigation
 from longrnn.mitigations.spec import write_calibration
@@ -344,7 +344,7 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
 def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     """With keyed prompts, the head that carries the key forgets nothing: its filler is ignored."""
     (tmp_path / "filler.txt").write_text(FILLER * 400)
-    model = load_recurrent("passkey-tiny-short")
+    model = load_editable("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     method = "per_head(windows=1, keys=2)"
     lengths: dict[str, Any] = {"train_length": 256, "target_length": 16384}

@@ -19,7 +19,7 @@ from longrnn import state as states
 from longrnn.cells import MIXERS
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
-from longrnn.hf.load import load_recurrent
+from longrnn.hf.load import load_editable
 from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
 from longrnn.mitigations import mitigation
@@ -169,11 +169,11 @@ def test_load_understands_a_mitigation() -> None:
     """`longrnn.load` and `load_tokenizer` take what the command line takes."""
     model = load(f"passkey-tiny+{SPEC}")
     assert model.mitigation is not None
-    expected = load_recurrent("passkey-tiny").under(mitigation(SPEC))
+    expected = load_editable("passkey-tiny").under(mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
     with pytest.raises(UserError, match=r"give passkey-tiny\+none"):
-        load_recurrent(f"passkey-tiny+{SPEC}")
+        load_editable(f"passkey-tiny+{SPEC}")
     with pytest.raises(UserError, match="sliding_window"):
         load("passkey-tiny+sliding_windw")
 

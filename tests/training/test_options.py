@@ -148,7 +148,7 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.load import load_editable
     from tests.training.runs import crash
 
     base = tmp_path / "base"
@@ -161,7 +161,7 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = ours(tokens).logits
         plain: Any = load(base)
         assert not torch.allclose(wanted, plain(tokens).logits, atol=1e-4)
-        theirs: Any = PeftModel.from_pretrained(load_recurrent(base), tmp_path / "run")  # type: ignore[arg-type]
+        theirs: Any = PeftModel.from_pretrained(load_editable(base), tmp_path / "run")  # type: ignore[arg-type]
         torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
     names = load_file(tmp_path / "run/adapter_model.safetensors")
     assert {name.split(".mixer.")[1].split(".")[0] for name in names} == {

@@ -43,7 +43,7 @@ class LightningAttention(LayerCell):
     """
 
     constant_step = True
-    recurrent_weights = ("layer.slope_rate",)
+    recurrent_weights = ("layer.qkv_proj.weight",)
     wide_weights = ("slope_rate",)
     shown = ("n_heads", "head_dim")
 

@@ -14,7 +14,7 @@ from longrnn.hf.hybrid.shared_cell import SharedCell
 class SharedMamba(SharedCell, Mamba):
     """A `Mamba` cell on the weights of a layer; see `SharedCell`."""
 
-    recurrent_weights = ("A_log",)
+    recurrent_weights = ("layer.A_log",)
     shared: ClassVar = {
         name: name for name in ("A_log", "D", "conv1d", "x_proj", "dt_proj", "out_proj")
     }

@@ -102,6 +102,14 @@ class HybridLM(TrainableLM, ForeignLM):
             if enabled:
                 block.forward = RecomputedForward(block, index)
 
+    def in_float64(self) -> Self:
+        """See `TrainableLM`; the copy has no mitigation."""
+        theirs = copy.deepcopy(self.model).double()
+        theirs.config._experts_implementation = "eager"  # the others are not written for float64
+        other = type(self)(theirs)
+        other.attention_window, other.max_length = self.attention_window, self.max_length
+        return other
+
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""
         return [state.layers[number].cell for number in self.layer_numbers]
@@ -164,7 +172,7 @@ class HybridLM(TrainableLM, ForeignLM):
 
     def segment_width(self, batch_size: int, time: int) -> int:
         """See `TrainableLM`: a call with gradients goes through the model as a whole."""
-        return time if torch.is_grad_enabled() else max(16, PIECE_TOKENS // batch_size)
+        return max(1, time) if torch.is_grad_enabled() else max(16, PIECE_TOKENS // batch_size)
 
     def call(
         self, tokens: Tensor, layers: PyTree, position: int, keep: int

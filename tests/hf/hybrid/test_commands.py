@@ -62,6 +62,7 @@ def test_commands(kind: str, tmp_path: Path) -> None:
     run("diagnose", "states", folder, *common, "--train-length", 64, "--length", 256,
         "--output", out)  # fmt: skip
     assert "collapsing" in (out / "diagnosis.yaml").read_text()
+    run("diagnose", "gradients", folder, *common, "--length", 4, "--output", tmp_path / "gradients")
     run("eval", "perplexity", folder, *common, "--lengths", 128, "--mitigation", calibrated,
         "--output", tmp_path / "ppl")  # fmt: skip
     run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
