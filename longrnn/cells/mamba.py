@@ -136,9 +136,11 @@ class Mamba(ScanningCell):
         """dt before the softplus, `(b, t, d)`, and B and C, `(b, t, g, n)`, in a dtype."""
         parts = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta, B, C = self.normed(*parts)
-        dt = linear(delta, self.dt_proj.weight.to(delta.dtype)).to(dtype) + self.dt_proj.bias.to(
-            dtype
-        )
+        if "base_layer" in self.dt_proj._modules:  # only a call computes an adapter
+            dt = self.dt_proj(delta).to(dtype)
+        else:
+            dt = linear(delta, self.dt_proj.weight.to(delta.dtype)).to(dtype)
+            dt = dt + self.dt_proj.bias.to(dtype)
         return dt, B[:, :, None].to(dtype), C[:, :, None].to(dtype)
 
     def normed(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -221,6 +221,7 @@ def not_differentiable(theirs: Any) -> None:
         ("llama", {}, None, "without recurrent layers"),
         ("xlstm", {"attention_window": 16}, None, "attention_window"),
         ("falcon_h1", {"attention_window": 999}, None, "128 tokens"),
+        ("falcon_h1", {"peft": {"targets": ["conv1d"]}}, None, "peft.full"),
         ("falcon_h1", {}, quantized, "quantized"),
         ("falcon_h1", {}, not_differentiable, "gradients cannot be computed"),
     ],
