@@ -8,6 +8,7 @@ of a case are interleaved in one process, and outputs are compared before anythi
 | prefill | reading a prompt, logits of the last token only; bound: the matrix products alone |
 | decode | one token per call; bound: reading all weights once per token |
 | train | forward, backward and optimizer step, in float32 |
+| hybrid | the same of four rows of tiny hybrids of the tests |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
 | layer | a layer of each cell, beside that of transformers without GPU kernels; bounds as above |
 
@@ -23,7 +24,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -37,10 +38,14 @@ from benchmarks.layers import LAYERS
 from benchmarks.models import Llama, build, draw, products, read_weights, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
+from longrnn.hf.hybrid.model import HybridLM
+from longrnn.models import TrainableLM
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
+from tests.hf.architectures import VOCAB, architecture
 
 DTYPES = ("float32", "bfloat16")
+HYBRIDS = ("falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear")
 BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
 Figures = dict[str, Any]
 
@@ -124,57 +129,92 @@ def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         yield title, report(title, args.steps, interleaved(calls, args.repeats, timers))
 
 
-def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    ids = draw(args.vocab, args.tokens + 1)
-    tokens, targets = ids[:, :-1], ids[:, 1:]
-    weights = torch.full(targets.shape, 1 / args.tokens)
+def optimizer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
+    """Returns a function that does a training step on `loss`, and returns the loss before it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    def stepper(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    def step() -> float:
+        value = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.item()
 
-        def step() -> float:
-            value = loss()
-            value.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return value.item()
+    return step
 
-        return step
 
-    def ours(
-        backend: str = "auto", recompute: bool = False, carry: bool = False
-    ) -> Callable[[], float]:
-        model = build(args, backend).train()
-        model.gradient_checkpointing_enable(recompute)
-        state = model.init_state(1)
+def our_step(
+    model: TrainableLM, tokens: Tensor, targets: Tensor, *, carry: bool = False
+) -> Callable[[], float]:
+    """Returns a training step of a model of longrnn from zero or carried states."""
+    state, model = model.init_state(len(tokens)), model.train()
+    weights = torch.full((targets.numel(),), 1 / targets.numel())
 
-        def loss() -> Tensor:
-            nonlocal state
-            hidden, after = model.hidden(tokens, state)
-            state = detach(after) if carry else state
-            return weighted_cross_entropy(hidden, model.head.weight, targets, weights).loss
+    def loss() -> Tensor:
+        nonlocal state
+        hidden, after = model.hidden(tokens, state)
+        state = detach(after) if carry else state
+        factors = model.logit_factors(hidden.flatten(0, 1))
+        return weighted_cross_entropy(*factors, targets.flatten(), weights).loss
 
-        return stepper(model, loss)
+    return optimizer_step(model, loss)
 
-    twin = transformers_twin(build(args)).train()
 
-    def their_loss() -> Tensor:
-        logits = twin(tokens, use_cache=False).logits
+def their_step(model: Any, tokens: Tensor, targets: Tensor) -> Callable[[], float]:
+    """Returns a training step of a Hugging Face model."""
+    model.train()
+
+    def loss() -> Tensor:
+        logits = model(tokens, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    return optimizer_step(model, loss)
+
+
+def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    ids = draw(args.vocab, args.tokens + 1)
+    rows = ids[:, :-1], ids[:, 1:]
+    recomputing = build(args)
+    recomputing.gradient_checkpointing_enable()
     calls = {
-        "longrnn": ours(),
-        "longrnn, carried state": ours(carry=True),
-        "longrnn, backend torch": ours("torch"),
-        "longrnn, checkpointing": ours(recompute=True),
-        "transformers": stepper(twin, their_loss),
+        "longrnn": our_step(build(args), *rows),
+        "longrnn, carried state": our_step(build(args), *rows, carry=True),
+        "longrnn, backend torch": our_step(build(args, "torch"), *rows),
+        "longrnn, checkpointing": our_step(recomputing, *rows),
+        "transformers": their_step(transformers_twin(build(args)), *rows),
     }
+    title = f"training step of {args.tokens:,} tokens, vocabulary {args.vocab:,}, float32"
+    yield title, report(title, args.tokens, compared(calls, args.repeats))
+
+
+def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    ids = draw(VOCAB, 4 * (args.tokens + 1)).view(4, -1)
+    rows = ids[:, :-1], ids[:, 1:]
+    for kind in HYBRIDS:
+
+        def theirs(kind: str = kind) -> Any:
+            return architecture(kind, max_position_embeddings=args.tokens)
+
+        def ours() -> HybridLM:
+            model = HybridLM(theirs())
+            return model.with_attention_window(args.tokens)
+
+        calls = {
+            "transformers": their_step(theirs(), *rows),
+            "longrnn": our_step(ours(), *rows),
+            "longrnn, carried state": our_step(ours(), *rows, carry=True),
+        }
+        title = f"training step of a tiny {kind}, 4 rows of {args.tokens:,} tokens, float32"
+        yield title, report(title, 4 * args.tokens, compared(calls, args.repeats))
+
+
+def compared(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Times training steps whose first losses are equal."""
     losses = {name: call() for name, call in calls.items()}
     for value in losses.values():
-        assert abs(value - losses["longrnn"]) < 1e-3 * value, losses
-    title = f"training step of {args.tokens:,} tokens, vocabulary {args.vocab:,}, float32"
-    yield title, report(title, args.tokens, interleaved(calls, args.repeats))
+        assert abs(value - next(iter(losses.values()))) < 1e-3 * value, losses
+    return interleaved(calls, repeats)
 
 
 @torch.inference_mode()
@@ -242,6 +282,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] 
     "prefill": prefill,
     "decode": decode,
     "train": train,
+    "hybrid": hybrid,
     "mitigations": mitigations,
     "layer": layer,
 }

@@ -18,6 +18,7 @@ CASES = [
     ("speed", ["prefill", "--tokens", "64"], "products alone"),
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
+    ("speed", ["hybrid", "--tokens", "8"], "a tiny kimi_linear, 4 rows of 8 tokens"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
     ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Kimi Delta Attention layer, decoding"),
     ("gpu", ["models", "--device", "cpu", "--lengths", "64"], "transformers, 64 tokens"),
