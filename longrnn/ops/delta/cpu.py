@@ -1,4 +1,4 @@
-"""The gated delta rule in C++, without gradients: few tokens, or any number with decays per key."""
+"""The gated delta rule in C++, without gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from torch import Tensor
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.delta import definition
 from longrnn.ops.scan.cpu import refusal, untracked
-from longrnn.ops.scan.definition import FEW, ScanInputs
+from longrnn.ops.scan.definition import ScanInputs
 
 __all__ = ["delta", "refusal"]
 
 
 def delta(inputs: ScanInputs, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.delta.definition.delta`.
-
-    It computes more than FEW tokens with decays per head, whose matrix products are fast in torch,
-    and gradients.
-    """
-    if tracked((*inputs, state)) or (inputs.x.shape[1] > FEW and not inputs.has_key_decays):
+    """See `longrnn.ops.delta.definition.delta`, which computes gradients."""
+    if tracked((*inputs, state)):
         return definition.delta(inputs, state, **options)
     return untracked(inputs, state, "key_delta" if inputs.has_key_decays else "delta")
