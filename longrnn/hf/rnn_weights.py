@@ -213,6 +213,8 @@ def _model(tensors: Mapping[str, Tensor], names: WeightNames) -> RecurrentLM:
         state["head.weight"] = _matrix(rest, names.head, names)
     if names.head_bias is not None:
         state["head.bias"] = _take(rest, names.head_bias)
+    if any(name.endswith("_reverse") for name in rest):
+        raise ValueError("a bidirectional layer reads what follows: give a causal language model")
     if unused := [name for name in rest if name not in names.ignore]:
         raise ValueError(
             f"it has {unused[0]}, which the names leave out: name it, or list it under `ignore` "

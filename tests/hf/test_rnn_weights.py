@@ -194,7 +194,7 @@ LSTM = TorchModel("LSTM", 1, 4).state_dict()
 TWO_WAYS = TorchModel("GRU", 1, 4, bidirectional=True).state_dict()
 REFUSED: dict[str, tuple[Arrays, dict[str, Any], list[object]]] = {
     "an unused tensor": (LSTM | {"extra": torch.ones(1, 2, 2)}, {}, ["extra", "ignore"]),
-    "a bidirectional layer": (TWO_WAYS, {}, ["l0_reverse"]),
+    "a bidirectional layer": (TWO_WAYS, {}, ["bidirectional"]),
     "a missing tensor": (LSTM, {"head": "decoder.wieght"}, ["decoder.wieght", "decoder.weight"]),
     "another kind of cell": (LSTM, {"mixer": {"kind": "mamba2"}}, ["mamba2", "lstm"]),
     "gates of another cell": (LSTM, {"gates": ["i", "f"]}, ["'i', 'f'", "'o'"]),
