@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+# Characters of a line of a long name on a narrow terminal.
+NAME_WIDTH = 32
 # Names may contain brackets and colons.
 NO_MARKUP: dict[str, Any] = {"markup": False, "emoji": False}
 
@@ -24,12 +27,19 @@ def print_table(table: Table) -> None:
         console.width = max(console.width, width)
     elif width > console.width:
         for column in table.columns:
-            if column.overflow == "fold":  # names are broken at their signs, not inside words
-                column._cells = [str(cell).replace("+", "\n+") for cell in column.cells]
+            if column.overflow == "fold" and column.justify == "left":
+                column._cells = [broken_name(str(cell)) for cell in column.cells]
             lines = [line for cell in column.cells for line in str(cell).splitlines()]
             needed = max(map(len, [*str(column.header).split(), *lines]))
             column.max_width = min(needed, column.max_width or needed)
     console.print(table)
+
+
+def broken_name(name: str) -> str:
+    """Break the name of a checkpoint into lines at its signs, not inside words and numbers."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    parts = [part.replace(",", ", ") for part in name.split("+")]
+    return "\n+".join(fill(part, NAME_WIDTH, **options) for part in parts)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

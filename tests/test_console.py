@@ -7,18 +7,41 @@ import re
 import pytest
 
 from longrnn.console import print_rows
+from longrnn.intervals import SCORE, proportion
+from longrnn.reporting.tables import Column, ResultTable, TableCell
 
 COLUMNS = ["model", *(f"depth {share}%" for share in range(0, 100, 10)), "keys recalled"]
-ROW = ["passkey-tiny-short+sliding_window(window=256)", *["1.00"] * 10, "1.00 [0.93, 1.00]"]
+NAME = "passkey-tiny-short+forget_more(decay_scale=0.9999,input_scale=0.75)"
+ROW = [NAME, *["1.00"] * 10, "1.00 [0.93, 1.00]"]
+LINES = ["passkey-tiny-short", "+forget_more(decay_scale=0.9999,", "input_scale=0.75)"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     print_rows("passkey", COLUMNS, [ROW])
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert (max(map(len, out.splitlines())) <= 120) == is_terminal
-    assert (ROW[0] in out) == (not is_terminal)
+    assert (max(map(len, out.splitlines())) <= 150) == is_terminal
+    assert (NAME in out) == (not is_terminal)
+    assert all(f" {line} " in out for line in LINES) == is_terminal
+
+
+def test_a_difference_is_below_its_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal that breaks names into lines, too."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    share, column = proportion(3, 5), Column("keys recalled", SCORE)
+    names = ["passkey-tiny", NAME]
+    cells = [
+        TableCell("passkey", column.name, name, 64, share, difference, None, column)
+        for name, difference in zip(names, (None, share), strict=True)
+    ]
+    ResultTable("passkey", "length", names, cells, []).show()
+    lines = capsys.readouterr().out.splitlines()
+    last = max(number for number, line in enumerate(lines) if "0.60 [0.23, 0.88]" in line)
+    assert "+0.60 [+0.23, +0.88]" in lines[last + 1]

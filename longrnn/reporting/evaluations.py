@@ -58,7 +58,8 @@ def pictures(table: ResultTable) -> Iterator[Picture]:
                 curves.setdefault(cell.model, {})[cell.at] = cell.estimate
         if curves:
             drawn = [Line(name, [*values], [*values.values()]) for name, values in curves.items()]
-            figure = lines(drawn, across=across, up=column.name)
+            place = across if column.listed else "position (tokens)"
+            figure = lines(drawn, across=place, up=column.name)
             yield Picture(_file(table, column.name), f"{column.name}.", png(figure))
     shares: dict[str, dict[tuple[int, str], float]] = {}
     for cell in table.cells:

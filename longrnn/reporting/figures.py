@@ -86,7 +86,7 @@ def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:
-        top = panel.get_ylim()[1] if max(values) > 0 else 1.0
+        top = 1.04 * panel.get_ylim()[1] if max(values) > 0 else 1.0
         panel.set_ylim(-0.02 * top, top)
     panel.set(xlabel=across, ylabel=up)
     add_legend(figure, handles, labels, loc="outside lower left")

@@ -67,9 +67,13 @@ def test_curves() -> None:
 
 
 def test_values_of_zero_have_an_axis_from_zero() -> None:
-    """An axis of shares that are all 0 ends at 1, not at a tiny number."""
+    """An axis of shares that are all 0 ends at 1; any other one has room above the intervals."""
     zero = lines([Line("model", [64, 128], [proportion(0, 5)] * 2)], across="length", up="keys")
     assert zero.axes[0].get_ylim() == (-0.02, 1)
+    bits = mean([12.9, 13.0, 12.8])
+    (above,) = lines([Line("model", [64], [bits])], across="length", up="bits").axes
+    low, high = above.get_ylim()
+    assert low < 0 < 1.03 * bits.high < high
     flat = curves([Panel("accuracy", {"run": ([1, 2], [0.0, 0.0])})], across="step")
     assert flat.axes[0].get_ylim() == (-0.02, 1)
 
