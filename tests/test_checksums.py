@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +27,7 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Reading
 from tests.cli.conftest import cli
+from tests.training.forks import SERVER
 from tests.training.runs import MAMBA2, last_checkpoint, tiny, train
 
 pytestmark = pytest.mark.core
@@ -169,30 +167,26 @@ def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
         assert torch.equal(one[1], other[1])
 
 
-SAVE = """
-import sys, torch
-from pathlib import Path
-from tests.test_checksums import model
-from longrnn.models.checkpoint import save_model
-one, two = model(), model()
-torch.nn.init.zeros_(two.embedding.weight)
-print("ready", flush=True)
-while True:
-    for each in (one, two):
-        save_model(each, Path(sys.argv[1]))
-"""
+def save_forever(folder: Path) -> None:
+    one, two = model(), model()
+    torch.nn.init.zeros_(two.embedding.weight)
+    while True:
+        for each in (one, two):
+            save_model(each, folder)
 
 
 def test_a_kill_while_a_model_is_replaced_leaves_one_that_loads(tmp_path: Path) -> None:
     """Old checksums never refuse complete new files."""
     save_model(model(), tmp_path / "m")
-    command = [sys.executable, "-c", SAVE, str(tmp_path / "m")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    weights = tmp_path / "m/model.safetensors"
+    first = weights.read_bytes()
+    process = SERVER.Process(target=save_forever, args=(tmp_path / "m",))
+    process.start()
+    while weights.read_bytes() == first:
+        assert process.is_alive()
     time.sleep(random.uniform(0.01, 0.1))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     load(tmp_path / "m")
 
 

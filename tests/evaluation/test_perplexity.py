@@ -51,11 +51,11 @@ def test_against_all_logits_at_once(
     """Sums between powers of 2 and lengths equal those from all logits at once."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal", vocab_size=256)
-    options: dict[str, Any] = {"lengths": [50, 150], "windows": None, "batch_size": 2}
+    options: dict[str, Any] = {"lengths": [50, 150], "windows": 2, "batch_size": 2}
     one = OpenCheckpoint("one", model, ByteTokenizer())
     outcome = measure(perplexity(tmp_path, **options), tmp_path / "r", one)
     assert len(outcome.results["one"]) > 2
-    for item, row in outcome.results["one"][:5]:
+    for item, row in outcome.results["one"]:
         tokens = item.spec.tokens()[None]
         with torch.no_grad():
             logits = model(tokens[:, :-1]).logits.double()

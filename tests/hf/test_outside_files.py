@@ -6,6 +6,7 @@ Loading never ends in a traceback, and never allocates what a file merely claims
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,23 +22,16 @@ from longrnn.errors import UserError
 from longrnn.hf.names import resolve
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.foreign import causal, native, with_bytes
+from tests.hf.foreign import native
+from tests.test_fuzz import valid  # noqa: F401
 
 pytestmark = pytest.mark.core
 
 
 @pytest.fixture(params=["ours", "native", "mamba2", "llama"])
-def layout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def layout(request: pytest.FixtureRequest, valid: Path, tmp_path: Path) -> Path:  # noqa: F811
     """Return a small valid checkpoint of each layout."""
-    folder = tmp_path / request.param
-    if request.param == "ours":
-        save_model(build_model("mamba2", dtype=torch.float32), folder)
-    elif request.param == "native":
-        native(folder)
-    else:
-        with_bytes(causal(request.param, vocab_size=256), folder)
-    load(folder)
-    return folder
+    return shutil.copytree(valid / request.param, tmp_path / request.param)
 
 
 def assert_refused(folder: Path) -> None:
