@@ -44,7 +44,9 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.delitem(attempts.ATTEMPTS, name)
 
 
-@pytest.mark.parametrize("layout", ["ours", "native", "hf"])
+@pytest.mark.parametrize(
+    "layout", ["hf", *(pytest.param(one, marks=pytest.mark.slow) for one in (OURS, "native"))]
+)
 def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

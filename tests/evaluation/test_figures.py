@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
-from longrnn.intervals import SCORE, proportion
+from longrnn.intervals import SCORE, mean, proportion
 from longrnn.reporting.curves import Panel, curves
 from longrnn.reporting.evaluations import write_report
 from longrnn.reporting.figures import Line, heat_maps, lines, png
