@@ -30,7 +30,8 @@ def info(options: InfoOptions) -> None:
     Example: longrnn info passkey-tiny
     """
     for name, value in (_corpus(options.checkpoint) or _model(options.checkpoint)).items():
-        typer.echo(f"{name:<18} {value}")
+        if value:
+            typer.echo(f"{name:<18} {value:,}" if isinstance(value, int) else f"{name:<18} {value}")
 
 
 def _corpus(folder: str) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _model(checkpoint: str) -> dict[str, Any]:
     grows = f" after one token, and {second - first:,} more for each further token"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
-    described = {
+    return {
         "checkpoint": resolve(split_spec(checkpoint)[0]),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
         "layers": layers,
@@ -81,7 +82,6 @@ def _model(checkpoint: str) -> dict[str, Any]:
         "mitigation": model.mitigation,
         "fingerprint": model.fingerprint(),
     }
-    return {name: value for name, value in described.items() if value}
 
 
 class Conversion(Options):

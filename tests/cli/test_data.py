@@ -38,6 +38,8 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
     checked = cli("info", "corpus")
     assert checked.code == 0
     assert re.search(r"vocab_size +256\n", checked.out)
+    assert re.search(r"tokens +2,180\n", checked.out)
+    assert "None" not in checked.out
     assert "1,080 to 1,100, median 1,090" in checked.out
     split = ["--split-on", "\n\n\n", "--min-length", "10"]
     done = cli("data", "build", "--out", "split", *split, texts[1])

@@ -44,7 +44,9 @@ def evaluated_cells() -> list[dict[str, Any]]:
     return json.loads(Path("run/evaluation/cells.json").read_text())["cells"]
 
 
-def test_answers_are_evaluated_where_answers_are_trained(models: Path, cli: CLI) -> None:
+def test_answers_are_evaluated_where_answers_are_trained(
+    models: Path, cli: CLI, caplog: pytest.LogCaptureFixture
+) -> None:
     """The table has the loss and the exact matches of the held-out answers, paired."""
     rows = [{"prompt": f"{k} and {k} are", "completion": " same"} for k in range(120)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -52,6 +54,7 @@ def test_answers_are_evaluated_where_answers_are_trained(models: Path, cli: CLI)
     command = ["finetune", models / "text", *SMALL, *more, "--initial-state", "zero"]
     done = cli(*command, "--data", "pairs.jsonl", "--output", "run")
     assert done.code == 0, done.err
+    assert "leaves passkeys out" in caplog.text
     after = {cell["metric"]: cell for cell in evaluated_cells() if cell["model"] != "before"}
     assert after.keys() == {"answers, nats per token", "answers, exact match"}
     loss, right = (after[f"answers, {name}"] for name in ("nats per token", "exact match"))
