@@ -347,7 +347,7 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     model = load_editable("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     method = "per_head(windows=1, keys=2)"
-    lengths: dict[str, Any] = {"train_length": 256, "target_length": 16384}
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 8192}
     (member,) = calibrate(model, texts, method, **lengths, quiet=True)
     assert member["kind"] == "token_filter"
     assert member["heads"] == [[0, 1]]

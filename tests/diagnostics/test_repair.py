@@ -138,7 +138,7 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     filler = tmp_path / "filler.txt"
     filler.write_text(longrnn.data.prompts.FILLER * 400)  # type: ignore[attr-defined]
     monkeypatch.setattr(choice, "DEPTHS", [0.1, 0.5])
-    how: dict[str, Any] = {"texts": [filler, filler], "length": 16384, "keys": True}
+    how: dict[str, Any] = {"texts": [filler, filler], "length": 8192, "keys": True}
     done = longrnn.repair("passkey-tiny-short", output=tmp_path / "out", **how)
     assert done.choice == "token_filter"
     assert "of the keys are recalled" in done.sentences[1]
