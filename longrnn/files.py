@@ -30,7 +30,12 @@ def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new.
 
     What is beside it after a kill is replaced by the next writer; two never write at the same time.
+
+    Raises:
+        OSError: it cannot be written, or is a folder, a pipe or a device, which are not replaced.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     data = content.encode() if isinstance(content, str) else content

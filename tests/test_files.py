@@ -92,13 +92,11 @@ def test_what_stands_in_the_place_of_a_partial_file_is_not_followed(tmp_path: Pa
     assert not (tmp_path / ".folder.partial").is_symlink()
     assert (tmp_path / "report").read_text() == "new"
     assert (tmp_path / "victim/file").read_text() == "kept"
-    with pytest.raises(OSError, match="Is a directory"):
-        write_atomic(tmp_path / "victim", "x")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
-    """A pipe without a writer and an endless device are refused at once."""
+def test_only_regular_files_are_opened_or_replaced(tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer and an endless device are refused at once, and stay."""
     path = tmp_path / "file"
     if kind == "pipe":
         os.mkfifo(path)
@@ -106,12 +104,19 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    for use in (read_bytes, sha256, lambda path: append(path, b"x")):
+    before = path.lstat()
+    for use in (
+        read_bytes,
+        sha256,
+        lambda path: append(path, b"x"),
+        lambda path: write_atomic(path, "x"),
+    ):
         with pytest.raises(OSError, match=path.name):
             use(path)
     for use in (read_json, read_text):
         with pytest.raises(UserError, match=path.name):
             use(path)
+    assert path.lstat().st_ino == before.st_ino
 
 
 def test_a_text_file(tmp_path: Path) -> None:
