@@ -33,6 +33,22 @@ REFUSED = 2
 _rank, _size = 0, 1
 
 
+def check_device(device: Any) -> None:
+    """Check that torch can use a device.
+
+    Raises:
+        UserError: it cannot, or has fewer GPUs than there are processes.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device {str(device)!r} cannot be used here: give cpu, or start fewer processes"
+        ) from error
+
+
 def start() -> None:
     """Joins the processes of the launch; does nothing without a launcher, or if it was called.
 

@@ -147,12 +147,7 @@ def pick_device(device: str) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and processes.size() > 1:
         device = f"cuda:{processes.local_rank()}"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {device!r} cannot be used here: give cpu or auto, or start fewer processes"
-        ) from error
+    processes.check_device(device)
     if device == "cpu":
         report_missing_kernels()
     return device

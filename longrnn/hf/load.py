@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from longrnn import processes
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
@@ -85,6 +86,7 @@ def load(
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
+    processes.check_device(device)
     checkpoint, named, parts = CheckpointName.parse(name_or_path)
     given = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and given is None:

@@ -108,6 +108,8 @@ def test_sft_of_trl_has_the_loss_of_transformers(base: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("base", ["qwen3_next"], indirect=True)
-def test_the_loss_of_routers_is_refused(base: Path) -> None:
+def test_the_loss_of_routers_and_offloading_are_refused(base: Path) -> None:
+    with pytest.raises(UserError, match="device 'disk' cannot be used"):
+        LongRNNForCausalLM.from_pretrained(base, device_map={"": "disk"})
     with pytest.raises(UserError, match="router_aux_loss_coef"):
         LongRNNForCausalLM.from_pretrained(base)(TEXT, output_router_logits=True)
