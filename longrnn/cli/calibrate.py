@@ -43,18 +43,12 @@ def calibrate(options: CalibrateOptions) -> None:
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
-    from longrnn.diagnostics.calibrate import calibrate as measure
-    from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.load import load_editable
-    from longrnn.hf.names import required_training_length
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.diagnostics.calibrate import run_method
+    from longrnn.diagnostics.job import Job
     from longrnn.locks import hold
     from longrnn.mitigations import mitigation
-    from longrnn.mitigations.base import Calibration
-    from longrnn.mitigations.spec import write_calibration
 
     checkpoint = options.checkpoint
-    trained = options.train_length or required_training_length(checkpoint)
     texts = "-".join(text.stem for text in options.texts)
     folder = results_folder("calibrate", [checkpoint], variant=texts)
     method = re.sub(r"[^\w.-]+", "-", options.method).strip("-")
@@ -69,17 +63,9 @@ def calibrate(options: CalibrateOptions) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder: give the name of a file by --output")
     hold(path, instead="choose another --output")
-    model = load_editable(checkpoint, device=pick_device(options.device))
-    tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(options.texts, tokenizer, model)
-    members = measure(
-        model,
-        documents,
-        options.method,
-        train_length=trained,
-        target_length=options.target_length,
-        tokenizer=tokenizer,
-    )
-    hashes = tuple(document.sha256 for document in documents)
-    write_calibration(path, members, Calibration(str(path), model.fingerprint(), trained, hashes))
+    lengths = options.train_length, options.target_length or 0
+    device = pick_device(options.device)
+    job = Job.open(checkpoint, options.texts, *lengths, device=device, quiet=False)
+    members = run_method(job, options.method)
+    job.write(path, members)
     typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from longrnn.diagnostics.calibrate import calibrate
-from longrnn.diagnostics.job import Members
-from longrnn.evaluation.texts import Document
+from longrnn.diagnostics.calibrate import run_method
+from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.mitigations.spec import parse
-from longrnn.models import LanguageModel
-from longrnn.text import Tokenizer
 
 # A token of a step with gradients takes as long as so many tokens without.
 GRADIENT_COST = 4
@@ -19,103 +16,66 @@ FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 LEAST_PASSES, MOST_PASSES = 5, 60
 
 
-class Setting(NamedTuple):
-    """What is repaired.
-
-    Attributes:
-        model: without mitigation.
-        tokenizer: of the model.
-        documents: the texts to choose on.
-        trained: training length in tokens.
-        length: tokens up to which the model should work.
-        keys: prompts with a key that calibrations read; 0 to ignore keys.
-        quiet: show no progress.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    documents: Sequence[Document]
-    trained: int
-    length: int
-    keys: int
-    quiet: bool
-
-    def under(self, members: Members) -> LanguageModel:
-        """Return the model under a mitigation."""
-        return self.model.under(members) if members else self.model
-
-    @property
-    def pass_tokens(self) -> int:
-        """The tokens of one pass of a choice per head."""
-        return (1 + self.keys) * self.length
-
-
 class Attempt(NamedTuple):
-    """A mitigation, or a method of `calibrate` on the plain model or on top of another attempt.
+    """A mitigation, or a method of `calibrate`, on the plain model or on top of another attempt.
 
     Attributes:
-        spec: the mitigation or the method; names in braces are filled in by `make`.
-        is_method: which of the two.
+        spec: the mitigation or the method; `make` fills in the names in braces.
+        tokens: about how many tokens it reads, counted without gradients, with a number of keyed
+            prompts.
         may_fold: whether weights can express the result in some cells.
         after: the name of the attempt that it builds on; empty for the plain model.
-        tokens: about how many tokens it reads, counted without gradients.
     """
 
     spec: str
-    is_method: bool = True
+    tokens: Callable[[Job, int], float] = lambda job, keys: 32 * job.train_length
     may_fold: bool = False
     after: str = ""
-    tokens: Callable[[Setting], float] = lambda setting: 32 * setting.trained
 
-    def make(self, setting: Setting, base: Members, tokens: float) -> Members:
+    def make(self, job: Job, base: Members, keys: int, tokens: float) -> Members:
         """Return the mappings of which `mitigation` makes the whole mitigation.
 
         Args:
-            setting: what is repaired.
-            base: those of `after`.
+            job: what is repaired.
+            base: the mappings of `after`.
+            keys: prompts with a key that calibrations read.
             tokens: that it may read.
         """
-        passes = min(MOST_PASSES, int(tokens / setting.pass_tokens))
-        values = {"trained": setting.trained, "keep": 1 - 1 / setting.trained, "passes": passes}
-        spec = self.spec.format(keys=setting.keys, **values)
-        if not self.is_method:
-            name, options = parse(spec)
-            return [*base, {"kind": name, **options}]
-        found = calibrate(
-            setting.under(base),
-            setting.documents,
-            spec,
-            train_length=setting.trained,
-            target_length=setting.length,
-            tokenizer=setting.tokenizer,
-            quiet=setting.quiet,
-        )
-        return [*base, *found]
+        trained, passes = job.train_length, min(MOST_PASSES, int(tokens / _pass_tokens(job, keys)))
+        spec = self.spec.format(trained=trained, keep=1 - 1 / trained, keys=keys, passes=passes)
+        name, options = parse(spec)
+        if name in METHODS:
+            return [*base, *run_method(job.under(base), spec)]
+        return [*base, {"kind": name, **options}]
 
 
-def _search_tokens(setting: Setting) -> float:
-    return (len(setting.model.cells) + 1 + SEARCH_STEPS) * setting.length
+def _search_tokens(job: Job, _: int) -> float:
+    return (len(job.model.cells) + 1 + SEARCH_STEPS) * job.target_length
 
 
-def _fit_tokens(setting: Setting) -> float:
-    segment = max(setting.trained, setting.length / FIT_STEPS)
-    return GRADIENT_COST * FIT_STEPS * (FIT_ROWS + setting.keys) * segment
+def _fit_tokens(job: Job, keys: int) -> float:
+    segment = max(job.train_length, job.target_length / FIT_STEPS)
+    return GRADIENT_COST * FIT_STEPS * (FIT_ROWS + keys) * segment
+
+
+def _pass_tokens(job: Job, keys: int) -> float:
+    return (1 + keys) * job.target_length
 
 
 PER_HEAD = Attempt(
     "per_head(windows=1, keys={keys}, passes={passes})",
-    tokens=lambda setting: LEAST_PASSES * setting.pass_tokens,
+    tokens=lambda job, keys: LEAST_PASSES * _pass_tokens(job, keys),
 )
 ATTEMPTS = {
-    "forget_more": Attempt("forget_more(decay_scale={keep}, input_scale=1)", is_method=False),
-    "sliding_window": Attempt("sliding_window(window={trained})", is_method=False),
+    "forget_more": Attempt("forget_more(decay_scale={keep}, input_scale=1)"),
+    "sliding_window": Attempt("sliding_window(window={trained})"),
     "state_norm": Attempt("state_norm"),
     "token_filter": Attempt("token_filter"),
     "scale_decay": Attempt(
-        f"scale_decay(windows=1, steps={SEARCH_STEPS})", may_fold=True, tokens=_search_tokens
+        f"scale_decay(windows=1, steps={SEARCH_STEPS})", _search_tokens, may_fold=True
     ),
     "fit": Attempt(
-        f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", may_fold=True, tokens=_fit_tokens
+        f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", _fit_tokens, may_fold=True
     ),
     "fit + token_filter": Attempt("token_filter", after="fit"),
     "per_head": PER_HEAD,

@@ -44,16 +44,18 @@ def calibrate(
     tokenizer: Tokenizer | None = None,
     quiet: bool = False,
 ) -> Members:
+    """Calibrate one method as `run_method`, by the fields of a `Job`; of bytes by default."""
+    reading = tokenizer or ByteTokenizer()
+    job = Job(model, documents, train_length, target_length or 0, reading, quiet)
+    return run_method(job, method)
+
+
+def run_method(job: Job, method: str) -> Members:
     """Calibrate one method.
 
     Args:
-        model: a model with recurrent layers, without mitigation.
-        documents: texts that are not used for evaluation.
+        job: the model and the texts; all methods but state_norm need a target length.
         method: a key of `METHODS`, with its settings as in `state_norm(margin=0.7)`.
-        train_length: length that the model was trained on, in tokens.
-        target_length: length at which it should work; all methods but state_norm need it.
-        tokenizer: that of the documents; bytes by default.
-        quiet: show no progress.
 
     Returns:
         Mappings with `kind` and options, of which `mitigation` makes one mitigation.
@@ -64,16 +66,14 @@ def calibrate(
     """
     name, settings = parse(method)
     chosen = METHODS.build({"kind": name, **settings})
-    target = target_length or 0
-    if name != "state_norm" and target <= train_length:
+    if name != "state_norm" and job.target_length <= job.train_length:
         raise UserError(
             f"{name} needs a --target-length above the training length "
-            f"{format_length(train_length)}: give the length that the model should reach"
+            f"{format_length(job.train_length)}: give the length that the model should reach"
         )
     if name in MITIGATIONS:
-        check_defined(MITIGATIONS[name], type(model.cells[0]))
-    reading = tokenizer or ByteTokenizer()
-    return chosen.run(Job(model, documents, train_length, target, reading, quiet))
+        check_defined(MITIGATIONS[name], type(job.model.cells[0]))
+    return chosen.run(job)
 
 
 @METHODS.register("state_norm")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longrnn.diagnostics.attempts import ATTEMPTS, Attempt, Setting
-from longrnn.diagnostics.job import Members
+from longrnn.diagnostics.attempts import ATTEMPTS, Attempt
+from longrnn.diagnostics.job import Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, run
 from longrnn.evaluation.suites import build_evaluation
@@ -19,7 +19,7 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models.fold import unfoldable
 from longrnn.reporting.tables import TableCell
 
-UNREPAIRED = "plain"
+UNREPAIRED, TRIED = "plain", "tried.json"
 # Scores that differ by less are alike: then what folds is taken, or what is cheaper.
 SCORE_MARGIN = 0.02
 CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
@@ -44,50 +44,50 @@ class Choice:
     """Tries repairs on the texts to choose on.
 
     Args:
-        setting: what is repaired.
-        texts: the files of its documents.
-        folder: gets `tried.json` and the store `choice`.
-        seconds: the budget.
+        job: what is repaired, with the documents of these texts.
+        keys: prompts with a key that calibrations read; 0 to ignore keys.
+        texts: the files of the documents.
+        folder: gets the file TRIED and the store `choice`.
 
     Attributes:
         rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte in
             the last half), `inside` (likewise, inside the training length) and `keys` (the share
             that is recalled); or the `reason` why it was not possible.
-        written: whether the folder may have a checkpoint of an earlier choice.
+        left_out: by name of the attempt, why it was not tried.
 
     Raises:
         UserError: the folder has the attempts of another repair.
     """
 
-    def __init__(
-        self, setting: Setting, texts: Sequence[Path], folder: Path, seconds: float
-    ) -> None:
-        self.setting, self.texts, self.folder, self.seconds = setting, texts, folder, seconds
-        self.path = folder / "tried.json"
+    def __init__(self, job: Job, keys: int, texts: Sequence[Path], folder: Path) -> None:
+        self.job, self.keys, self.texts, self.folder = job, keys, texts, folder
+        self.path = folder / TRIED
         self.question = {
-            "model": setting.model.fingerprint(),
-            "texts": [document.sha256 for document in setting.documents],
-            **{name: getattr(setting, name) for name in ("trained", "length", "keys")},
+            "model": job.model.fingerprint(),
+            "texts": [document.sha256 for document in job.documents],
+            "trained": job.train_length,
+            "length": job.target_length,
+            "keys": keys,
         }
         content = read_json(self.path) if self.path.is_file() else {"question": self.question}
         if content["question"] != self.question:
             raise UserError(f"{folder} holds another repair: choose another --output")
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
-        self.written = bool(content.get("written"))
+        self.left_out: dict[str, str] = {}
 
-    def record(self) -> None:
-        """Write the attempts, and whether a checkpoint was written."""
-        content = {"question": self.question, "rows": self.rows, "written": self.written}
-        write_atomic(self.path, json.dumps(content, indent=1) + "\n")
-
-    def attempt(self, name: str, attempt: Attempt) -> None:
+    def attempt(self, name: str, attempt: Attempt, seconds: float) -> None:
         """Try one thing, if its base was possible and it fits what is left of the budget."""
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
-        left = self.seconds - sum(row["seconds"] for row in self.rows.values())
-        read = CHOICE_WINDOWS * self.setting.length
-        tokens = left * read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
-        if base is not None and attempt.tokens(self.setting) + read <= tokens:
-            self.add(name, lambda: attempt.make(self.setting, base, tokens))
+        read = CHOICE_WINDOWS * self.job.target_length
+        speed = read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
+        needed = (attempt.tokens(self.job, self.keys) + read) / speed
+        left = seconds - sum(row["seconds"] for row in self.rows.values())
+        if base is None:
+            self.left_out[name] = f"{attempt.after} has no result"
+        elif name not in self.rows and needed > left:
+            self.left_out[name] = f"of the budget: it takes about {math.ceil(needed / 60)} min"
+        else:
+            self.add(name, lambda: attempt.make(self.job, base, self.keys, left * speed))
 
     def add(self, name: str, make: Callable[[], Members]) -> None:
         """Make, score and record a mitigation, unless it is recorded already."""
@@ -102,30 +102,31 @@ class Choice:
                 raise
             row = {"reason": str(error)}
         self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
-        self.record()
+        content = {"question": self.question, "rows": self.rows}
+        write_atomic(self.path, json.dumps(content, indent=1) + "\n")
 
     def _measured(self, name: str, members: Members) -> dict[str, float | bool]:
-        setting, length = self.setting, self.setting.length
-        model = setting.under(members)
-        lengths = [setting.trained, max(setting.trained, length // 2), length]
-        texts = [str(path) for path in self.texts]
-        specs = [
-            {"kind": "perplexity", "texts": texts, "lengths": lengths, "windows": CHOICE_WINDOWS}
-        ]
-        if setting.keys:
+        job = self.job.under(members)
+        trained, length = job.train_length, job.target_length
+        lengths = [trained, max(trained, length // 2), length]
+        texts = {"texts": [str(path) for path in self.texts], "windows": CHOICE_WINDOWS}
+        specs: list[dict[str, Any]] = [{"kind": "perplexity", **texts, "lengths": lengths}]
+        if self.keys:
             specs.append(passkeys([length], KEYS_PER_DEPTH, self.texts[0], seed=1))
-        opened, built = OpenCheckpoint(name, model, setting.tokenizer), map(build_evaluation, specs)
-        outcomes = run([opened], list(built), self.folder / "choice", quiet=setting.quiet)
-        places = {
-            "loss": (length, BITS_PER_BYTE),
-            "inside": (lengths[0], BITS_PER_BYTE),
-            "keys": (length, KEYS_RECALLED),
+        opened = OpenCheckpoint(name, job.model, job.tokenizer)
+        evaluations = [build_evaluation(spec) for spec in specs]
+        outcomes = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
+
+        def mean(at: int, column: str) -> float:
+            cell = cell_of(outcomes, name, at, column)
+            return 0.0 if cell is None or cell.estimate is None else cell.estimate.mean
+
+        return {
+            "folds": not unfoldable(job.model),
+            "loss": mean(length, BITS_PER_BYTE),
+            "inside": mean(trained, BITS_PER_BYTE),
+            "keys": mean(length, KEYS_RECALLED),
         }
-        found: dict[str, float | bool] = {"folds": not unfoldable(model)}
-        for kind, place in places.items():
-            cell = cell_of(outcomes, name, *place)
-            found[kind] = 0.0 if cell is None or cell.estimate is None else cell.estimate.mean
-        return found
 
     def score(self, name: str) -> float:
         """Return what is to be small: bits per byte, plus the share of keys that are lost."""
@@ -147,10 +148,10 @@ class Choice:
         """Return an attempt in words."""
         row = self.rows.get(name)
         if row is None:
-            return f"{name}: left out, because of the budget or of what it builds on"
+            return f"{name}: left out, because {self.left_out.get(name, 'it does not fold')}"
         if "reason" in row:
             return f"{name}: not possible, because {row['reason']}"
-        keys = f", {row['keys']:.0%} of the keys" if self.setting.keys else ""
+        keys = f", {row['keys']:.0%} of the keys" if self.keys else ""
         return (
             f"{name}: {row['loss']:.3f} bits per byte in the last half{keys}, {row['inside']:.3f} "
             f"inside the training length ({row['seconds']:.0f} s)"

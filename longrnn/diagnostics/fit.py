@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from longrnn.cells import Cell, Edit, ScanningCell, merge
 from longrnn.data import Batch, Passkey
@@ -67,6 +69,8 @@ def fit_time_scales(
     device = model.init_state(1).position.device
     additions = [_additions(cell, device) for cell in model.cells]
     optimizer = _optimizer(additions, learning_rate)
+    schedule = LambdaLR(optimizer, partial(_factor, steps=steps))
+    fitted = [values for pair in additions for values in pair if values is not None]
     trained = model.under(None)
     edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
     vars(trained).update(_edits=edits)
@@ -91,31 +95,24 @@ def fit_time_scales(
                 raise UserError(
                     f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
                 )
-            _take_step(optimizer, _schedule(step, steps))
+            torch.nn.utils.clip_grad_norm_(fitted, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
             tokens = sum(batch.tokens.numel() for batch in batches)
             progress.advance(1, tokens, f"loss {total:.3f}")
     return [{"kind": "time_scales", **_options(additions)}]
 
 
 def _optimizer(additions: Additions, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam, with half of the learning rate for biases; a group's `scale` is its largest one."""
+    """Adam, with half of the learning rate for biases."""
     rates = [rate for rate, _ in additions if rate is not None]
     biases = [bias for _, bias in additions if bias is not None]
-    groups = [(rates, learning_rate), (biases, learning_rate / 2)]
-    return torch.optim.Adam(
-        [{"params": params, "lr": rate, "scale": rate} for params, rate in groups if params],
-        betas=(0.9, 0.95),
-    )
-
-
-def _take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """A step with clipped gradients, at this factor of the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["scale"] * factor
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    groups = [
+        {"params": rates, "lr": learning_rate},
+        {"params": biases, "lr": learning_rate / 2},
+    ]
+    return torch.optim.Adam([group for group in groups if group["params"]], betas=(0.9, 0.95))
 
 
 def _additions(cell: Cell, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -200,7 +197,7 @@ def _frozen(model: LanguageModel) -> Iterator[None]:
             weight.requires_grad_(True)
 
 
-def _schedule(step: int, steps: int) -> float:
+def _factor(step: int, steps: int) -> float:
     """The factor of the learning rate of a step, counted from 0."""
     warmup = max(1, steps // 20)
     if step < warmup:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -12,7 +13,12 @@ from torch import Tensor
 from longrnn.cells.observe import watch
 from longrnn.diagnostics.observe import GLOBAL, observe
 from longrnn.errors import UserError
-from longrnn.evaluation.texts import Document
+from longrnn.evaluation.texts import Document, read_documents
+from longrnn.hf.load import load_editable
+from longrnn.hf.names import required_training_length
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel
 from longrnn.registry import Registry
 from longrnn.text import Tokenizer
@@ -59,7 +65,16 @@ class Inside(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a calibration works on; `tokenizer` is that of the documents, lengths are in tokens."""
+    """What a calibration works on.
+
+    Attributes:
+        model: with recurrent layers, usually without mitigation.
+        documents: texts that are not used for evaluation.
+        train_length: tokens that the model was trained on.
+        target_length: tokens up to which it should work; 0 if no method needs it.
+        tokenizer: that of the documents.
+        quiet: show no progress.
+    """
 
     model: LanguageModel
     documents: Sequence[Document]
@@ -67,6 +82,34 @@ class Job(NamedTuple):
     target_length: int
     tokenizer: Tokenizer
     quiet: bool
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: str,
+        texts: Sequence[Path],
+        train_length: int | None,
+        target_length: int,
+        *,
+        device: str | None,
+        quiet: bool,
+    ) -> Self:
+        """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
+        trained = train_length or required_training_length(checkpoint)
+        model, tokenizer = load_editable(checkpoint, device=device), load_tokenizer(checkpoint)
+        documents = read_documents(texts, tokenizer, model)
+        return cls(model, documents, trained, target_length, tokenizer, quiet)
+
+    def under(self, members: Members) -> Self:
+        """Return the same with the model under a mitigation."""
+        return self._replace(model=self.model.under(members)) if members else self
+
+    def write(self, path: Path, members: Members) -> None:
+        """Write the file of a mitigation that was calibrated here."""
+        hashes = tuple(document.sha256 for document in self.documents)
+        fingerprint = self.model.fingerprint()
+        known = Calibration(str(path), fingerprint, self.train_length, hashes)
+        write_calibration(path, members, known)
 
     def share(self, quantile: float | None) -> float:
         """Return the share of tokens to filter out: as many tokens are left as inside."""

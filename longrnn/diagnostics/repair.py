@@ -17,29 +17,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longrnn.diagnostics.attempts import ATTEMPTS, Setting
+from longrnn.diagnostics.attempts import ATTEMPTS
 from longrnn.diagnostics.choice import (
     BITS_PER_BYTE,
     KEYS_RECALLED,
+    TRIED,
     UNREPAIRED,
     Choice,
     cell_of,
     passkeys,
 )
-from longrnn.diagnostics.states import Diagnosis, diagnose
+from longrnn.diagnostics.job import Job
+from longrnn.diagnostics.states import diagnose
 from longrnn.errors import UserError
-from longrnn.evaluation.run import Outcome, run_and_report
+from longrnn.evaluation.base import Evaluation
+from longrnn.evaluation.run import Outcome, run, run_and_report
 from longrnn.evaluation.suites import build_evaluation
-from longrnn.evaluation.texts import TEXT_REMEDY, read_documents
+from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
-from longrnn.hf.load import load_editable
-from longrnn.hf.names import CheckpointName, required_training_length
+from longrnn.hf.names import CheckpointName
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.locks import hold
-from longrnn.mitigations.base import Calibration
-from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold, unfoldable
 from longrnn.reporting.states import summary
@@ -108,56 +107,44 @@ def repair(
     """
     folder = Path(output)
     hold(folder, instead="choose another --output")
-    trained = train_length or required_training_length(checkpoint)
-    model, tokenizer = load_editable(checkpoint, device=device), load_tokenizer(checkpoint)
     paths = [texts] if isinstance(texts, str | Path) else texts
     choose, prove = divide([Path(path) for path in paths], folder)
-    documents = read_documents(choose, tokenizer, model)
-    n_keys = CALIBRATED_KEYS if keys else 0
-    setting = Setting(model, tokenizer, documents, trained, length, n_keys, quiet)
-    choice = Choice(setting, choose, folder, 60 * budget)
-    if (folder / CHECKPOINT).exists() and not choice.written:
+    job = Job.open(checkpoint, choose, train_length, length, device=device, quiet=quiet)
+    if (folder / CHECKPOINT).exists() and not (folder / TRIED).exists():
         raise UserError(f"{folder / CHECKPOINT} is not of this repair: choose another --output")
-    seen = diagnose(model, documents[:1], length, train_length=trained, quiet=quiet)
-    choice.add(UNREPAIRED, list)
-    sentences = wrong(seen, choice)
+    choice = Choice(job, CALIBRATED_KEYS if keys else 0, choose, folder)
+    sentences = wrong(choice)
     _say(sentences, quiet)
+    _try_all(choice, 60 * budget, folds_only)
+    best = choice.best(folds_only=folds_only)
+    # A copy, because folding changes weights.
+    repaired: Any = copy.deepcopy(job.under(choice.rows[best]["members"]).model)
+    repaired = repaired.under(None).under(fold(repaired))
+    source = CheckpointName.parse(checkpoint)
+    models = [OpenCheckpoint(UNREPAIRED, job.model, job.tokenizer, source, device or "cpu")]
+    if best != UNREPAIRED:
+        models.append(models[0]._replace(name=REPAIRED, model=repaired))
+    evaluations = proof(choice, prove)
+    outcomes = run(models, evaluations, folder, quiet=quiet)
+    is_better = best != UNREPAIRED and helps(outcomes, length)
+    reached = quote(checkpoint, best, outcomes, choice, prove) if is_better else NOTHING_HELPS
+    sentences.append(reached)
+    notes = [*sentences, f"Tried on {', '.join(path.name for path in choose)}:", *choice.lines()]
+    _, files = run_and_report(models, evaluations, folder, quiet=quiet, notes=notes)
+    for name in (CHECKPOINT, MITIGATION):
+        remove(folder / name)  # of an earlier choice
+    if not is_better:
+        return Repair(sentences, None, None, None, files[1])
+    job.write(folder / MITIGATION, choice.rows[best]["members"])
+    written = _write(repaired, source.checkpoint, folder / CHECKPOINT)
+    return Repair(sentences, best, written, folder / MITIGATION, files[1])
+
+
+def _try_all(choice: Choice, seconds: float, folds_only: bool) -> None:
     for name, attempt in ATTEMPTS.items():
         if attempt.may_fold or not folds_only:
-            choice.attempt(name, attempt)
-            _say([choice.line(name)], quiet)
-    best = choice.best(folds_only=folds_only)
-    members = choice.rows[best]["members"]
-    repaired = _folded(setting, members)
-    source = CheckpointName.parse(checkpoint)
-    models = [OpenCheckpoint(UNREPAIRED, model, tokenizer, source, device or "cpu")]
-    if best != UNREPAIRED:
-        models.append(OpenCheckpoint(REPAIRED, repaired, tokenizer, source, device or "cpu"))
-    outcomes, (_, report, *_) = run_and_report(
-        models,
-        [build_evaluation(spec) for spec in proof(setting, prove)],
-        folder,
-        quiet=quiet,
-        notes=[*sentences, *choice.lines()],
-    )
-    _remove_written(choice)
-    if best == UNREPAIRED or not helps(outcomes, length):
-        return Repair([*sentences, NOTHING_HELPS], None, None, None, report)
-    file = folder / MITIGATION
-    hashes = tuple(document.sha256 for document in documents)
-    write_calibration(file, members, Calibration(str(file), model.fingerprint(), trained, hashes))
-    written = _write(repaired, source.checkpoint, folder / CHECKPOINT)
-    sentences.append(quote(checkpoint, best, outcomes, setting, prove))
-    return Repair(sentences, best, written, file, report)
-
-
-def _remove_written(choice: Choice) -> None:
-    """Remove the checkpoint of an earlier choice, and record that one may be written."""
-    if choice.written:
-        for name in (CHECKPOINT, MITIGATION):
-            remove(choice.folder / name)
-    choice.written = True
-    choice.record()
+            choice.attempt(name, attempt, seconds)
+            _say([choice.line(name)], choice.job.quiet)
 
 
 def _write(repaired: LanguageModel, source: str, folder: Path) -> Path | None:
@@ -168,9 +155,9 @@ def _write(repaired: LanguageModel, source: str, folder: Path) -> Path | None:
     """
     layout = layout_of(source)
     if unfoldable(repaired):
-        layout = OURS if isinstance(repaired, RecurrentLM) else ""
-    if not layout:
-        return None
+        if not isinstance(repaired, RecurrentLM):
+            return None
+        layout = OURS
     write_checkpoint(repaired, source, folder, layout)
     return folder
 
@@ -187,79 +174,71 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     return [halves[0]], halves[1]
 
 
-def wrong(seen: Diagnosis, choice: Choice) -> list[str]:
-    """Return what is wrong: the heads and where they begin, and loss and keys."""
+def wrong(choice: Choice) -> list[str]:
+    """Observe the model, and return what is wrong: the heads and their onset, loss and keys."""
+    job, text = choice.job, choice.job.documents[:1]
+    how: dict[str, Any] = {"train_length": job.train_length, "quiet": job.quiet}
+    seen = diagnose(job.model, text, job.target_length, **how)
     onsets = [finding.onset for finding in seen.findings if finding.onset is not None]
     start = f" The first leaves its range at token {min(onsets):,}." if onsets else ""
-    row, setting = choice.rows[UNREPAIRED], choice.setting
-    keys = f", and {row['keys']:.0%} of the keys are recalled" if setting.keys else ""
+    choice.add(UNREPAIRED, list)
+    row = choice.rows[UNREPAIRED]
+    keys = f", and {row['keys']:.0%} of the keys are recalled" if choice.keys else ""
     return [
         f"{summary(seen)}{start}",
         f"The loss is {row['inside']:.2f} bits per byte inside the training length of "
-        f"{format_length(setting.trained)} and {row['loss']:.2f} in the last half of "
-        f"{format_length(setting.length)} tokens{keys}.",
+        f"{format_length(job.train_length)} and {row['loss']:.2f} in the last half of "
+        f"{format_length(job.target_length)} tokens{keys}.",
     ]
 
 
-def proof(setting: Setting, prove: Path) -> list[dict[str, Any]]:
+def proof(choice: Choice, prove: Path) -> list[Evaluation[Any]]:
     """Return the evaluations that compare the repaired model with the plain one."""
-    length, trained = setting.length, setting.trained
+    length, trained = choice.job.target_length, choice.job.train_length
     lengths = {trained, *(length // part for part in (16, 4, 2, 1) if length > part * trained)}
     texts = {"texts": [str(prove)], "windows": PROOF_WINDOWS}
     specs: list[dict[str, Any]] = [{"kind": "perplexity", **texts, "lengths": sorted(lengths)}]
-    if setting.keys:
+    if choice.keys:
         at = [length // part for part in (64, 4, 1) if length >= 512 * part]
         specs.append(passkeys(at or [length], PROOF_KEYS, prove, seed=0))
-    return [*specs, {"kind": "cost", "lengths": [min(length, 4096)]}]
+    specs.append({"kind": "cost", "lengths": [min(length, 4096)]})
+    return [build_evaluation(spec) for spec in specs]
 
 
 def helps(outcomes: Sequence[Outcome], length: int) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    loss, keys = (
-        cell_of(outcomes, REPAIRED, length, column) for column in (BITS_PER_BYTE, KEYS_RECALLED)
-    )
-    if keys is not None and keys.difference is not None and keys.difference.low > 0:
+    loss = cell_of(outcomes, REPAIRED, length, BITS_PER_BYTE)
+    keys = cell_of(outcomes, REPAIRED, length, KEYS_RECALLED)
+    if keys and keys.difference and keys.difference.low > 0:
         return True
-    change = None if loss is None else loss.difference
+    change = loss and loss.difference
     return change is not None and (change.high if change.n > 1 else change.mean) < 0
 
 
 def quote(
-    checkpoint: str, name: str, outcomes: Sequence[Outcome], setting: Setting, prove: Path
+    checkpoint: str, name: str, outcomes: Sequence[Outcome], choice: Choice, prove: Path
 ) -> str:
     """Return the result in a sentence, with intervals."""
-    length, trained = format_length(setting.length), format_length(setting.trained)
+    job = choice.job
+    length, trained = format_length(job.target_length), format_length(job.train_length)
 
-    def shown(model: str, at: int, column: str) -> str:
-        cell = cell_of(outcomes, model, at, column)
-        return "–" if cell is None or cell.estimate is None else cell.estimate.show()
+    def shown(at: int, column: str) -> list[str]:
+        cells = [cell_of(outcomes, model, at, column) for model in (UNREPAIRED, REPAIRED)]
+        return [cell.estimate.show() if cell and cell.estimate else "–" for cell in cells]
 
-    count = cell_of(outcomes, REPAIRED, setting.length, BITS_PER_BYTE)
-    assert count is not None
-    assert count.estimate is not None
-    plain, beyond, plain_inside, inside = (
-        shown(model, at, BITS_PER_BYTE)
-        for at in (setting.length, setting.trained)
-        for model in (UNREPAIRED, REPAIRED)
-    )
+    plain, beyond = shown(job.target_length, BITS_PER_BYTE)
+    plain_inside, inside = shown(job.train_length, BITS_PER_BYTE)
+    loss = cell_of(outcomes, REPAIRED, job.target_length, BITS_PER_BYTE)
+    count = loss.estimate.n if loss and loss.estimate else 0
     sentence = (
         f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has {beyond} bits per "
         f"byte in the last half of {length} tokens of {prove.name}, and {plain} without the repair "
-        f"(n = {count.estimate.n} windows); inside the training length it has {inside} and "
-        f"{plain_inside}"
+        f"(n = {count} windows); inside the training length it has {inside} and {plain_inside}"
     )
-    if setting.keys:
-        before, after = (
-            shown(model, setting.length, KEYS_RECALLED) for model in (UNREPAIRED, REPAIRED)
-        )
+    if choice.keys:
+        before, after = shown(job.target_length, KEYS_RECALLED)
         sentence += f"; it recalls {after} of the keys at {length}, and {before} without"
     return f"{sentence}."
-
-
-def _folded(setting: Setting, members: Sequence[dict[str, Any]]) -> Any:
-    """Return a copy of the model under a mitigation, of which it folds what folds."""
-    under = copy.deepcopy(setting.model).under(list(members))
-    return under.under(None).under(fold(under))
 
 
 def _say(lines: Sequence[str], quiet: bool) -> None:

@@ -5,7 +5,6 @@ With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,17 +24,12 @@ class Scaling(Mitigation):
     def undefined(cls, cell: type[Cell]) -> str | None:
         return without_steps(cell)
 
-    @staticmethod
-    @abstractmethod
-    def change(scale: Tensor) -> StepChange:
-        """The change of the steps by factors `(h,)`."""
-
-    def bind(self, layer: int, heads: Tensor) -> Edit:
-        return Edit(steps=(self.change(per_head(self.scale, layer, heads, alone=1.0)),))
+    def factors(self, layer: int, heads: Tensor) -> Tensor:
+        """The factors of the heads of a layer, `(h,)` float64."""
+        return per_head(self.scale, layer, heads, alone=1.0)
 
 
 @MITIGATIONS.register("scale_delta")
-@dataclass(frozen=True, kw_only=True)
 class ScaleDelta(Scaling):
     """dt' = s · dt, which scales both the decay and the input of every token.
 
@@ -55,13 +49,11 @@ class ScaleDelta(Scaling):
 
     name = "scale_delta"
 
-    @staticmethod
-    def change(scale: Tensor) -> StepChange:
-        return StepChange(step=scale)
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        return Edit(steps=(StepChange(step=self.factors(layer, heads)),))
 
 
 @MITIGATIONS.register("scale_decay")
-@dataclass(frozen=True, kw_only=True)
 class ScaleDecay(Scaling):
     """A' = s · A, which changes the decay and not the inputs (arXiv 2509.19633).
 
@@ -74,13 +66,11 @@ class ScaleDecay(Scaling):
 
     name = "scale_decay"
 
-    @staticmethod
-    def change(scale: Tensor) -> StepChange:
-        return StepChange(log_rate=scale.log())
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        return Edit(steps=(StepChange(log_rate=self.factors(layer, heads).log()),))
 
 
 @MITIGATIONS.register("power_decay")
-@dataclass(frozen=True, kw_only=True)
 class PowerDecay(Scaling):
     """|A|' = |A|^s, which spreads or narrows the range of rates (arXiv 2509.19633).
 
@@ -96,6 +86,5 @@ class PowerDecay(Scaling):
 
     name = "power_decay"
 
-    @staticmethod
-    def change(scale: Tensor) -> StepChange:
-        return StepChange(power=scale)
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        return Edit(steps=(StepChange(power=self.factors(layer, heads)),))

@@ -77,7 +77,7 @@ def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
     repaired, broken = (float(loss[0, 1000:].mean()) for loss in losses)
     assert repaired < 0.7 * broken
     page = done.report.read_text()
-    for words in (what, "left out", "per_head"):
+    for words in (what, reached, "left out", "per_head"):
         assert words in page
 
 

@@ -22,19 +22,18 @@ ONLY_HYBRIDS = {
 
 
 def support_table() -> str:
-    """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
+    """A Markdown table of the pairs of mitigations and cells that are not defined, by reason."""
     cells = {**dict(MIXERS.items()), **ONLY_HYBRIDS}
-    lines = ["| | " + " | ".join(cells) + " |", "| --- " * (len(cells) + 1) + "|"]
-    notes: list[str] = []
+    # Mitigations that lack the same cells for the same reason share a row.
+    rows: dict[tuple[str, str], list[str]] = {}
     for name, member in MITIGATIONS.items():
-        found = []
-        for cell in cells.values():
-            reason = member.undefined(cell)
-            if reason is not None and reason not in notes:
-                notes.append(reason)
-            found.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
-        lines.append(f"| `{name}` | " + " | ".join(found) + " |")
-    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
+        reasons = {cell: member.undefined(kind) for cell, kind in cells.items()}
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            lacking = ", ".join(cell for cell, found in reasons.items() if found == reason)
+            rows.setdefault((lacking, reason), []).append(f"`{name}`")
+    lines = ["| mitigation | cells | because |", "| --- | --- | --- |"]
+    for (lacking, reason), names in rows.items():
+        lines.append(f"| {', '.join(names)} | {lacking} | {reason.partition('; use')[0]} |")
     return "\n".join(lines)
 
 
