@@ -63,9 +63,10 @@ def calibrate(options: CalibrateOptions) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder: give the name of a file by --output")
     hold(path, instead="choose another --output")
-    lengths = options.train_length, options.target_length or 0
-    device = pick_device(options.device)
-    job = Job.open(checkpoint, options.texts, *lengths, device=device, quiet=False)
+    target, device = options.target_length or 0, pick_device(options.device)
+    job = Job.open(
+        checkpoint, options.texts, options.train_length, target, device=device, quiet=False
+    )
     members = run_method(job, options.method)
     job.write(path, members)
     typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")

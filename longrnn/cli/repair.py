@@ -51,10 +51,17 @@ def repair(options: RepairOptions) -> None:
 
     texts = "-".join(text.stem for text in options.texts)
     output = options.output or results_folder("repair", [options.checkpoint], variant=texts)
-    taken = "length", "train_length", "budget", "folds_only", "keys"
-    settings = {name: getattr(options, name) for name in taken}
-    device = pick_device(options.device)
-    how = settings | {"device": device, "quiet": is_quiet()}
-    done = start(options.checkpoint, options.texts, lock_output(output), **how)
+    done = start(
+        options.checkpoint,
+        options.texts,
+        lock_output(output),
+        length=options.length,
+        train_length=options.train_length,
+        budget=options.budget,
+        folds_only=options.folds_only,
+        keys=options.keys,
+        device=pick_device(options.device),
+        quiet=is_quiet(),
+    )
     lines = [*done.sentences[2:], done.checkpoint, done.mitigation, done.report]
     typer.echo("\n".join(str(line) for line in lines if line is not None))

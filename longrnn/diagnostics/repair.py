@@ -113,6 +113,11 @@ def repair(
     if (folder / CHECKPOINT).exists() and not (folder / TRIED).exists():
         raise UserError(f"{folder / CHECKPOINT} is not of this repair: choose another --output")
     choice = Choice(job, CALIBRATED_KEYS if keys else 0, choose, folder)
+    source = CheckpointName.parse(checkpoint)
+    models = [OpenCheckpoint(UNREPAIRED, job.model, job.tokenizer, source, device or "cpu")]
+    evaluations = proof(choice, prove)
+    for evaluation in evaluations:
+        evaluation.plan(models)  # refuses a short text before anything is tried
     sentences = wrong(choice)
     _say(sentences, quiet)
     _try_all(choice, 60 * budget, folds_only)
@@ -120,11 +125,8 @@ def repair(
     # A copy, because folding changes weights.
     repaired: Any = copy.deepcopy(job.under(choice.rows[best]["members"]).model)
     repaired = repaired.under(None).under(fold(repaired))
-    source = CheckpointName.parse(checkpoint)
-    models = [OpenCheckpoint(UNREPAIRED, job.model, job.tokenizer, source, device or "cpu")]
     if best != UNREPAIRED:
         models.append(models[0]._replace(name=REPAIRED, model=repaired))
-    evaluations = proof(choice, prove)
     outcomes = run(models, evaluations, folder, quiet=quiet)
     is_better = best != UNREPAIRED and helps(outcomes, length)
     reached = quote(checkpoint, best, outcomes, choice, prove) if is_better else NOTHING_HELPS
@@ -177,8 +179,8 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
 def wrong(choice: Choice) -> list[str]:
     """Observe the model, and return what is wrong: the heads and their onset, loss and keys."""
     job, text = choice.job, choice.job.documents[:1]
-    how: dict[str, Any] = {"train_length": job.train_length, "quiet": job.quiet}
-    seen = diagnose(job.model, text, job.target_length, **how)
+    trained, length = job.train_length, job.target_length
+    seen = diagnose(job.model, text, length, train_length=trained, quiet=job.quiet)
     onsets = [finding.onset for finding in seen.findings if finding.onset is not None]
     start = f" The first leaves its range at token {min(onsets):,}." if onsets else ""
     choice.add(UNREPAIRED, list)
@@ -187,8 +189,8 @@ def wrong(choice: Choice) -> list[str]:
     return [
         f"{summary(seen)}{start}",
         f"The loss is {row['inside']:.2f} bits per byte inside the training length of "
-        f"{format_length(job.train_length)} and {row['loss']:.2f} in the last half of "
-        f"{format_length(job.target_length)} tokens{keys}.",
+        f"{format_length(trained)} and {row['loss']:.2f} in the last half of "
+        f"{format_length(length)} tokens{keys}.",
     ]
 
 

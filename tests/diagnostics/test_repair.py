@@ -174,6 +174,7 @@ def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     for change, words in (
         ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
+        ({"texts": [CHOOSE, tmp_path / "short.txt"]}, ("tokens", "length")),
         ({"length": 32}, ("32", "64")),
     ):
         with pytest.raises(UserError, match=naming(*words)):
