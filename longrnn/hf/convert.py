@@ -94,23 +94,16 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
     with complete_folder(destination) as draft:
         tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
         if is_hybrid:
-            _save_hybrid(model, draft)
+            from longrnn.hf.hybrid.trainable import write_hybrid
+
+            plain: Any = model.under(None)
+            write_hybrid(plain, draft, plain.spec)  # with the window of attention alone
         elif config is None:
             model.trained_under = rest.describe() or None
             save_model(model, draft, tokenizer=tokenizer)
         else:
             write_atomic(draft / "config.json", config)
             LAYOUTS[to].save(model, draft)
-
-
-def _save_hybrid(model: Any, folder: Path) -> None:
-    """Write a hybrid as transformers does; its window of attention is recorded."""
-    from longrnn.hf.foreign import MITIGATION_KEY
-    from longrnn.hf.foreign_load import quietly
-
-    setattr(model.model.config, MITIGATION_KEY, model.under(None).spec)
-    with quietly():
-        model.model.save_pretrained(folder)
 
 
 @contextmanager

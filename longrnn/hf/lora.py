@@ -194,7 +194,7 @@ def merge_adapter(
         if dtype is not None:
             cast_weights(base, dtype)
         setattr(base.model.config, MITIGATION_KEY, known.get("mitigation"))
-        return base.model
+        return base.model.requires_grad_()  # PEFT froze it
     if any(name.startswith(OF_TRANSFORMERS) for name in weights):
         theirs = as_hugging_face(base)
         _merge(folder, weights, theirs)

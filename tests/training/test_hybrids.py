@@ -181,6 +181,7 @@ def test_adapters_have_the_names_of_the_architecture(
     train(config(base, output, peft=ADAPTERS | {"targets": targets}, learning_rate=0.05))
     theirs: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
     merged, text = load(output), tokens(2, 20)
+    assert all(weight.requires_grad for weight in merged.parameters())
     with torch.no_grad():
         wanted = theirs.eval()(text, use_cache=False).logits
         before = load(base)(text).logits

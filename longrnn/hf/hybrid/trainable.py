@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,13 @@ def trainable(model: HybridLM) -> HybridLM:
     return model
 
 
+def write_hybrid(model: HybridLM, folder: Path, mitigation: str | None, **options: Any) -> None:
+    """Writes a hybrid as transformers does, with the mitigation in its configuration."""
+    setattr(model.model.config, MITIGATION_KEY, mitigation)
+    with quietly():
+        model.model.save_pretrained(folder, **options)
+
+
 def save_hybrid(
     model: HybridLM,
     folder: Path,
@@ -72,16 +80,13 @@ def save_hybrid(
         tokenizer: of the model.
         mitigation: the spec under which the model was trained, with its window of attention.
     """
-    theirs = model.model
-    setattr(theirs.config, MITIGATION_KEY, mitigation)
     named = {
         name.removeprefix(WEIGHTS_PREFIX): weight.contiguous() for name, weight in weights.items()
     }
     draft = partial_path(folder / "model")
     new_folder(draft)
     try:
-        with quietly():
-            theirs.save_pretrained(draft, state_dict=named)
+        write_hybrid(model, draft, mitigation, state_dict=named)
         whole = tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()
         whole.save(draft)
         remove_checksums(folder)
