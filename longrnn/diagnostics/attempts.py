@@ -14,6 +14,8 @@ GRADIENT_COST = 4
 FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 # Passes over its windows and prompts in which a choice per head finds something, and at most.
 LEAST_PASSES, MOST_PASSES = 5, 60
+# A strict filter leaves this share of the tokens that are left by default.
+STRICT = 0.05
 
 
 class Attempt(NamedTuple):
@@ -42,7 +44,9 @@ class Attempt(NamedTuple):
             tokens: that it may read.
         """
         trained, passes = job.train_length, min(MOST_PASSES, int(tokens / _pass_tokens(job, keys)))
-        spec = self.spec.format(trained=trained, keep=1 - 1 / trained, keys=keys, passes=passes)
+        strict = 1 - STRICT * trained / job.target_length
+        values = {"trained": trained, "keep": 1 - 1 / trained, "keys": keys, "strict": strict}
+        spec = self.spec.format(**values, passes=passes)
         name, options = parse(spec)
         if name in METHODS:
             return [*base, *run_method(job.under(base), spec)]
@@ -78,6 +82,7 @@ ATTEMPTS = {
         f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", _fit_tokens, may_fold=True
     ),
     "fit + token_filter": Attempt("token_filter", after="fit"),
+    "fit + strict token_filter": Attempt("token_filter(quantile={strict})", after="fit"),
     "per_head": PER_HEAD,
     "fit + per_head": PER_HEAD._replace(after="fit"),
 }

@@ -24,6 +24,8 @@ UNREPAIRED, TRIED = "plain", "tried.json"
 SCORE_MARGIN = 0.02
 CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
+# The tokens of all prompts, relative to one: what is before a key is read once.
+PROMPTS_READ = 1 + KEYS_PER_DEPTH * sum(1 - depth for depth in DEPTHS)
 BITS_PER_BYTE, KEYS_RECALLED = "bits per byte", "keys recalled"
 
 
@@ -78,7 +80,7 @@ class Choice:
     def attempt(self, name: str, attempt: Attempt, seconds: float) -> None:
         """Try one thing, if its base was possible and it fits what is left of the budget."""
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
-        read = CHOICE_WINDOWS * self.job.target_length
+        read = (CHOICE_WINDOWS + bool(self.keys) * PROMPTS_READ) * self.job.target_length
         speed = read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
         needed = (attempt.tokens(self.job, self.keys) + read) / speed
         left = seconds - sum(row["seconds"] for row in self.rows.values())
