@@ -230,9 +230,9 @@ class Trainer:
             self.say(f"warning: {where}, and the step is skipped")
             return
         saved = checkpoint.checkpoints(self.output_dir)
+        healthy = f"the last healthy checkpoint is {saved[-1]}" if saved else "no step was saved"
         raise DivergedError(
-            f"{where}; the last healthy checkpoint is {saved[-1] if saved else 'none'}: go "
-            f"on with --resume {self.output_dir} and learning_rate="
+            f"{where}; {healthy}: go on with --resume {self.output_dir} and learning_rate="
             f"{self.config.learning_rate / 2:g}, or with nonfinite=skip"
         )
 
