@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def print_table(table: Table) -> None:
 
 def broken_name(name: str) -> str:
     """Break the name of a checkpoint into lines at its signs, not inside words and numbers."""
-    options = {"break_long_words": False, "break_on_hyphens": False}
+    wrapper = TextWrapper(NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
     parts = [part.replace(",", ", ") for part in name.split("+")]
-    return "\n+".join(fill(part, NAME_WIDTH, **options) for part in parts)
+    return "\n+".join(wrapper.fill(part) for part in parts)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

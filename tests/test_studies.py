@@ -47,7 +47,8 @@ def study(
         monkeypatch.setattr(sys, "argv", [name, *part, *arguments])
         with pytest.raises(SystemExit) as leaving:
             runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
-        return Outcome(int(leaving.value.code or 0), *capsys.readouterr())
+        said = capsys.readouterr()
+        return Outcome(int(leaving.value.code or 0), str(said.out), str(said.err))
 
     return call
 
