@@ -28,6 +28,7 @@ from longrnn.bundled import bundled
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
+from longrnn.diagnostics.job import Job
 from longrnn.evaluation.options import PasskeyOptions, PerplexityOptions
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.evaluation.texts import read_documents
@@ -71,7 +72,7 @@ def collapse(length: int, output: Path) -> None:
     plain, tokenizer = load_editable(COLLAPSING), load_tokenizer(COLLAPSING)
     texts = bundled("eval/data")
     other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
-    calibrated = calibrate(plain, other, "state_norm", train_length=ROW, quiet=True)
+    calibrated = calibrate(Job(plain, other, ROW, quiet=True), "state_norm")
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = plain.under(mitigation(options))
@@ -165,14 +166,7 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     write_atomic(output / "filler.txt", FILLER * 400)
     documents = read_documents([output / "filler.txt"], tokenizer, broken)
     target = max(last, 2 * TRAINED)
-    found = calibrate(
-        broken,
-        documents,
-        "token_filter",
-        train_length=TRAINED,
-        target_length=target,
-        quiet=True,
-    )
+    found = calibrate(Job(broken, documents, TRAINED, target, quiet=True), "token_filter")
     models = [
         OpenCheckpoint(BROKEN, broken, tokenizer),
         OpenCheckpoint(REPAIRED, broken.under(mitigation(found)), tokenizer),

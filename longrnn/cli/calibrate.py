@@ -43,7 +43,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
-    from longrnn.diagnostics.calibrate import run_method
+    from longrnn.diagnostics.calibrate import calibrate as run
     from longrnn.diagnostics.job import Job
     from longrnn.locks import hold
     from longrnn.mitigations import mitigation
@@ -67,6 +67,6 @@ def calibrate(options: CalibrateOptions) -> None:
     job = Job.open(
         checkpoint, options.texts, options.train_length, target, device=device, quiet=False
     )
-    members = run_method(job, options.method)
+    members = run(job, options.method)
     job.write(path, members)
     typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from longrnn.diagnostics.calibrate import run_method
+from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.mitigations.spec import parse
 
@@ -49,7 +49,7 @@ class Attempt(NamedTuple):
         spec = self.spec.format(**values, passes=passes)
         name, options = parse(spec)
         if name in METHODS:
-            return [*base, *run_method(job.under(base), spec)]
+            return [*base, *calibrate(job.under(base), spec)]
         return [*base, {"kind": name, **options}]
 
 

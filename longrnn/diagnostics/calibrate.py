@@ -9,7 +9,6 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
@@ -22,35 +21,16 @@ from longrnn.diagnostics.fit import fit_time_scales
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.diagnostics.per_head import keyed_prompts, search
 from longrnn.errors import UserError
-from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
-from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.options import Count, Share
 from longrnn.progress import Progress
-from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.units import format_length
 
 
-def calibrate(
-    model: LanguageModel,
-    documents: Sequence[Document],
-    method: str,
-    *,
-    train_length: int,
-    target_length: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    quiet: bool = False,
-) -> Members:
-    """Calibrate one method as `run_method`, by the fields of a `Job`; of bytes by default."""
-    reading = tokenizer or ByteTokenizer()
-    job = Job(model, documents, train_length, target_length or 0, reading, quiet)
-    return run_method(job, method)
-
-
-def run_method(job: Job, method: str) -> Members:
+def calibrate(job: Job, method: str) -> Members:
     """Calibrate one method.
 
     Args:

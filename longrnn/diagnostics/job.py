@@ -21,7 +21,7 @@ from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel
 from longrnn.registry import Registry
-from longrnn.text import Tokenizer
+from longrnn.text import ByteTokenizer, Tokenizer
 
 # Tokens between two observations.
 CALIBRATED_EVERY = 16
@@ -72,16 +72,16 @@ class Job(NamedTuple):
         documents: texts that are not used for evaluation.
         train_length: tokens that the model was trained on.
         target_length: tokens up to which it should work; 0 if no method needs it.
-        tokenizer: that of the documents.
+        tokenizer: that of the documents; bytes by default.
         quiet: show no progress.
     """
 
     model: LanguageModel
     documents: Sequence[Document]
     train_length: int
-    target_length: int
-    tokenizer: Tokenizer
-    quiet: bool
+    target_length: int = 0
+    tokenizer: Tokenizer = ByteTokenizer()
+    quiet: bool = False
 
     @classmethod
     def open(

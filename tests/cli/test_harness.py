@@ -31,7 +31,7 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
     "tasks",
     [
         ["mine", "--include_path", "."],
-        pytest.param(["mine.yaml"], marks=pytest.mark.slow),  # lists all tasks of lm-eval
+        pytest.param(["mine.yaml"], marks=pytest.mark.slow),  # lists all lm-eval tasks
     ],
     ids=str,
 )

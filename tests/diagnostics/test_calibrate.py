@@ -15,7 +15,7 @@ import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
-from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside
+from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside, Job
 from longrnn.diagnostics.per_head import OBJECTIVE_TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
@@ -141,7 +141,7 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
         ("state_norm(margin=0.8)", 0.8, windows(LENGTH)),
         ("state_norm(windows=3)", 1.0, windows(LENGTH, [0, 4, 8])),
     ):
-        (member,) = calibrate(model, documents, method, train_length=LENGTH, quiet=True)
+        (member,) = calibrate(Job(model, documents, train_length=LENGTH, quiet=True), method)
         assert member["kind"] == "state_norm"
         for found, norms in zip(member["threshold"], largest_norms(model, tokens), strict=True):
             assert found == pytest.approx([margin * norm for norm in norms], rel=1e-5)
@@ -152,7 +152,7 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
     """The global heads are filtered, below the quantile of their step sizes."""
     model = build(n_layers=3)
     method = "token_filter" if quantile is None else f"token_filter(quantile={quantile})"
-    (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
+    (member,) = calibrate(Job(model, documents, **LENGTHS, quiet=True), method)
     share = 1 - LENGTH / TARGET if quantile is None else quantile
     heads = []
     for layer, (dt, A) in enumerate(steps(model, windows(LENGTH))):
@@ -177,7 +177,7 @@ def test_nothing_global(method: str, documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to do."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=naming("0.05")):
-        calibrate(model, documents, method, **LENGTHS, quiet=True)
+        calibrate(Job(model, documents, **LENGTHS, quiet=True), method)
 
 
 @pytest.mark.parametrize("kind", SEARCHED)
@@ -188,8 +188,8 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     plain, better = mean_loss(model, tokens), []
     for steps in (1, 4, 20):
         method = f"{kind}(steps={steps})"
-        (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
-        assert calibrate(model, documents, method, **LENGTHS, quiet=True) == [member]
+        (member,) = calibrate(Job(model, documents, **LENGTHS, quiet=True), method)
+        assert calibrate(Job(model, documents, **LENGTHS, quiet=True), method) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(model.under(mitigation(member)), tokens))
@@ -210,7 +210,7 @@ def test_a_fit_of_time_scales_lowers_the_loss_and_changes_no_weight(
     tokens = whole[: len(whole) // 2 * 2].view(2, -1)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     method = "fit(steps=30, rows=2, learning_rate=0.05)"
-    (member,) = calibrate(model, documents, method, **LENGTHS, quiet=True)
+    (member,) = calibrate(Job(model, documents, **LENGTHS, quiet=True), method)
     assert member.keys() - {"kind"} == ({"rate", "bias"} if MIXERS[mixer].rate_weight else {"bias"})
     assert [len(layer) for layer in member["bias"]] == [cell.n_heads for cell in model.cells]
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -228,9 +228,9 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
         for keys in (0, 2):
             method = f"fit(steps=4, rows=2, keys={keys})"
             lengths: dict[str, Any] = {"train_length": 120, "target_length": 480}
-            (found[mixer, keys],) = calibrate(model, documents, method, **lengths, quiet=True)
+            (found[mixer, keys],) = calibrate(Job(model, documents, **lengths, quiet=True), method)
         assert found[mixer, 0] != found[mixer, 2]
-    plain = calibrate(build(), documents, "fit(steps=4, rows=2)", **lengths, quiet=True)
+    plain = calibrate(Job(build(), documents, **lengths, quiet=True), "fit(steps=4, rows=2)")
     assert plain != [found["mamba2", 0]]
 
 
@@ -240,7 +240,7 @@ def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None
     lengths: dict[str, Any] = {"train_length": 160, "target_length": 480}
     for keys in (0, 1):
         method = f"fit(steps=3, rows=2, keys={keys})"
-        (member,) = calibrate(model, documents, method, **lengths, quiet=True)
+        (member,) = calibrate(Job(model, documents, **lengths, quiet=True), method)
         assert [len(layer) for layer in member["rate"]] == [cell.n_heads for cell in model.cells]
         assert all(any(layer) for layer in member["bias"])
 
@@ -302,14 +302,14 @@ def test_a_model_whose_logits_are_not_finite_is_refused(documents: list[Document
     with torch.no_grad():
         model.cells[0].get_parameter("in_proj.weight")[0, 0] = torch.nan
     with pytest.raises(UserError, match="finite"):
-        calibrate(model, documents, "state_norm", train_length=CALIBRATED_EVERY, quiet=True)
+        calibrate(Job(model, documents, train_length=CALIBRATED_EVERY, quiet=True), "state_norm")
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     """A calibration survives its file unchanged, and is refused for another model."""
     model = build()
-    members = calibrate(model, documents, QUICK[method], **LENGTHS, quiet=True)
+    members = calibrate(Job(model, documents, **LENGTHS, quiet=True), QUICK[method])
     path = written(tmp_path, model, documents, members)
     content = yaml.safe_load(path.read_text())
     assert content["fingerprint"] == model.fingerprint()
@@ -348,8 +348,8 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     method = "per_head(windows=1, keys=2)"
     lengths: dict[str, Any] = {"train_length": 256, "target_length": 8192}
-    (member,) = calibrate(model, texts, method, **lengths, quiet=True)
+    (member,) = calibrate(Job(model, texts, **lengths, quiet=True), method)
     assert member["kind"] == "token_filter"
     assert member["heads"] == [[0, 1]]
     with pytest.raises(UserError, match="fewer keys"):
-        calibrate(model, texts, method, train_length=64, target_length=128, quiet=True)
+        calibrate(Job(model, texts, train_length=64, target_length=128, quiet=True), method)

@@ -17,7 +17,7 @@ template <class T> struct DeltaWork : Work<T> {  // of one thread
   DeltaWork(long n, long p) : Work<T>(n, p), alike(CHUNK * CHUNK) {}
 };
 
-// x (q, pp) becomes that of (1 - a) x' = x, where a (q, q) has only entries below the diagonal.
+// Replaces x (q, pp) by the solution y of (1 - a) y = x; a (q, q) is 0 on and above the diagonal.
 template <class T> void solve(long q, long pp, const T *a, T *x) {
   for (long first = 0; first < q; first += ROWS) {
     const long stop = std::min<long>(q, first + ROWS);
