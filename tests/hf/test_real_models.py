@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn import load, load_tokenizer
+from longrnn import RecurrentConfig, RecurrentLM, load, load_tokenizer
 from longrnn.bundled import text_path
 from longrnn.hf.rnn_weights import convert_rnn
 
@@ -42,6 +42,13 @@ def nats_of(checkpoint: Path, count: int) -> tuple[float, int]:
     tokens = torch.tensor([tokenizer.encode(text)[: count + 1]])
     losses, _ = model.token_losses(tokens[:, :-1], tokens[:, 1:])
     return losses.sum().item(), ends[count] - ends[0]
+
+
+def test_every_repair_is_defined_for_its_model(script: Any) -> None:
+    for kind, repairs in script.REPAIRS.items():
+        config = RecurrentConfig(mixer=script.MIXERS[kind], vocab_size=8, d_model=32, n_layers=1)
+        for repair in repairs:
+            assert RecurrentLM(config).under(repair).edits
 
 
 @pytest.mark.slow
