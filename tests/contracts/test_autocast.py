@@ -57,6 +57,17 @@ def test_stepwise_cells_keep_their_precision(spec: Spec, edit: Edit | None) -> N
         assert_trees_equal(cell(narrow, state, edit), cell(narrow.float(), state, edit))
 
 
+def test_the_second_projection_of_decays_is_not_rounded() -> None:
+    cell = build_mixer(next(s for s in MIXER_SPECS if s["kind"] == "kda"), torch.float32)
+    with torch.no_grad():
+        cell.in_proj.weight.copy_(cell.in_proj.weight.to(NARROW))
+    x = torch.eye(D_MODEL + 2)[None]  # so that the first projection is exact
+    expected, _ = cell.before(x, cell.init_state(1), None)
+    with autocast():
+        steps, _ = cell.before(x, cell.init_state(1), None)
+    assert_near(steps.decay_dt, expected.decay_dt, 1e-6)
+
+
 @every_kind
 def test_splits(subject: Subject) -> None:
     """Values, states, gradients and dtypes do not depend on the split."""
