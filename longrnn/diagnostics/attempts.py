@@ -67,7 +67,7 @@ def _pass_tokens(job: Job, keys: int) -> float:
 
 
 PER_HEAD = Attempt(
-    "per_head(windows=1, keys={keys}, passes={passes})",
+    "per_head(windows=1, quantile={strict}, keys={keys}, passes={passes})",
     tokens=lambda job, keys: LEAST_PASSES * _pass_tokens(job, keys),
 )
 ATTEMPTS = {

@@ -83,13 +83,15 @@ class Choice:
         read = (CHOICE_WINDOWS + bool(self.keys) * PROMPTS_READ) * self.job.target_length
         speed = read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
         needed = (attempt.tokens(self.job, self.keys) + read) / speed
-        left = seconds - sum(row["seconds"] for row in self.rows.values())
+        spent = sum(row["seconds"] for row in self.rows.values())
         if base is None:
             self.left_out[name] = f"{attempt.after} has no result"
-        elif name not in self.rows and needed > left:
-            self.left_out[name] = f"of the budget: it takes about {math.ceil(needed / 60)} min"
+        elif name not in self.rows and spent + needed > seconds:
+            minutes = math.ceil((spent + needed) / 60)
+            self.left_out[name] = f"of the budget: give --budget {minutes} or more"
         else:
-            self.add(name, lambda: attempt.make(self.job, base, self.keys, left * speed))
+            tokens = (seconds - spent) * speed
+            self.add(name, lambda: attempt.make(self.job, base, self.keys, tokens))
 
     def add(self, name: str, make: Callable[[], Members]) -> None:
         """Make, score and record a mitigation, unless it is recorded already."""

@@ -13,8 +13,10 @@ import longrnn
 from longrnn import load
 from longrnn.bundled import bundled
 from longrnn.diagnostics import attempts, choice, repair
+from longrnn.diagnostics.job import METHODS, Job
 from longrnn.errors import UserError
 from longrnn.hf.convert import OURS, convert, layout_of
+from longrnn.mitigations.spec import parse
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, with_bytes
 from tests.refusals import naming
@@ -22,6 +24,7 @@ from tests.refusals import naming
 CHOOSE, PROVE = (
     bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
 )
+FULL = dict(attempts.ATTEMPTS)
 HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 2048, "train_length": 64}
 
 
@@ -129,7 +132,7 @@ def test_where_nothing_helps_no_checkpoint_is_written(
     assert "no checkpoint" in done.sentences[-1]
     assert not (tmp_path / "out/checkpoint").exists()
     page = done.report.read_text()
-    assert page.count("left out, because of the budget") == 2
+    assert page.count("left out, because of the budget: give --budget") == 2
 
 
 def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +146,21 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.choice == "token_filter"
     assert "of the keys are recalled" in done.sentences[1]
     assert "recalls 1.00" in done.sentences[2]
+
+
+def test_a_repair_with_keys_tries_the_settings_of_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By docs/results.md, a fit with 4 rows of keys and then a filter of 0.9997 of the tokens bring
+    back the keys of recall-collapse at 64k; a fit with 3 rows does not."""
+    tried: list[str] = []
+    monkeypatch.setattr(attempts, "calibrate", lambda job, spec: tried.append(spec) or [])
+    job = Job(load("recall-collapse"), [], train_length=384, target_length=65536)
+    for name in ("fit", "fit + strict token_filter"):
+        FULL[name].make(job, [], repair.CALIBRATED_KEYS, 0.0)
+    fit, strict = (METHODS.build({"kind": kind, **options}) for kind, options in map(parse, tried))
+    assert fit == METHODS.build({"kind": "fit", "keys": 4})
+    assert strict.quantile == pytest.approx(0.9997, abs=5e-5)
 
 
 def test_a_hybrid_leaves_as_its_own_architecture(
