@@ -12,7 +12,7 @@ from pydantic import Field
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, Output, output_folder, pick_device
 from longrnn.errors import UserError
-from longrnn.options import Lengths, Options
+from longrnn.options import Lengths, Options, Tokens
 
 # Options that are not declared here are words of the argument for lm-eval.
 HARNESS_SETTINGS = {"ignore_unknown_options": True}
@@ -37,6 +37,9 @@ class Tasks(Options):
     table by length and task in --output."""
     data: Path | None = None
     """A folder with the data that tasks would download."""
+    chunk_select: Tokens | None = None
+    """For tasks that generate: answer from the selected chunk of this many tokens and the last line
+    of the prompt."""
 
 
 def harness(model: Model, tasks: Tasks, output: Output) -> None:
@@ -64,7 +67,7 @@ def harness(model: Model, tasks: Tasks, output: Output) -> None:
     from longrnn.evaluation.harness import run
 
     checkpoint = "+".join(filter(None, (model.checkpoint, model.mitigation)))
-    given = json.dumps({"pretrained": checkpoint})
+    given = json.dumps({"pretrained": checkpoint, "chunk_select": tasks.chunk_select})
     ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
     run([*ours, *tasks.options, "--model", "longrnn"], tasks.data)
 
@@ -89,7 +92,7 @@ def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
             f"of --{', --'.join(BY_LENGTH)}"
         )
     values = {BY_LENGTH[name]: value for name, value in changed.items()}
-    options = HarnessOptions(**values, lengths=tasks.lengths, data=tasks.data)
+    options = HarnessOptions(**values, **tasks.model_dump(exclude={"options"}))
     names = [model.checkpoint]
     folder = output_folder(output.output, "harness", names, model.mitigation, options.variant())
     device = pick_device(model.device)

@@ -239,6 +239,8 @@ class HarnessOptions(EvaluationOptions):
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     # Replaces generation options of the tasks, such as max_gen_toks.
     gen_kwargs: dict[str, Any] | None = None
+    # Read only the selected chunk of this many tokens and the last line, the question.
+    chunk_select: Tokens | None = None
     # A folder with further task files.
     include_path: str | None = None
     # A folder with the data that tasks would download.

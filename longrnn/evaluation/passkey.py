@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,10 +29,9 @@ from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.files import read_text
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
-from longrnn.inference.chunk_select import select
+from longrnn.inference.chunk_select import shorten
 from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
-from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
 from longrnn.results import Result
@@ -148,22 +147,34 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
     def measure(
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Results]:
-        prompts = [item.spec.prompt() for item in items]
-        how: dict[str, Any] = {
-            "decode": model.tokenizer.decode,
-            "max_new_tokens": items[0].spec.max_new_tokens,
-            "batch_size": self.options.batch_size,
-            "progress": progress,
-        }
-        if self.options.chunk_select is None:
-            ids = [torch.cat([read(context), question]).int() for context, question in prompts]
-            answers = complete(model.model, ids, **how)
-        else:
-            answers = by_chunk(model.model, prompts, chunk=self.options.chunk_select, **how)
-        for number, text in answers:
-            key, said = items[number].spec.needle.key, text.strip()
-            progress.advance(1, 0)
-            yield [(items[number], {"key": key, "said": said, "correct": is_recalled(said, key)})]
+        # With chunk selection, a prompt is answered before the next one is read.
+        parts = [items] if self.options.chunk_select is None else [[item] for item in items]
+        for part in parts:
+            answers = complete(
+                model.model,
+                [self._prompt(model, item.spec, progress) for item in part],
+                decode=model.tokenizer.decode,
+                max_new_tokens=part[0].spec.max_new_tokens,
+                batch_size=self.options.batch_size,
+                progress=progress,
+            )
+            for number, text in answers:
+                key, said = part[number].spec.needle.key, text.strip()
+                progress.advance(1, 0)
+                yield [
+                    (part[number], {"key": key, "said": said, "correct": is_recalled(said, key)})
+                ]
+
+    def _prompt(self, model: OpenCheckpoint, asked: Question, progress: Progress) -> Tensor:
+        """Return what is read before the answer."""
+        (header, *rest), question = asked.prompt()
+        prefix, context = read([header]), read(rest)
+        chunk, size = self.options.chunk_select, self.options.batch_size
+        if chunk is None:
+            return torch.cat([prefix, context, question]).int()
+        progress.advance(0, len(prefix) + len(context) + len(question))
+        how = {"prefix": prefix, "chunk": chunk, "batch_size": size}
+        return shorten(model.model, context, question, **how)
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         asked, right = item.spec, float(result["correct"])
@@ -201,24 +212,3 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     # The prompt multiplies by `free` and rounds: a quotient of integers comes back exactly.
     depth = place if is_share else min(token, free) / max(free, 1)
     return Question(length, place, number, [Needle(key, depth)], 0, start, covers, task)
-
-
-def by_chunk(
-    model: LanguageModel,
-    prompts: Sequence[tuple[list[RepeatedTokens], Tensor]],
-    *,
-    chunk: int,
-    batch_size: int,
-    decode: Callable[[Sequence[int]], str],
-    max_new_tokens: int,
-    progress: Progress,
-) -> Iterator[tuple[int, str]]:
-    """Yield the index of a prompt and the answer from the chunk that was selected for it."""
-    for index, ((header, *rest), question) in enumerate(prompts):
-        text = read(rest)
-        how = {"chunk": chunk, "prefix": read([header]), "batch_size": batch_size}
-        chosen = select(model, text, question, **how)
-        progress.advance(0, header.size + len(text) + len(question))
-        ids = question[None].to(chosen.state.position.device)
-        generated = generate(model, ids, chosen.state, max_new_tokens=max_new_tokens)
-        yield index, decode(generated.tokens[0])

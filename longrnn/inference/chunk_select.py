@@ -76,3 +76,16 @@ def select(
             lowest = float(of_batch[row])
             best = ChosenChunk(numbers[row], entropies, take(read, [row]))
     return best
+
+
+def shorten(
+    model: LanguageModel, context: Tensor, query: Tensor, *, prefix: Tensor, **options: int
+) -> Tensor:
+    """Returns a prompt of prefix, selected chunk and query; the options are those of `select`.
+
+    A context without tokens leaves the query alone.
+    """
+    if len(context):
+        best = select(model, context, query, prefix=prefix, **options).chunk
+        context = context.split(options["chunk"])[best]
+    return torch.cat([prefix, context, query])

@@ -68,10 +68,14 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             reasons = dict(failures)
             for name, length in dict.fromkeys(item.group for item in items):
                 if length is not None:
-                    reasons |= within(model, {length: length}, column(name))[1]
+                    most = min(length, options.chunk_select or length)
+                    reasons |= within(model, {length: most}, column(name))[1]
             reached = [i for i in items if (column(i.spec.name), i.spec.length) not in reasons]
             plans.append(Plan(reached, reasons))
         return plans
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return self.options.model_dump(include={"chunk_select"}, exclude_none=True)
 
     def _documents(self, model: OpenCheckpoint) -> tuple[list[Item], Reasons]:
         """Return the documents of all tasks and lengths, and why others cannot be made."""
@@ -137,7 +141,8 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
     ) -> Iterator[Results]:
         size = self.options.batch_size
-        lm: Any = LongRNN(model.model, tokenizer=model.tokenizer, batch_size=size, quiet=True)
+        how = {"batch_size": size, "chunk_select": self.options.chunk_select, "quiet": True}
+        lm: Any = LongRNN(model.model, tokenizer=model.tokenizer, **how)
         lm._rank, lm._world_size = 0, 1  # the items of this process are its own
         evaluate: Any = lm_eval.evaluate
         for (name, _), same in groupby(items, lambda item: item.group):

@@ -39,6 +39,7 @@ from longrnn.errors import UserError
 from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import byte_level, load_tokenizer
+from longrnn.inference.chunk_select import shorten
 from longrnn.inference.engine import Pair, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel
@@ -71,6 +72,8 @@ class LongRNN(HFLM):
         batch_size: rows in one batch; `auto` for BATCH_SIZE.
         max_length: tokens to which contexts are truncated; by default the maximum of the model.
         add_bos_token: whether texts begin with BOS; by default the setting of the tokenizer.
+        chunk_select: tokens per chunk; of a prompt for generation, only the selected chunk and the
+            last line, which is the question, are read before the answer.
         quiet: show no progress.
 
     Attributes:
@@ -95,6 +98,7 @@ class LongRNN(HFLM):
         batch_size: int | str = BATCH_SIZE,
         max_length: int | None = None,
         add_bos_token: bool | None = None,
+        chunk_select: int | None = None,
         quiet: bool = False,
     ) -> None:
         TemplateLM.__init__(self)  # that of the `hf` type would load the model with transformers
@@ -123,7 +127,7 @@ class LongRNN(HFLM):
             )
         self.custom_prefix_token_id, self.add_bos_token = None, add_bos_token
         self.enable_thinking, self.chat_template_args = False, {}
-        self.quiet = quiet
+        self.chunk_select, self.quiet = chunk_select, quiet
         self.counts: Counter[str] = Counter()
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -136,7 +140,7 @@ class LongRNN(HFLM):
         answers = cache_hook.dbdict
         if answers is not None:
             prints = self.model.fingerprint(), self.fingerprint
-            settings = [*prints, self.add_bos_token, self.max_length]
+            settings = [*prints, self.add_bos_token, self.max_length, self.chunk_select]
             table = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
             answers.tablename = f"longrnn_{table}"
             columns = "(key TEXT PRIMARY KEY, value BLOB)"
@@ -149,11 +153,24 @@ class LongRNN(HFLM):
         token: int | None = super().prefix_token_id
         return self.tokenizer.encode(NEWLINE)[-1] if token is None else token
 
-    def _prompt(self, text: str, more: int) -> Ids:
+    def _prompt(self, text: str, more: int, progress: Progress) -> Ids:
         """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
         special = False if has_bos_prefix(text, self.tokenizer.bos_token) else self.add_bos_token
-        ids = self.tok_encode(text, True if special is None else special)
-        return self._fit(ids or [self.prefix_token_id], more)
+        special = True if special is None else special
+        ids = self.tok_encode(text, special) or [self.prefix_token_id]
+        context = text.rstrip().rpartition("\n")[0]
+        if self.chunk_select is not None and context:
+            size = len(self.tok_encode(context, special))
+            progress.advance(0, len(ids))
+            ids = shorten(
+                self.model,
+                torch.tensor(ids[:size]),
+                torch.tensor(ids[size:]),
+                prefix=torch.tensor([], dtype=torch.long),
+                chunk=self.chunk_select,
+                batch_size=self.batch_size,
+            ).tolist()
+        return self._fit(ids, more)
 
     def _fit(self, context: Sequence[int], more: int) -> Ids:
         """Return the end of a context that fits in front of `more` further tokens."""
@@ -171,6 +188,11 @@ class LongRNN(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
+        if self.chunk_select is not None:
+            raise UserError(
+                "chunk_select needs tasks that generate text, and this one compares likelihoods: "
+                "remove the task, or evaluate it without chunk_select"
+            )
         pairs = []
         for _, context, continuation in requests:
             if not continuation:
@@ -204,7 +226,7 @@ class LongRNN(HFLM):
             for options, indices in kinds.items():
                 settings = generation(json.loads(options), eos)
                 more = settings["max_new_tokens"]
-                prompts = [self._prompt(requests[index].args[0], more) for index in indices]
+                prompts = [self._prompt(requests[i].args[0], more, progress) for i in indices]
                 self.counts["requested"] += sum(map(len, prompts))
                 for place, text in complete(
                     self.model,

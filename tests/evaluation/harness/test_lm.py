@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
@@ -15,7 +16,7 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
+from tests.evaluation.harness.conftest import EOS, Setting, evaluate, hf_model
 from tests.hf.foreign import causal
 
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
@@ -85,6 +86,34 @@ def test_a_request_as_long_as_the_maximum_length_is_whole(setting: Setting) -> N
     for context, truncated in ((18, 0), (19, 1)):
         model._loglikelihood_tokens([(None, [1] * context, [2, 3, 4])])
         assert model.counts["truncated"] == truncated
+
+
+@torch.no_grad()
+def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(setting: Setting) -> None:
+    """The chunks are those of the text before the last line; likelihoods are refused."""
+    found = evaluate(ours(setting, chunk_select=9), setting.tasks, "tiny_generate", num_fewshot=2)
+    tokenizer = load_tokenizer(setting.checkpoint)
+    n_chunks = set()
+    for sample in found["samples"]["tiny_generate"]:
+        prompt = sample["arguments"][0][0]
+        ids, size = tokenizer.encode(prompt), len(tokenizer.encode(prompt.rpartition("\n")[0]))
+        chunks = [ids[start : min(start + 9, size)] for start in range(0, size, 9)]
+        answers = []
+        for chunk in chunks:
+            read = torch.tensor([chunk + ids[size:]])
+            entropy = torch.distributions.Categorical(
+                logits=setting.model(read).logits[0, -1].double()
+            ).entropy()
+            for _ in range(12):
+                best = setting.model(read).logits[:, -1:].argmax(-1)
+                read = torch.cat([read, best], 1)
+            text = tokenizer.decode(read[0, -12:].tolist())
+            answers.append((float(entropy), text.split(" an")[0].split(EOS)[0]))
+        assert sample["filtered_resps"] == [min(answers)[1]]
+        n_chunks.add(len(chunks))
+    assert max(n_chunks) > 2
+    with pytest.raises(UserError, match="chunk_select"):
+        evaluate(ours(setting, chunk_select=9), setting.tasks, "tiny_choice")
 
 
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
