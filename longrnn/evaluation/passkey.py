@@ -173,8 +173,7 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         if chunk is None:
             return torch.cat([prefix, context, question]).int()
         progress.advance(0, len(prefix) + len(context) + len(question))
-        how = {"prefix": prefix, "chunk": chunk, "batch_size": size}
-        return shorten(model.model, context, question, **how)
+        return shorten(model.model, context, question, prefix=prefix, chunk=chunk, batch_size=size)
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         asked, right = item.spec, float(result["correct"])

@@ -79,13 +79,14 @@ def select(
 
 
 def shorten(
-    model: LanguageModel, context: Tensor, query: Tensor, *, prefix: Tensor, **options: int
+    model: LanguageModel,
+    context: Tensor,
+    query: Tensor,
+    *,
+    chunk: int,
+    prefix: Tensor,
+    batch_size: int = 16,
 ) -> Tensor:
-    """Returns a prompt of prefix, selected chunk and query; the options are those of `select`.
-
-    A context without tokens leaves the query alone.
-    """
-    if len(context):
-        best = select(model, context, query, prefix=prefix, **options).chunk
-        context = context.split(options["chunk"])[best]
-    return torch.cat([prefix, context, query])
+    """Returns a prompt of prefix, selected chunk and query; for the arguments see `select`."""
+    best = select(model, context, query, chunk=chunk, prefix=prefix, batch_size=batch_size).chunk
+    return torch.cat([prefix, context.split(chunk)[best], query])

@@ -160,7 +160,7 @@ class LongRNN(HFLM):
         ids = self.tok_encode(text, special) or [self.prefix_token_id]
         context = text.rstrip().rpartition("\n")[0]
         if self.chunk_select is not None and context:
-            size = len(self.tok_encode(context, special))
+            size = min(len(self.tok_encode(context, special)), len(ids) - 1)
             progress.advance(0, len(ids))
             ids = shorten(
                 self.model,
