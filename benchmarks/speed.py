@@ -42,7 +42,7 @@ from longrnn.hf.hybrid.model import HybridLM
 from longrnn.models import TrainableLM
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
-from tests.hf.architectures import VOCAB, architecture
+from tests.hf.foreign import VOCAB, architecture
 
 DTYPES = ("float32", "bfloat16")
 HYBRIDS = ("falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear")

@@ -30,7 +30,7 @@ from tests.contracts.builders import (
     random_tree,
     spec_id,
 )
-from tests.hf.architectures import architecture
+from tests.hf.foreign import architecture
 
 WIDTH = 6
 

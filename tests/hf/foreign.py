@@ -1,20 +1,62 @@
-"""Tiny checkpoints in the formats of transformers and mamba-ssm."""
+"""Tiny random models of Hugging Face architectures, and checkpoints as mamba-ssm writes them."""
 
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import yaml
 from torch import Tensor
 
+from longrnn import mitigation
 from longrnn import state as states
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
-from tests.contracts.builders import assert_near, assert_trees_equal, build_model
-from tests.hf.architectures import VOCAB, architecture
+from tests.contracts.builders import assert_near, assert_trees_equal, build_model, stirred
+from tests.texts import DATA
+
+# Names, sizes and options of the architectures.
+TABLES = yaml.safe_load((DATA / "architectures.yaml").read_text())
+SIZES, MORE = TABLES["sizes"], TABLES["more"]
+FEW, REFUSED = TABLES["few"].split(), TABLES["refused"].split()
+KINDS = sorted({*FEW, *REFUSED, *TABLES["many"].split()})
+VOCAB = SIZES["vocab_size"]
+
+
+def architecture(kind: str, **more: Any) -> Any:
+    """Return a model with a few thousand nontrivial weights and layers of all its types.
+
+    Args:
+        kind: its `model_type`.
+        more: options of its configuration.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[kind]().to_dict()
+    # Use grouped keys and values where possible; latent attention does not support them.
+    absent_too = ("num_key_value_heads", "sliding_window")
+    options = {k: v for k, v in SIZES.items() if known.get(k) is not None or k in absent_too}
+    options = {k: v for k, v in options.items() if k in known}
+    if "kv_lora_rank" in known:
+        options["num_key_value_heads"] = SIZES["num_attention_heads"]
+    if known.get("layer_types"):
+        types = list(dict.fromkeys(known["layer_types"]))
+        options["num_hidden_layers"] = max(2, len(types))
+        options["layer_types"] = (2 * types)[: options["num_hidden_layers"]]
+    options |= MORE.get(kind, {}) | more
+    with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+        # transformers would call the kernels of flash-linear-attention on a CPU too.
+        patch.setitem(sys.modules, "fla", None)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options))
+    return stirred(model.eval(), seed=1)
 
 
 def causal(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -56,17 +98,22 @@ SSM_CFG = {
 
 
 def native(
-    folder: Path, dtype: torch.dtype = torch.float32, mixer: Any = MAMBA2, **config: Any
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    mixer: Any = MAMBA2,
+    *,
+    ids: int = 19,
+    **config: Any,
 ) -> RecurrentLM:
-    """Write a checkpoint in the format of mamba-ssm, and return its model."""
-    model = build_model(mixer, vocab_size=24, dtype=dtype, **config).eval()
+    """Write a checkpoint in the format of mamba-ssm, with more rows than ids; return its model."""
+    model = build_model(mixer, vocab_size=ids // 8 * 8 + 8, dtype=dtype, **config).eval()
     folder.mkdir()
     LAYOUTS["native"].save(model, folder)
     content = {
         "d_model": model.config.d_model,
         "d_intermediate": 0,
         "n_layer": model.config.n_layers,
-        "vocab_size": 19,
+        "vocab_size": ids,
         "ssm_cfg": SSM_CFG[mixer["kind"]],
         "attn_layer_idx": [],
         "attn_cfg": {},
@@ -84,3 +131,17 @@ def with_bytes(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     byte_level().save(folder)
     return folder
+
+
+def build_auto(mixer: str | dict[str, Any] = "mamba2", *, seed: int = 0, **options: Any) -> Any:
+    """A model with the weights of `build_model`; `config` options of `LongRNNConfig` in `auto`."""
+    from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
+
+    auto = options.pop("auto", {})
+    if auto.get("mitigation") is not None:
+        auto = auto | {"mitigation": str(mitigation(auto["mitigation"]))}
+    own = build_model(mixer, dtype=options.pop("dtype", torch.float32), seed=seed, **options)
+    model: Any = LongRNNForCausalLM(LongRNNConfig(**asdict(own.config), **auto))
+    model.to(own.embedding.weight.dtype)
+    model.model.load_state_dict(own.state_dict())
+    return model.eval()

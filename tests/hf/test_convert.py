@@ -21,10 +21,10 @@ from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import read_weights, save_model
 from tests.cli.test_errors import small_files
 from tests.contracts.builders import assert_near, build_model
-from tests.hf.architectures import VOCAB
 from tests.hf.foreign import (
     MAMBA,
     MAMBA2,
+    VOCAB,
     assert_continues,
     causal,
     native,
@@ -114,9 +114,13 @@ def test_a_mamba_of_transformers_gives_the_same_logits(
 
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])
 def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_path: Path) -> None:
-    """Padded vocabulary, tied head and weights in shards load; a missing shard is refused."""
+    """Padded vocabulary, tied head and weights in shards load; a missing shard is refused.
+
+    Options that say where and in how many processes mamba-ssm computes have no effect.
+    """
     folder = tmp_path / "native"
     model, text = native(folder), torch.randint(19, (2, 20))
+    option(device="cuda", dtype="bfloat16", sequence_parallel=True, process_group=None)(folder)
     assert load(folder).vocab_size == 24
     assert load(folder).config.residual_in_fp32
     assert torch.equal(load(folder)(text).logits, model(text).logits)
@@ -130,14 +134,6 @@ def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_p
     shards[0].unlink()
     with pytest.raises(UserError, match="embedding.weight"):
         load(folder)
-
-
-def test_options_without_effect_on_the_result_are_accepted(tmp_path: Path) -> None:
-    """Those of `ssm_cfg` that say where and in how many processes mamba-ssm computes."""
-    model = native(tmp_path / "native")
-    places = {"device": "cuda", "dtype": "bfloat16", "sequence_parallel": True}
-    option(**places, process_group=None)(tmp_path / "native")
-    assert torch.equal(load(tmp_path / "native")(TEXT).logits, model(TEXT).logits)
 
 
 def test_shards_that_repeat_a_weight_are_refused(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import save_model
 from longrnn.models.fold import fold
 from tests.contracts.builders import assert_near, build_model, random_tokens
-from tests.hf.architectures import architecture
-from tests.hf.foreign import MAMBA, MAMBA2, tokens
+from tests.hf.foreign import MAMBA, MAMBA2, architecture, tokens
 from tests.refusals import naming
 
 RATES = "scale_decay(scale=3, heads=[[0, 1], [1, 0]])+power_decay(scale=1.3, layers=[1])"

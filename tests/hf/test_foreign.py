@@ -15,8 +15,7 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from tests.contracts.builders import assert_near
-from tests.hf.architectures import VOCAB
-from tests.hf.foreign import causal, tokens
+from tests.hf.foreign import VOCAB, causal, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5

@@ -21,8 +21,7 @@ from longrnn.hf.names import ADAPTER
 from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import assert_near, random_tokens
-from tests.hf.auto.models import build_auto
-from tests.hf.foreign import causal
+from tests.hf.foreign import build_auto, causal
 
 peft = pytest.importorskip("peft")
 TOKENS, WINDOW = random_tokens(2, 9), "sliding_window(window=3)"

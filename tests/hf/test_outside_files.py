@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,8 @@ def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path)
     save_model(build_model(kind, "random", dtype=torch.bfloat16), tmp_path)
     path, refused = tmp_path / "model.safetensors", set[str]()
     tensors = load_file(path)
-    for dtype, name in product((torch.float32, torch.float8_e4m3fn, torch.int8), tensors):
+    others = [(torch.float8_e4m3fn, "embedding.weight"), (torch.int8, "norm.weight")]
+    for dtype, name in [*((torch.float32, name) for name in tensors), *others]:
         save_file({**tensors, name: tensors[name].to(dtype)}, path)
         (tmp_path / "checksums.json").unlink(missing_ok=True)
         try:
@@ -122,7 +122,8 @@ def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["org/a--b", "org/model.git", "a" * 5000, "a/" + "b" * 5000, "a\0b", "\udcff"]
+    "name",
+    ["org/a--b", "org/model.git", "a" * 300, f"{'a' * 300}/b/c", "a\0b/c", "\udcff", "a/b/c"],
 )
 def test_a_name_that_nothing_can_have_is_refused(name: str) -> None:
     """Also a name that is not valid on the Hub, without network access."""

@@ -1,19 +1,27 @@
 """transformers' own common tests of causal language models, run on `LongRNNForCausalLM`.
 
-They are not installed with transformers: see `transformers_source`. `SKIPPED` lists what does not
-apply, and why. No test skips itself.
+An installed transformers has no tests. `LONGRNN_TRANSFORMERS_SOURCE` names the folder of the
+unpacked source distribution of the installed version; `make test` downloads it. `SKIPPED` lists
+what does not apply, and why. No test skips itself.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import unittest
 from collections.abc import Callable
 from fnmatch import filter as matching
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers.utils
 import yaml
 from transformers.models.auto import modeling_auto
 
@@ -21,33 +29,61 @@ from longrnn.cells import MIXERS
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models.blocks import Block
 from tests.contracts.builders import mixer_spec
-from tests.hf import transformers_source
 from tests.texts import DATA
 
-COMMON: Any = None  # `CommonTests`
-REASON = ""
-try:
-    COMMON = transformers_source.load()
-except transformers_source.Unavailable as error:
-    REASON = str(error)
+SOURCE = Path(os.environ.get("LONGRNN_TRANSFORMERS_SOURCE", "nowhere"))
+CODE = SOURCE / "src/transformers/__init__.py"
+if not CODE.is_file() or f'__version__ = "{version("transformers")}"' not in CODE.read_text():
+    command = f"pip download --no-deps --no-binary :all: transformers=={version('transformers')}"
+    pytest.skip(
+        f"LONGRNN_TRANSFORMERS_SOURCE does not name the unpacked source that `{command}` downloads",
+        allow_module_level=True,
+    )
+pytest.importorskip("parameterized")  # which those tests import
+
+# Values that differ from the defaults of every configuration, for the tester of configurations.
+CONFIG_OPTIONS = {
+    "return_dict": False,
+    "output_hidden_states": True,
+    "dtype": "float16",
+    "architectures": ["LongRNNForCausalLM"],
+    "id2label": {0: "negative", 1: "positive"},
+    "label2id": {"negative": 0, "positive": 1},
+    "problem_type": "regression",
+    "chunk_size_feed_forward": 3,
+}
+# In place of modules that the common tests import and that the distribution lacks.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "": {"__path__": [str(SOURCE / "tests")]},
+    ".exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
+    ".generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
+    ".utils.test_configuration_utils": {"config_common_kwargs": CONFIG_OPTIONS},
+}
+PACKAGE = "transformers_common_tests"
+for name, content in STAND_INS.items():
+    module = sys.modules[PACKAGE + name] = ModuleType(PACKAGE + name)
+    vars(module).update(content)
+# The tester of configurations imports transformers in a way that needs the tests' __init__.py.
+direct = mock.Mock(return_value=transformers)
+with mock.patch.object(transformers.utils, "direct_transformers_import", direct):
+    CONFIG: Any = import_module(f"{PACKAGE}.test_configuration_common")
+TRAINING: Any = import_module(f"{PACKAGE}.test_training_mixin").TrainingTesterMixin
+COMMON: Any = import_module(f"{PACKAGE}.test_modeling_common")
 
 # Tests that do not apply, by the reason.
 SKIPPED = yaml.safe_load((DATA / "transformers_skipped.yaml").read_text())
 # Tests of parameters that are never cast to a narrower dtype, for cells that have some.
 OF_WIDE_WEIGHTS = ("test_keep_in_fp32_modules", "test_keep_in_fp32_modules_exist")
 # Tests that transformers runs on models without a head only.
-OF_BASE_MODELS = {
+OF_BASE_MODELS = (
     "test_inputs_embeds_matches_input_ids",
     "test_model_forward_default_config_values",
-}
-# Tests that look for the blocks that can be recomputed.
-OF_BLOCKS = {"test_gradient_checkpointing_enable_disable"}
-
+)
 # A cell that reads one token at a time, one with weights that stay wide, and one with everything.
 MODELS: dict[str, dict[str, Any]] = {
-    "Gru": {"mixer": mixer_spec("gru")},
-    "Mamba2": {"mixer": mixer_spec("mamba2")},
-    "Mitigated": {
+    "TestGru": {"mixer": mixer_spec("gru")},
+    "TestMamba2": {"mixer": mixer_spec("mamba2")},
+    "TestMitigated": {
         "mixer": mixer_spec("mamba2"),
         "position": {"kind": "learned", "max_length": 512},
         "mitigation": "state_norm(threshold=0.015)",
@@ -56,11 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Tester:
-    """The small model of a test class, and inputs for it.
-
-    Args:
-        options: of `LongRNNConfig`.
-    """
+    """The small model of a test class, with `options` of `LongRNNConfig`, and inputs for it."""
 
     __test__ = False  # it has the names that transformers gives to a model tester
     batch_size, seq_length = 5, 7
@@ -92,55 +124,32 @@ class LongRNNTest:
     options: dict[str, Any]
 
     def setUp(self: Any) -> None:
-        self.tester = Tester(self.options)
-        name = self._testMethodName
-        known = {"longrnn": LongRNNForCausalLM.__name__}
+        self.model_tester = Tester(self.options)
         names = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-        if name in OF_BASE_MODELS:
+        if self._testMethodName in OF_BASE_MODELS:
             names.append(modeling_auto.MODEL_MAPPING_NAMES)
         for mapping in names:
+            known = {"longrnn": LongRNNForCausalLM.__name__}
             self.enterContext(mock.patch.dict(mapping, known))
-        if name in OF_BLOCKS:
-            self.enterContext(
-                mock.patch.object(COMMON.modeling, "GradientCheckpointingLayer", Block)
-            )
-
-    @property
-    def model_tester(self: Any) -> Tester:
-        return self.tester
+        # The blocks that can be recomputed.
+        self.enterContext(mock.patch.object(COMMON, "GradientCheckpointingLayer", Block))
 
     def skipTest(self: Any, reason: str) -> None:  # noqa: N802
-        assert not _is_examined(self._testMethodName), f"{reason}: list the test in SKIPPED"
+        name = self._testMethodName
+        is_examined = any(name in vars(part) for part in (COMMON.ModelTesterMixin, TRAINING))
+        assert not is_examined, f"{reason}: list the test in SKIPPED"
         raise unittest.SkipTest(reason)
 
     def test_config(self: Any) -> None:
-        COMMON.config(
-            self,
-            config_class=LongRNNConfig,
-            common_properties=["hidden_size", "num_hidden_layers"],
-            **self.options,
+        sizes = ["hidden_size", "num_hidden_layers"]
+        CONFIG.ConfigTester(
+            self, config_class=LongRNNConfig, common_properties=sizes, **self.options
         ).run_common_tests()
 
     def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self: Any) -> Any:
         # Hidden states of padded rows are copies in the order of the inputs.
-        config, inputs = self.tester.prepare_config_and_inputs_for_common()
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         return config, {"input_ids": inputs["input_ids"]}
-
-
-def _is_examined(name: str) -> bool:
-    """Whether a test is one of those for which the tables were written."""
-    return any(name in vars(part) for part in (COMMON.modeling.ModelTesterMixin, COMMON.training))
-
-
-def _skipped() -> dict[str, str]:
-    """The reason for each test that `SKIPPED` matches."""
-    names = dir(COMMON.modeling.ModelTesterMixin)
-    return {
-        name: reason
-        for reason, patterns in SKIPPED.items()
-        for pattern in patterns
-        for name in matching(names, pattern)
-    }
 
 
 def _skip(reason: str) -> Callable[..., None]:
@@ -151,26 +160,20 @@ def _skip(reason: str) -> Callable[..., None]:
 
 
 def _test_class(name: str, options: dict[str, Any]) -> type:
-    """The common tests of one model."""
-    mixins = (COMMON.modeling.ModelTesterMixin, COMMON.modeling.GenerationTesterMixin)
-    bases = (LongRNNTest, *mixins, COMMON.training, unittest.TestCase)
-    body = {test: _skip(reason) for test, reason in _skipped().items()}
+    """The common tests of one model; every pattern of `SKIPPED` has to match one of them."""
+    body: dict[str, Any] = {}
+    for reason, patterns in SKIPPED.items():
+        for pattern in patterns:
+            found = matching(dir(COMMON.ModelTesterMixin), pattern)
+            assert found, f"no test matches {pattern}"
+            body |= dict.fromkeys(found, _skip(reason))
     if not MIXERS[options["mixer"]["kind"]].wide_weights:
         body |= dict.fromkeys(OF_WIDE_WEIGHTS, _skip("its cell has no such weights"))
-    found = type(name, bases, {**body, "options": options, "__module__": __name__})
-    return found if name == "TestMamba2" else pytest.mark.slow(found)
+    body["test_training_overfit"] = pytest.mark.slow(TRAINING.test_training_overfit)
+    mixins = (COMMON.ModelTesterMixin, COMMON.GenerationTesterMixin, TRAINING)
+    bases = (LongRNNTest, *mixins, unittest.TestCase)
+    made = type(name, bases, {**body, "options": options, "__module__": __name__})
+    return made if name == "TestMamba2" else pytest.mark.slow(made)
 
 
-if COMMON is not None:
-    for kind, given in MODELS.items():
-        globals()[f"Test{kind}"] = _test_class(f"Test{kind}", given)
-
-
-@pytest.mark.skipif(COMMON is None, reason=REASON)
-def test_every_skipped_test_exists() -> None:
-    names = dir(COMMON.modeling.ModelTesterMixin)
-    for pattern in [pattern for patterns in SKIPPED.values() for pattern in patterns]:
-        assert matching(names, pattern), f"no test matches {pattern}"
-    for name in {*OF_WIDE_WEIGHTS, *OF_BASE_MODELS} | OF_BLOCKS:
-        assert name in names
-        assert name not in _skipped()
+globals().update({name: _test_class(name, options) for name, options in MODELS.items()})

@@ -15,8 +15,7 @@ from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.architectures import architecture
-from tests.hf.foreign import causal
+from tests.hf.foreign import architecture, causal
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},

@@ -12,9 +12,14 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
 from longrnn.models import generate
-from longrnn.state import clone, expand, leaves, take
-from tests.contracts.builders import VOCAB, mitigation_spec, random_tokens
-from tests.hf.auto.models import build_auto
+from longrnn.state import clone, expand, take
+from tests.contracts.builders import (
+    VOCAB,
+    assert_trees_equal,
+    mitigation_spec,
+    random_tokens,
+)
+from tests.hf.foreign import build_auto
 
 KINDS = ["lstm", "mamba2"]
 
@@ -141,8 +146,7 @@ def test_one_prefix_serves_many_questions() -> None:
     for row, question in enumerate(questions[:2, None]):
         own = new_tokens(model, question, 5, state=take(two, [row]), num_beams=2)
         assert torch.equal(pairs[[row]], own)
-    for (name, left), (_, right) in zip(leaves(state), leaves(kept), strict=True):
-        assert torch.equal(left, right), name
+    assert_trees_equal(state, kept)
 
 
 def test_generation_goes_on_from_a_returned_cache() -> None:

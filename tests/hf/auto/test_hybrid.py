@@ -17,9 +17,8 @@ from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.tokenizer import byte_level
 from tests.contracts.builders import assert_near
-from tests.hf.architectures import architecture
 from tests.hf.auto.test_trainers import arguments
-from tests.hf.foreign import tokens, with_bytes
+from tests.hf.foreign import architecture, tokens, with_bytes
 
 SCALED = {"lm_head_multiplier": 0.5}
 KINDS = {"falcon_h1": SCALED, "qwen3_next": {}, "recurrent_gemma": {}}

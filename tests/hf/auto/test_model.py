@@ -8,35 +8,33 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.hf import auto as hf_auto
 from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.foreign_load import open_hugging_face
+from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
-from longrnn.state import LMState, leaves
+from longrnn.state import leaves
 from tests.contracts.builders import (
     DEFINED_FEW,
+    assert_trees_equal,
     build_model,
     mitigation_spec,
     random_state,
     random_tokens,
     spec_id,
 )
-from tests.hf.architectures import architecture
-from tests.hf.auto.models import build_auto
+from tests.hf.foreign import architecture, build_auto
 from tests.refusals import naming
 
-
-def assert_same_state(one: LMState, other: LMState) -> None:
-    for (name, left), (_, right) in zip(leaves(one), leaves(other), strict=True):
-        assert torch.equal(left, right), name
-
-
+MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
 EVERY_PART = pytest.mark.parametrize(
     ("mixer", "position"),
     [(mixer, "none") for mixer in MIXERS] + [("gru", kind) for kind in POSITIONS if kind != "none"],
@@ -50,7 +48,7 @@ def test_logits_states_and_loss_are_those_of_the_recurrent_model(mixer: str, pos
     output = model(tokens, state=begin, labels=tokens)
     logits, after = model.model(tokens, begin)
     assert torch.equal(output.logits, logits)
-    assert_same_state(output.past_key_values.state, after)
+    assert_trees_equal(output.past_key_values.state, after)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(output.loss, loss)
 
@@ -124,12 +122,11 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
 def test_padding_moves_no_hidden_state(mixer: str) -> None:
     """Hidden states stand where their tokens do, and are 0 at padding, which predicts nothing."""
     model, tokens = build_auto(mixer), random_tokens(2, 7)
-    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
-    output = model(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
-    predicts, found = mask[:, :-1].bool(), output.hidden_states
+    output = model(tokens, attention_mask=MASK, labels=tokens, output_hidden_states=True)
+    predicts, found = MASK[:, :-1].bool(), output.hidden_states
     wanted = F.cross_entropy(output.logits[:, :-1][predicts], tokens[:, 1:][predicts])
     torch.testing.assert_close(output.loss, wanted)
-    for row, is_token in enumerate(mask.bool()):
+    for row, is_token in enumerate(MASK.bool()):
         wanted = model(tokens[row, is_token][None], output_hidden_states=True).hidden_states
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one[row, is_token], other[0])
@@ -216,10 +213,9 @@ def test_positions_must_go_on_where_the_state_ended() -> None:
 def test_shifted_labels_and_an_ignored_index_are_used() -> None:
     """With padding, whose successor is not scored."""
     model, tokens = build_auto(), random_tokens(2, 7)
-    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
-    wanted = model(tokens, attention_mask=mask, labels=tokens).loss
+    wanted = model(tokens, attention_mask=MASK, labels=tokens).loss
     shifted = F.pad(tokens[:, 1:], (0, 1), value=-1)
-    given = {"attention_mask": mask, "ignore_index": -1}
+    given = {"attention_mask": MASK, "ignore_index": -1}
     torch.testing.assert_close(model(tokens, shift_labels=shifted, **given).loss, wanted)
     torch.testing.assert_close(model(tokens, labels=tokens, **given).loss, wanted)
 
@@ -261,3 +257,43 @@ def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> 
     wrapped = LongRNNForCausalLM.of(mitigated)
     torch.testing.assert_close(wrapped(tokens).logits, mitigated(tokens).logits)
     assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the embedding; the new model that they are copied from is built once."""
+    build_auto("lstm", tie_embeddings=tied).save_pretrained(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    built: list[RecurrentLM] = []
+
+    def build(config: Any) -> RecurrentLM:
+        built.append(RecurrentLM(config))
+        return built[-1]
+
+    monkeypatch.setattr(hf_auto, "RecurrentLM", build)
+    model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert len(built) == 2  # the model itself, and the new one
+    assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, built[1].get_parameter(name.removeprefix("model."))), name
+    assert (model.model.head.weight is model.model.embedding.weight) == tied
+
+
+@EVERY_PART
+def test_embeddings_may_be_given_instead_of_tokens(mixer: str, position: str) -> None:
+    """Logits, loss, state and the gradient of the embedding are those of the tokens."""
+    model, tokens = build_auto(mixer, position=position), random_tokens(2, 7)
+    found = []
+    for given in ("input_ids", "inputs_embeds"):
+        model.zero_grad()
+        vectors = model.get_input_embeddings()(tokens)
+        inputs = {given: tokens if given == "input_ids" else vectors, "attention_mask": MASK}
+        output = model(**inputs, labels=tokens)
+        output.loss.backward()
+        state = [leaf for _, leaf in leaves(output.past_key_values.state)]
+        grad = model.get_input_embeddings().weight.grad
+        found.append([output.logits, output.loss, grad, *state])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

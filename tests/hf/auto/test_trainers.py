@@ -10,19 +10,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf.tokenizer import byte_level
 from longrnn.state import leaves
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.auto.models import build_auto
+from tests.hf.foreign import build_auto
 
 RATE = 0.05
 
@@ -124,35 +118,6 @@ def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str,
         torch.testing.assert_close(leaf, torch.cat([state[name] for state in states]), msg=name)
     for (name, one), other in zip(padded.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
-
-
-def test_supervised_fine_tuning_of_trl_trains(tmp_path: Path) -> None:
-    """Prompt and completion pairs; the loss of its first step is ours over the completions."""
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    tokenizer = byte_level().tokenizer
-    tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
-    model = build_auto(vocab_size=260)
-    pairs = [("one ", "two"), ("three ", "four five")]
-    data = Dataset.from_dict(dict(zip(("prompt", "completion"), zip(*pairs, strict=True))))  # noqa: B905
-    options = arguments(tmp_path, bf16=False, max_length=None)
-    trainer = SFTTrainer(
-        model, args=SFTConfig(**options), train_dataset=data, processing_class=tokenizer
-    )
-    before = build_auto(vocab_size=260)
-    trainer.train()
-    first = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    nats, count = 0.0, 0
-    for prompt, completion in pairs:
-        ids = torch.tensor([[*(prompt + completion).encode(), tokenizer.eos_token_id]])
-        labels = ids.clone()
-        labels[:, : len(prompt)] = -100
-        scored = len(completion) + 1
-        nats, count = nats + float(before(ids, labels=labels).loss) * scored, count + scored
-    assert first == pytest.approx(nats / count, abs=2e-3)
-    trainer.save_model(str(tmp_path / "tuned"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.vocab_size == 260
 
 
 def test_an_adapter_of_the_convolution_is_refused() -> None:

@@ -19,8 +19,8 @@ from longrnn import load
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
 from tests.contracts.builders import assert_near, random_tokens
-from tests.hf.auto.models import build_auto
 from tests.hf.auto.test_trainers import arguments
+from tests.hf.foreign import build_auto
 
 WINDOW = "sliding_window(window=3)"
 PROJECTIONS = ["in_proj", "out_proj"]

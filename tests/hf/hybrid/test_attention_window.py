@@ -13,8 +13,7 @@ from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM
-from tests.hf.architectures import architecture
-from tests.hf.foreign import assert_continues, causal, tokens, with_bytes
+from tests.hf.foreign import architecture, assert_continues, causal, tokens, with_bytes
 
 WINDOW = 5
 # Architectures whose attention layers all have a window already, or that have none.

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longrnn.cli.app import app
-from tests.hf.architectures import architecture
-from tests.hf.foreign import with_bytes
+from tests.hf.foreign import architecture, with_bytes
 
 
 def run(*arguments: Any) -> str:

@@ -17,8 +17,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models import Rows
 from longrnn.state import take
 from tests.contracts.builders import assert_near
-from tests.hf.architectures import architecture
-from tests.hf.foreign import tokens
+from tests.hf.foreign import architecture, tokens
 
 kinds = pytest.mark.parametrize("kind", sorted(FAMILIES))
 ROWS, TIME = 2, 20

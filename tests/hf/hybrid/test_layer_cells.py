@@ -18,8 +18,6 @@ from longrnn.hf.hybrid.model import recurrent_layers
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.base import Chain
 from longrnn.mitigations.bind import bind
-from longrnn.ops.rows import Rows
-from longrnn.state import take
 from tests.contracts.builders import (
     assert_near,
     differentiable,
@@ -28,7 +26,7 @@ from tests.contracts.builders import (
     random_sizes,
     real_leaves,
 )
-from tests.hf.architectures import architecture
+from tests.hf.foreign import architecture
 from tests.hf.hybrid.definitions import LAYERS, run_layer
 from tests.mitigations.definitions import Definition
 
@@ -125,21 +123,6 @@ def test_an_xlstm_whose_gates_are_closed_has_finite_gradients(dtype: torch.dtype
     x = inputs(cell).to(dtype).requires_grad_()
     y, _ = cell(x, cell.init_state(2))
     assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_packed_documents_are_read_apart(kind: str) -> None:
-    """A document in a row has the outputs that it has alone; padding leaves the state."""
-    _, cell = layer_and_cell(kind)
-    x = inputs(cell, 12)
-    starts = torch.zeros(2, 12, dtype=torch.bool)
-    starts[0, 5] = starts[1, 7] = True
-    rows = Rows(torch.arange(12) < torch.tensor([[12], [9]]), starts)
-    y, state = cell(x, cell.init_state(2), None, rows)
-    alone, last = cell(x[:1, 5:], cell.init_state(1))
-    assert_near(y[:1, 5:], alone, 1e-9)
-    assert_near(cell.memory(take(state, [0])), cell.memory(last), 1e-9)
-    assert_near(y[1:, 7:9], cell(x[1:, 7:9], cell.init_state(1))[0], 1e-9)
 
 
 def test_a_filter_of_steps_that_do_not_vary_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face models with Mamba layers under mitigations, and what opens as a `RecurrentLM`."""
+"""Hugging Face models with Mamba layers under mitigations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch.nn import functional as F
 
 from longrnn import load, mitigation
 from longrnn.mitigations import MITIGATIONS
-from longrnn.models import RecurrentLM, Rows
-from tests.contracts.builders import assert_near, mitigation_spec
-from tests.hf.architectures import architecture
-from tests.hf.foreign import assert_continues, tokens
+from tests.contracts.builders import mitigation_spec
+from tests.hf.foreign import architecture, assert_continues, tokens
 from tests.mitigations.definitions import Definition
 
 KINDS = {"falcon_mamba": {}, "jamba": {}, "mamba": {}, "zamba": {"n_mamba_heads": 1}}
@@ -64,20 +62,3 @@ def test_a_mitigation_is_that_of_an_edited_layer_of_transformers(
     monkeypatch.undo()
     assert edited.calls == len(model.cells)
     assert_continues(model, text, expected, 1e-5)
-
-
-@pytest.mark.parametrize("kind", ["falcon_mamba", "mamba"])
-def test_padding_does_not_change_a_row(kind: str, tmp_path: Path) -> None:
-    """A batch of rows of different lengths gives the logits of transformers for each row alone."""
-    theirs, text = architecture(kind), tokens(2, 20, seed=3)
-    theirs.save_pretrained(tmp_path)
-    model = load(tmp_path)
-    assert isinstance(model, RecurrentLM)
-    is_token = torch.ones(2, 20, dtype=torch.bool)
-    is_token[1, :7] = False
-    logits = model(text, rows=Rows(is_token)).logits
-    with torch.no_grad():
-        whole = theirs(text[:1], use_cache=False).logits
-        short = theirs(text[1:, 7:], use_cache=False).logits
-    assert_near(logits[:1], whole, 1e-5)
-    assert_near(logits[1:, 7:], short, 1e-5)

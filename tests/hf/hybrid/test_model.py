@@ -17,27 +17,12 @@ from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM
 from tests.contracts.builders import assert_near
-from tests.hf.architecture_table import REFUSED
-from tests.hf.architectures import architecture
-from tests.hf.foreign import assert_continues, tokens
+from tests.hf.foreign import REFUSED, TABLES, architecture, assert_continues, tokens
 
 TOLERANCE = 1e-5
-MULTIPLIERS = {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9]}
-LIMIT = {"time_step_limit": (0.2, 0.9)}
 # Options that an architecture's layers have beside the tiny defaults.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in sorted(FAMILIES)),
-    ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
-    ("bamba", LIMIT),
-    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}),
-    ("falcon_h1", {"mamba_d_ssm": 48, "mamba_n_heads": 6, **MULTIPLIERS}),
-    ("granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0}),
-    ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2}),
-    ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 2, "time_step_min": 0.3}),
-    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_value_heads": 2}),
-    ("zamba", {"n_mamba_heads": 4, "mamba_d_conv": 3}),
-    ("qwen3_next", {"linear_key_head_dim": 4, "linear_value_head_dim": 16}),
-]
+VARIANTS = [(kind, {}) for kind in sorted(FAMILIES)]
+VARIANTS += [(kind, options) for kind, some in TABLES["variants"].items() for options in some]
 
 
 def hybrid(kind: str, **options: Any) -> HybridLM:
