@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import MIXERS, Cell, Edit, EditedState, ScanningCell
+from longrnn.cells import MIXERS, EditedState, ScanningCell
 from longrnn.models import LanguageModel, RecurrentLM, Rows, recurrent
 from longrnn.ops import cpu, window
 from longrnn.ops.scan import definition as scan
@@ -158,20 +158,6 @@ def gradients(outputs: PyTree, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         functional(outputs, seed=99), list(inputs.values()), materialize_grads=True
     )
     return {f"gradient of {name}": g for name, g in zip(inputs, found, strict=True)}
-
-
-def cell_outcome(
-    cell: Cell, x: Tensor, state: PyTree, sizes: Sequence[int], edit: Edit | None = None
-) -> dict[str, Tensor]:
-    """Outputs, final state and every gradient of a cell run in pieces, by name."""
-    x, state = differentiable(x), differentiable(state)
-    outputs, after = [], state
-    for piece in x.split(list(sizes), dim=1):
-        y, after = cell(piece, after, edit)
-        outputs.append(y)
-    y = torch.cat(outputs, dim=1)
-    inputs = {"x": x, **real_leaves(state, "state."), **parameters(cell)}
-    return {"y": y, **real_leaves(after, "final ")} | gradients((y, after), inputs)
 
 
 def read(

@@ -235,7 +235,8 @@ def gru(mixer: Any, chain: Definition, x: Tensor, state: HiddenState) -> tuple[T
 def rnn(mixer: Any, chain: Definition, x: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:
     cell, h = mixer.cell, state.h
     sums = x @ cell.weight_ih_l0.T + cell.bias_ih_l0 + h @ cell.weight_hh_l0.T + cell.bias_hh_l0
-    h = chain.vector(None, sums.tanh() if cell.nonlinearity == "tanh" else sums.relu(), h)
+    activation = {"tanh": Tensor.tanh, "relu": Tensor.relu, "identity": Tensor.clone}
+    h = chain.vector(None, activation[mixer.cpu_cell](sums), h)
     return h, HiddenState(h)
 
 

@@ -1,4 +1,4 @@
-"""Changes of the steps by numbers per head, with decays per head and per key, in every path."""
+"""Changes of the steps in every path; a stage that an implementation does not know is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.cells import MIXERS, Edit, StepChange, Steps, merge
+from longrnn.cells import MIXERS, Edit, merge
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
@@ -17,49 +17,7 @@ from tests.contracts.builders import assert_near, build_model, mixer_spec, rando
 
 pytestmark = pytest.mark.core
 
-# One head and one key more than any other size, so that a wrong axis does not broadcast.
-BATCH, TIME, HEADS, KEYS, CHANNELS = 2, 3, 5, 7, 4
 MIXER = {"kind": "mamba2", "d_state": 6, "head_dim": 4, "n_groups": 2}
-
-
-def random_steps(rate_shape: tuple[int, ...], decay_shape: tuple[int, ...] | None) -> Steps:
-    randomness = torch.Generator().manual_seed(0)
-
-    def positive(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=randomness, dtype=torch.float64) + 0.1
-
-    decay_dt = None if decay_shape is None else positive(BATCH, TIME, *decay_shape)
-    x, dt = positive(BATCH, TIME, HEADS, CHANNELS), positive(BATCH, TIME, HEADS)
-    return Steps(x, dt, -positive(*rate_shape), decay_dt)
-
-
-@pytest.mark.parametrize("rate_shape", [(HEADS,), (BATCH, TIME, HEADS), (HEADS, KEYS)])
-@pytest.mark.parametrize("decay_shape", [None, (HEADS,), (HEADS, KEYS)])
-def test_numbers_per_head_apply_to_all_keys_of_a_head(
-    rate_shape: tuple[int, ...], decay_shape: tuple[int, ...] | None
-) -> None:
-    steps = random_steps(rate_shape, decay_shape)
-    numbers = torch.arange(1.0, HEADS + 1, dtype=torch.float64) / HEADS
-    change = StepChange(threshold=numbers / 2, step=2 * numbers, power=numbers, log_rate=numbers)
-    edited = Edit(steps=(change,), keep=numbers, add=numbers).apply(steps)
-    by_key = rate_shape == (HEADS, KEYS) or decay_shape == (HEADS, KEYS)
-    assert edited.log_decay.shape == (BATCH, TIME, HEADS, *[KEYS] * by_key)
-    for head, number in enumerate(numbers):
-        dt = steps.dt[:, :, head]
-        ignored = dt <= number / 2
-        assert torch.equal(edited.x[:, :, head] == 0, ignored[..., None].expand(-1, -1, CHANNELS))
-        gain = (2 * number * number * dt).masked_fill(ignored, 0)
-        assert_near(edited.gain[:, :, head], gain, 1e-10)
-        A = steps.A[:, :, head] if steps.A.ndim == 3 else steps.A[head]
-        step = dt if steps.decay_dt is None else steps.decay_dt[:, :, head]
-        rate = -(A.abs() ** number) * number.exp()
-        if by_key:
-            step = step if step.ndim == 3 else step[..., None]
-            rate = rate[..., None] if rate.ndim == 2 else rate
-            ignored = ignored[..., None]
-        log_decay = (2 * number * step * rate).masked_fill(ignored, 0) + number.log()
-        expected = log_decay.expand_as(edited.log_decay[:, :, head])
-        assert_near(edited.log_decay[:, :, head], expected, 1e-10)
 
 
 def observed_steps(model: RecurrentLM, tokens: Tensor) -> Tensor:
