@@ -13,6 +13,7 @@ from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError
 from longrnn.options import Options
 from longrnn.training.config import configured
+from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 from tests.refusals import naming
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
@@ -66,30 +67,6 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
     assert configured(write(tmp_path, dump_config(config))) == config
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "message"),
-    [
-        ("rat: 1", [], "rate"),
-        ("1: 2", [], "names"),
-        ("steps: many", [], "steps"),
-        ("inner: {width: [1]}", [], "inner.width"),
-        ("rate: null", [], "rate"),
-        ("rate: 1", ["steps"], "steps"),
-        ("rate: 1", ["free={a: 1"], "YAML"),
-        ("rate: 1", ["rate.a=1"], "rate"),
-        ("", [], "empty"),
-        ("- a\n- b", [], "mapping"),
-        ("a: [1", [], "YAML"),
-    ],
-)
-def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
-    """An unknown or ill-typed key is refused in one sentence that names it."""
-    path = write(tmp_path, text)
-    with pytest.raises(UserError, match=message) as error:
-        load(path, overrides)
-    assert "\n" not in str(error.value)
-
-
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file goes before a bundled name; a path without a readable text file is refused."""
     monkeypatch.chdir(tmp_path)
@@ -114,21 +91,51 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert config.task["data"] == ["/home/me/a.txt", "b~/c.txt"]
 
 
-NUMBERS = "seed max_steps eval_samples learning_rate adam_beta2 max_grad_norm length.max peft.r"
-
-
-@pytest.mark.parametrize("key", NUMBERS.split())
-@pytest.mark.parametrize("value", ["-1", "nan", "many"])
-def test_numbers_out_of_range_are_one_sentence(key: str, value: str) -> None:
-    """The sentence names the key."""
-    with pytest.raises(UserError, match=naming(key)) as refusal:
-        configured("reverse_small", [f"{key}={value}"])
-    assert "\n" not in str(refusal.value)
-
-
 def test_words() -> None:
     """`no`, which YAML reads as false, is a word; a boolean is not a value of a kind."""
     config = configured("reverse_small", ["mixed_precision=no", "gradient_checkpointing=true"])
     assert (config.mixed_precision, config.gradient_checkpointing) == ("no", "block")
     with pytest.raises(UserError, match="option 'init"):
         MIXERS.complete({"kind": "mamba2", "init": False})
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGED = "a: &a {x: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 9)}]}}\n"
+    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("value", ["12e4567890123456", "1e5", "true", "3", 1e-05, 12.0, None])
+def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
+    """A fingerprint that looks like a number stays a text."""
+    assert parse_yaml(yaml_text({"fingerprint": value})) == {"fingerprint": value}
+    assert parse_yaml("1e3-run") == "1e3-run"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BOMB, "too many values"),
+        (MERGED, "too many values"),
+        ("a: &a [*a]", "contains itself"),
+        ("a: &a {b: [*a]}", "contains itself"),
+        ("seed: 1\nseed: 2", "'seed' occurs twice"),
+        ("task: {kind: copy, kind: sort}", "'kind' occurs twice"),
+        ("[" * 5000, "recursion"),
+    ],
+)
+def test_texts_that_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+    """The file and the reason are named, before anything is made of the values."""
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"a.yaml.*{reason}"):
+        read_mapping(tmp_path / "a.yaml", "write it again")
+
+
+def test_aliases_and_merged_mappings_are_read() -> None:
+    """An alias is the value that it names, and keys of a mapping go before merged ones."""
+    text = "a: &a {x: 1, y: 2}\nb: [*a, *a]\nc: {<<: *a, y: 3}"
+    assert parse_yaml(text)["b"] == [{"x": 1, "y": 2}] * 2
+    assert parse_yaml(text)["c"] == {"x": 1, "y": 3}

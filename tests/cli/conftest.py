@@ -22,6 +22,7 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
 from tests.hf.foreign import causal, with_bytes
+from tests.hf.test_rnn_weights import TorchModel
 from tests.training.runs import LSTM, tiny, train, write_config
 
 
@@ -109,6 +110,9 @@ def commands(
             yield from commands(command, name, groups=groups)
 
 
+KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256: [aa]\n"
+
+
 @pytest.fixture(scope="session")
 def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the inputs that commands name."""
@@ -128,6 +132,16 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad.yaml": "evaluations: [{kind: paskey}]",
         "mine.yaml": "evaluations: [{kind: passkey, lengths: [180], depths: [0, 1], n: 2}]",
         "c.yaml": "seed: 0",
+        "binary.yaml": b"\xff\x00\x01",
+        "empty.yaml": "",
+        "empty_list.yaml": KNOWN + "mitigation: []\n",
+        "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
+        "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
+        "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
+        "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
+        "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
+        "diagnosis.yaml": "collapsing: [[0, 4]]\n",
+        "healthy.yaml": "collapsing: []\n",
     }
     for name, content in files.items():
         (root / name).parent.mkdir(exist_ok=True)
@@ -136,6 +150,8 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_config(tiny("reverse", Path("run"), init_from="x"), root / "on.yaml")
     with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), root / "llama")
     with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
+    torch.save(TorchModel("GRU", 1, 4), root / "whole.pt")
+    torch.save({"epoch": 3}, root / "numbers.pt")
     shutil.copytree(models / "text", root / "half")
     with open(root / "half/model.safetensors", "rb+") as file:
         file.truncate(2000)

@@ -16,7 +16,7 @@ from longrnn.hf.opened import open_checkpoint
 from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.auto.models import build_auto
+from tests.hf.foreign import build_auto
 
 WINDOW = "sliding_window(window=9)"
 

@@ -1,4 +1,4 @@
-"""Every command does what its help says, on tiny checkpoints."""
+"""Every command explains itself, and does what its help says, on tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from matplotlib.figure import Figure
 
 from longrnn import generate, load
+from longrnn.cli.app import app
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, Shelf, table
+from tests.cli.conftest import CLI, Shelf, commands, table
 from tests.conftest import not_drawn
 from tests.texts import DATA
 
@@ -89,3 +91,18 @@ def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sys.modules["longrnn.models.generate"], "generate", said)
     assert cli(*command, "--prompt", "a").out == "aé🙂\n", "whole characters"
+
+
+ROOT = typer.main.get_command(app)
+COMMANDS = {(): ROOT, **dict(commands(ROOT, groups=True))}
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
+def test_help_has_an_example_and_describes_every_parameter(name: tuple[str, ...], cli: CLI) -> None:
+    result = cli(*name, "--help")
+    assert result.code == 0
+    assert "Usage: longrnn" in result.out
+    assert re.search(r"<\w+>|list\[", result.out) is None  # types of Python
+    assert f"Example: {' '.join(('longrnn', *name))} " in " ".join(result.out.split())
+    parameters = COMMANDS[name].params
+    assert [one.name for one in parameters if not getattr(one, "help", None)] == []

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from longrnn import load_tokenizer
 from longrnn.errors import UserError
 from tests.cli.conftest import CLI, refused
-from tests.hf.test_rnn_weights import BASIC, TorchModel, tensorflow_weights
+from tests.hf.test_rnn_weights import BASIC, tensorflow_weights
 from tests.refusals import naming
 
 
@@ -44,22 +43,3 @@ def test_a_folder_of_raw_files_opens_with_its_characters(tmp_path: Path, cli: CL
     (tmp_path / "book.txt").write_text("a bad cab" * 10, encoding="utf-8")
     assert cli("eval", "perplexity", "ours", "--text", "book.txt", "--lengths", "16").code == 0
     refused(cli, "convert", "ours", "hf", "--to", "hf", says=("lstm",))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("missing.pt ours --to ours --from torch", ("missing.pt", ".safetensors")),
-        ("whole.pt ours --to ours --from torch", ("whole.pt", "state_dict")),
-        ("numbers.pt ours --to ours --from torch", ("numbers.pt", "state dict")),
-        ("whole.pt ours --to ours --from jax", ("jax", "torch")),
-        ("whole.pt ours --to hf --from torch", ("hf", "ours")),
-        ("passkey-tiny ours --to hf --names charrnn", ("--names", "--from")),
-    ],
-)
-def test_a_conversion_that_cannot_be_done_is_refused(
-    arguments: str, named: tuple[str, ...], tmp_path: Path, cli: CLI
-) -> None:
-    torch.save(TorchModel("GRU", 1, 4), tmp_path / "whole.pt")
-    torch.save({"epoch": 3}, tmp_path / "numbers.pt")
-    refused(cli, "convert", *arguments.split(), says=named)

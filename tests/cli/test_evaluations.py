@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from longrnn.cli.options import results_folder
-from longrnn.results import StoredRow, read_rows
 from tests.cli.conftest import CLI, refused
+from tests.evaluation.small_models import rows
 
 
 @pytest.fixture
@@ -22,10 +22,6 @@ def shelf(tmp_path: Path) -> Path:
         f"{one[:-1]}, {{kind: perplexity, texts: [book.txt], lengths: [64, 256], windows: 2}}]"
     )
     return tmp_path
-
-
-def rows(folder: Path) -> list[StoredRow]:
-    return read_rows(folder / "rows.jsonl")[0]
 
 
 def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) -> None:

@@ -12,9 +12,13 @@ import torch
 
 from longrnn import load, load_tokenizer
 from longrnn.evaluation import perplexity
+from longrnn.hf.layouts import LAYOUTS
 from tests.cli.conftest import CLI, refused
-from tests.training.journeys import IDS, PADDED_IDS, documents, published_mamba2
+from tests.hf.foreign import native
+from tests.texts import DATA, trained_bpe
 from tests.training.runs import last_checkpoint, metrics
+
+DOCUMENTS, IDS = DATA / "texts", trained_bpe().vocab_size
 
 SMALL = ["max_steps=4", "eval_steps=2", "save_steps=2", "logging_steps=1"]
 SMALL += ["learning_rate=0.01", "eval_length=64", "eval_samples=1", "segments_per_step=2"]
@@ -23,10 +27,15 @@ SMALL += ["per_device_train_batch_size=2", "--length", "32", "--evaluate-to", "6
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published checkpoint `base` and documents `docs`."""
+    """A checkpoint `base` as `state-spaces/mamba2-*` has it, with a BPE tokenizer.
+
+    Matrices in float16, the rates in float32, and an embedding with more rows than there are ids.
+    """
     root = tmp_path_factory.mktemp("finetune")
-    published_mamba2(root / "base", d_model=8)
-    documents(root / "docs")
+    native(root / "base", ids=IDS)
+    narrow: Any = load(root / "base", dtype=torch.float16)
+    LAYOUTS["native"].save(narrow, root / "base")
+    trained_bpe().save(root / "base")
     return root
 
 
@@ -68,9 +77,9 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = load(shelf / "base")
-    assert base.vocab_size == PADDED_IDS
+    assert base.vocab_size > IDS
     assert {p.dtype for p in base.parameters()} == {torch.float16, torch.float32}
-    done = cli("finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL)
+    done = cli("finetune", shelf / "base", "--data", DOCUMENTS, "--output", "run", *SMALL)
     assert done.code == 0, done.err
     rows = metrics(Path("run"))
     evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
@@ -94,13 +103,13 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
 
 
 def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
-    models: Path, shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
+    models: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml.
 
     The command that an interrupted one prints has its options for the evaluation.
     """
-    command = ["finetune", models / "text", "--data", shelf / "docs", "--output", "run", *SMALL]
+    command = ["finetune", models / "text", "--data", DOCUMENTS, "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()
     resume = ["finetune", "--resume", "run", "--evaluate-to", "64"]
@@ -129,7 +138,7 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     base = shelf / "base"
     refused(cli, "finetune", base, says=("--data",))
     refused(cli, "finetune", "--resume", "run", "--length", "8", says=("--length",))
-    command = ["finetune", base, "--data", shelf / "docs", "--output", "run", *SMALL]
+    command = ["finetune", base, "--data", DOCUMENTS, "--output", "run", *SMALL]
     refused(cli, *command, "validation=null", says=("--no-evaluate",))
     done = cli("--quiet", *command[:6], "max_steps=10", "--length", "32", "--dry-run")
     assert (done.code, "eval_steps: 2" in done.out) == (0, True)

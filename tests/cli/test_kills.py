@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors import safe_open
 
+from tests.cli.conftest import table
+from tests.texts import DATA
 from tests.training.forks import Fork
 from tests.training.runs import tiny, write_config
 
@@ -32,48 +34,8 @@ SUMS = "checksums.json"
 CLOCK = {"tokens_per_second", "seconds", "time", "date", "steps_per_second"}
 
 
-class Command(NamedTuple):
-    """A command that is killed; `again` continues its run."""
-
-    first: str
-    again: str | None = None
-
-
-EVAL = "--output {out}"
-BOOK = "--text {shelf}/text.txt"
-FINETUNE = "finetune {shelf}/mamba2 --data {shelf}/text.txt --length 32 max_steps=30 save_steps=3"
-COMMANDS: dict[str, Command] = {
-    "train": Command("train {shelf}/train.yaml output_dir={out}", "train --resume {out}"),
-    "grid": Command("train {shelf}/short.yaml --grid seed=1,2 output_dir={out}"),
-    "finetune": Command(
-        f"{FINETUNE} logging_steps=2 eval_length=64 eval_samples=2 --evaluate-to 64 {EVAL}",
-        "finetune --resume {out} --evaluate-to 64",
-    ),
-    "passkey": Command(
-        f"eval passkey {{shelf}}/model --lengths 160,256 --n 8 --batch-size 2 {EVAL}"
-    ),
-    "perplexity": Command(
-        f"eval perplexity {{shelf}}/model {BOOK} --lengths 64 --batch-size 1 {EVAL}"
-    ),
-    "task": Command(
-        f"eval task {{shelf}}/model --task sort --vocab-size 64 --lengths 12 --n 256 {EVAL}"
-    ),
-    "memory": Command(f"diagnose memory {{shelf}}/model {BOOK} --positions 16,64 {EVAL}"),
-    "states": Command(
-        f"diagnose states {{shelf}}/mamba2 {BOOK} --train-length 64 --length 1k {EVAL}"
-    ),
-    "gradients": Command(f"diagnose gradients {{shelf}}/model {BOOK} --length 32 {EVAL}"),
-    "compare": Command(
-        f"compare {{shelf}}/model {{shelf}}/mamba2 --suite {{shelf}}/suite.yaml {EVAL}"
-    ),
-    "calibrate": Command(
-        f"calibrate {{shelf}}/mamba2 {BOOK} --method scale_decay(steps=4,windows=2) "
-        "--train-length 32 --target-length 128 --output {out}/c.yaml"
-    ),
-    "repair": Command(f"repair collapse-tiny {BOOK} --length 512 --folds-only --budget 0.2 {EVAL}"),
-    "convert": Command("convert {shelf}/mamba2 {out} --to hf"),
-    "data": Command("data build --out {out} {shelf}/text.txt"),
-}
+# By its name, a command that is killed, and the one that continues its run where it is another.
+COMMANDS = dict(table((DATA / "kills.txt").read_text(), {}))
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +62,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(command: Command, shelf: Path, folder: Path, *, again: bool) -> Fork:
+def start(lines: list[str], shelf: Path, folder: Path, *, again: bool) -> Fork:
     begun = again and (folder / "out/train.yaml").is_file()
-    line = (begun and command.again) or command.first
-    arguments = line.format(shelf=shelf, out=folder / "out").split()
+    arguments = lines[-1 if begun else 0].format(shelf=shelf, out=folder / "out").split()
     return Fork(*arguments, folder=folder.parent / "log")
 
 

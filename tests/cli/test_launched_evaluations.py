@@ -6,14 +6,13 @@ Judged by what was written: gloo aborts about one run in ten at its very end.
 from __future__ import annotations
 
 import json
-import time
+import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from longrnn.results import StoredRow, read_rows
-from tests.launched import launch, launched
+from tests.launched import launched
 from tests.training.forks import pair, run
 
 
@@ -97,15 +96,10 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     out = tmp_path / "out"
     command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
     command += ["--batch-size", "2", "--output", out]
-    process = launch(*command)
-    part, deadline = out / "rows-1.jsonl", time.monotonic() + 200
-    while not (part.exists() and part.read_bytes().count(b"\n") > 9):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    psutil.Process(process.pid).children(recursive=True)[-1].kill()
-    process.communicate(timeout=200)
-    assert process.returncode != 0
+    both, part = pair(*command, folder=tmp_path / "log"), out / "rows-1.jsonl"
+    assert both[1].when(lambda: part.exists() and part.read_bytes().count(b"\n") > 9)
+    both[1].send(signal.SIGKILL)
+    assert all(process.end() != 0 for process in both)
     kept = {json.dumps(row) for row in rows(out)}
     assert 10 <= len(kept) < 400
     done = run(*command)

@@ -12,36 +12,16 @@ from longrnn.cli.app import app
 from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.cli.conftest import CLI, commands, contents
+from tests.cli.conftest import CLI, commands, contents, table
 from tests.holders import held
+from tests.texts import DATA
 from tests.training.forks import pair
 from tests.training.runs import MAMBA2, tiny, write_config
 
 pytestmark = pytest.mark.core
 
-TEXT = ["--text", "a.txt"]
-OUTPUT = ["--output", "out"]
-TRAINED = ["--train-length", "64"]
-# Arguments of every command that writes a folder `out`, or a file of that name.
-PLACES = {
-    "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT],
-    "eval task": ["{run}", "--n", "2", *OUTPUT],
-    "eval perplexity": ["{model}", *TEXT, "--lengths", "64", *OUTPUT],
-    "compare": ["{model}", "--suite", "suite.yaml", *OUTPUT],
-    "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT],
-    "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT],
-    "diagnose gradients": ["{run}", "--length", "4", *OUTPUT],
-    "report": ["{run}", *OUTPUT],
-    "train": ["{config}", "output_dir=out"],
-}
-SHORT = ["--length", "16", "--no-evaluate", "max_steps=1", "per_device_train_batch_size=1"]
-PLACES["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT]
-METHOD = ["--method", "state_norm", "--output", "out.yaml"]
-PLACES |= {
-    "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED],
-    "data build": ["--out", "out", "a.txt"],
-    "repair": ["{model}", *TEXT, "--length", "128", *TRAINED, "--budget", "0.001", *OUTPUT],
-}
+# By its name, the arguments of every command that writes a folder `out`, or a file of that name.
+PLACES = dict(table((DATA / "locks.txt").read_text(), {}))
 # lm-eval writes new files, whose names hold the time; a conversion appears whole
 # under its name, which must be new.
 OTHERS = {"eval harness", "convert"}
@@ -81,7 +61,7 @@ def test_a_command_is_refused_while_another_process_writes_there(
 ) -> None:
     """The message names the owner and the remedy, the code is 2, and nothing is written."""
     target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
-    command = [*name.split(), *(argument.format(**places) for argument in PLACES[name])]
+    command = [*name.split(), *PLACES[name][0].format(**places).split()]
     with held(target) as pid:
         before = contents(tmp_path)
         refused = cli(*command)

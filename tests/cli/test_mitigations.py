@@ -10,8 +10,7 @@ import pytest
 from longrnn import load, mitigation
 from longrnn.data.prompts import FILLER
 from longrnn.results import read_rows
-from tests.cli.conftest import CLI, refused, table
-from tests.texts import DATA
+from tests.cli.conftest import CLI, refused
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
 SMALL = ["--lengths", "160", "--depths", "1", "--n", "2"]
@@ -91,32 +90,3 @@ def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     assert cli(*PASSKEY, "--mitigation", spec.format("plain")).code == 0
     says = ("the diagnosis of another model",)
     refused(cli, *PASSKEY, "--mitigation", spec.format("ours"), says=says)
-
-
-KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256: [aa]\n"
-FILES = {
-    "empty.yaml": "",
-    "open.yaml": "a: [\n",
-    "none.yaml": KNOWN + "mitigation: []\n",
-    "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
-    "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
-    "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
-    "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
-    "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
-    "diagnosis.yaml": "collapsing: [[0, 4]]\n",
-    "healthy.yaml": "collapsing: []\n",
-}
-COLLAPSING = "forget_more(heads=collapsing, diagnosis="
-# A mitigation, and what its error must contain.
-CASES = table((DATA / "mitigations.txt").read_text(), {"COLLAPSING ": COLLAPSING})
-
-
-@pytest.mark.parametrize(("spec", "says"), CASES, ids=[spec or "nothing" for spec, _ in CASES])
-def test_bad_specs(spec: str, says: list[str], cli: CLI, tmp_path: Path) -> None:
-    """A bad mitigation is refused in one sentence, and nothing is written."""
-    if spec.startswith(COLLAPSING):
-        spec += ")"
-    for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\x00\x01")
-    refused(cli, *PASSKEY, "--mitigation", spec, says=tuple(says))

@@ -5,6 +5,8 @@ The names in capitals are those of `tests.cli.conftest.Shelf`.
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tests.cli.conftest import CLI, Shelf, refused, table
@@ -12,20 +14,26 @@ from tests.texts import DATA
 
 PASSKEY = "eval passkey TEXT --lengths 160 --depths 1 --n 1"
 TRAIN = "train c.yaml"
+MIXER = f"{TRAIN} model.d_model=8 'model.mixer={{"
+TASK = f"{TRAIN} 'task={{kind: "
+TEXTS = f"{TRAIN} eval_steps=1 'task={{kind: text, data: [book.txt, filler.txt]}}'"
 STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
 GRADIENTS = "diagnose gradients RUN --length 8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
+SHORTHANDS = {
+    name: value for name, value in [*globals().items()] if name.isupper() and isinstance(value, str)
+}
 # A command, and what its error must contain.
-CASES = (DATA / "refusals.txt").read_text().replace(r"\udcff", "\udcff")  # a byte that is not UTF-8
-SHORTHANDS = ("PASSKEY", "STATES", "GRADIENTS", "CALIBRATE", "HARNESS", "TRAIN")
+FILE = (DATA / "refusals.txt").read_text()
+CASES = table(FILE.replace(r"\udcff", "\udcff"), SHORTHANDS)  # a byte that is not UTF-8
+CASES += [
+    (f"{PASSKEY.replace('TEXT', 'SHORT')} --mitigation {shlex.quote(spec)}", names)
+    for spec, names in table((DATA / "mitigations.txt").read_text(), {})
+]
 
 
-def cases() -> list[tuple[str, list[str]]]:
-    return table(CASES, {name: globals()[name] for name in SHORTHANDS})
-
-
-@pytest.mark.parametrize(("command", "names"), cases(), ids=[command for command, _ in cases()])
+@pytest.mark.parametrize(("command", "names"), CASES, ids=[command for command, _ in CASES])
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")

@@ -10,13 +10,13 @@ import pytest
 from longrnn.data import Passkey, prompts
 from longrnn.errors import UserError
 from longrnn.evaluation.options import PasskeyOptions
-from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.run import Outcome
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import trie
 from longrnn.intervals import paired_proportion, proportion
 from longrnn.text import ByteTokenizer
-from tests.evaluation.oracles import Oracle
-from tests.evaluation.small_models import SHORT, cells, rows, small_model
+from tests.evaluation import small_models
+from tests.evaluation.small_models import SHORT, Oracle, cells, rows, small_model
 from tests.refusals import naming
 from tests.texts import trained_bpe
 
@@ -28,13 +28,7 @@ INSERTED: dict[str, Any] = {"lengths": [200, 300, 400], "insert_at": [0, 100, 20
 
 
 def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
-    opened = [
-        model
-        if isinstance(model, OpenCheckpoint)
-        else OpenCheckpoint(f"model{number}", model, ByteTokenizer())
-        for number, model in enumerate(models)
-    ]
-    return run(opened, [PasskeyOptions(**(options or GRID)).evaluation()], folder, quiet=True)[0]
+    return small_models.measure(PasskeyOptions(**(options or GRID)), folder, *models)
 
 
 def keys(folder: Path) -> dict[tuple[Any, ...], str]:

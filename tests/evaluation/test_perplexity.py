@@ -20,10 +20,9 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
 from longrnn.inference import trie
 from longrnn.intervals import ratio
-from longrnn.models import LanguageModel, LMOutput, base
-from longrnn.state import LMState
+from longrnn.models import LMOutput, base
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import KINDS_OF_CELLS, build_model
+from tests.contracts.builders import KINDS_OF_CELLS, Scripted, build_model
 from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, rows, small_model
 from tests.texts import trained_bpe
 
@@ -142,27 +141,19 @@ def test_a_model_with_a_maximum_length(tmp_path: Path) -> None:
     assert further[BITS, 64, "short"].estimate == pytest.approx(found[BITS, 64, "short"].estimate)
 
 
-class Counting(LanguageModel):
+class Counting(Scripted):
     """A uniform model that records the sizes of its calls and may be interrupted."""
 
     def __init__(self, fails_after: int = 1000) -> None:
-        super().__init__()
-        self.vocab_size = 1000
+        super().__init__(1000, lambda read: torch.zeros(1))
         self.calls: list[int] = []
         self.fails_after = fails_after
 
-    def weights_fingerprint(self) -> str:
-        return "counting"
-
-    def init_state(self, batch_size: int) -> LMState:
-        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
-
-    def forward(self, tokens: Tensor, state: LMState | None = None, **_: Any) -> LMOutput:
+    def forward(self, tokens: Tensor, *others: Any, **named: Any) -> LMOutput:
         if len(self.calls) == self.fails_after:
             raise KeyboardInterrupt
-        assert state is not None
         self.calls.append(tokens.numel())
-        return LMOutput(torch.zeros(*tokens.shape, self.vocab_size), state)
+        return super().forward(tokens, *others, **named)
 
 
 def counted(folder: Path, model: Any, **changes: Any) -> None:

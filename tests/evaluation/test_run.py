@@ -17,8 +17,10 @@ from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, run, run_and_report
 from longrnn.evaluation.suites import read_suite
 from longrnn.hf.opened import OpenCheckpoint
+from tests.cli.conftest import table
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming
+from tests.texts import DATA
 
 PAIRS = f"pairs of {'bytes ' * 12}"  # as long as a reason
 SUITE = """
@@ -141,27 +143,8 @@ def test_rows_are_found_by_the_options_that_values_depend_on(
         assert [one for one in found if found.count(one) > 1] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("evaluations: []", ("evaluations",)),
-        ("evaluations: 3", ("evaluations",)),
-        ("evaluation: [{kind: cost}]", ("evaluation",)),
-        ("evaluations: [{kind: passkeys}]", ("passkeys", "passkey")),
-        ("evaluations: [{kind: [passkey]}]", ("passkey",)),
-        ("evaluations: [{kind: passkey, depth: 3}]", ("depth", "depths")),
-        ("evaluations: [{kind: cost, lengths: [0]}]", ("lengths", 0)),
-        ("evaluations: [{kind: cost, lengths: [[256]]}]", ("lengths.0",)),
-        ("evaluations: [{kind: cost, lengths: [256, null]}]", ("lengths.1",)),
-        ("evaluations: [{kind: passkey, depths: [{0: 1}]}]", ("depths.0",)),
-        ("evaluations: [{kind: passkey, insert_at: [0, [1]]}]", ("insert_at.1",)),
-        ("evaluations: [{kind: answers}]", ("data",)),
-        ("evaluations: [{kind: memory, texts: []}]", ("texts",)),
-        ("seed: -1\nevaluations: [{kind: passkey}]", ("seed", -1)),
-        ("{broken", ("mine.yaml",)),
-    ],
-)
-def test_suites_that_are_not_valid(text: str, names: tuple[Any, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "names"), table((DATA / "suites.txt").read_text(), {}))
+def test_suites_that_are_not_valid(text: str, names: list[str], tmp_path: Path) -> None:
     """The file and the name of what is wrong are in the message."""
     with pytest.raises(UserError, match=naming("mine.yaml", *names)):
         suite(tmp_path, text)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from longrnn.evaluation.options import SequenceOptions
-from longrnn.evaluation.run import Outcome, run
-from longrnn.hf.opened import OpenCheckpoint
+from longrnn.evaluation.run import Outcome
 from longrnn.intervals import proportion
 from longrnn.models import LMOutput
 from longrnn.state import LMState
-from longrnn.text import ByteTokenizer
+from tests.evaluation import small_models
 from tests.evaluation.small_models import SHORT, cells, small_model
 
 TASK: dict[str, Any] = {"task": {"kind": "reverse", "vocab_size": 8, "held_out": 20}}
@@ -48,12 +47,8 @@ class Mirror:
 
 
 def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
-    opened = [
-        OpenCheckpoint(f"model{number}", model, ByteTokenizer())
-        for number, model in enumerate(models)
-    ]
-    evaluation = SequenceOptions(**TASK | {"lengths": [6], "batch_size": 8} | options).evaluation()
-    return run(opened, [evaluation], folder, quiet=True)[0]
+    asked = TASK | {"lengths": [6], "batch_size": 8} | options
+    return small_models.measure(SequenceOptions(**asked), folder, *models)
 
 
 def test_scores(tmp_path: Path) -> None:
@@ -82,8 +77,6 @@ def test_conditions(tmp_path: Path) -> None:
 
 def test_a_length_out_of_reach(tmp_path: Path) -> None:
     """A sequence with its answer that exceeds the model's maximum length has a reason."""
-    short = small_model("short", position=SHORT)
-    evaluation = SequenceOptions(**TASK, lengths=[100, 151], n=3).evaluation()
-    found = cells(run([short], [evaluation], tmp_path, quiet=True)[0])
+    found = cells(measure(tmp_path, small_model("short", position=SHORT), lengths=[100, 151], n=3))
     assert found["task, exact match", 100, "short"].estimate is not None
     assert "300" in str(found["task, exact match", 151, "short"])

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from longrnn.evaluation.options import PasskeyOptions
-from longrnn.evaluation.run import Outcome, run
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
 from longrnn.models import LanguageModel
 from longrnn.state import LMState
-from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
 from tests.contracts.builders import (
     assert_near,
     build_mitigated,
@@ -25,7 +21,7 @@ from tests.contracts.builders import (
     random_tokens,
     real_leaves,
 )
-from tests.evaluation.oracles import Oracle
+from tests.evaluation.small_models import Oracle, measure
 
 pytestmark = pytest.mark.core
 
@@ -74,16 +70,11 @@ def test_chunks_and_batches_of_every_size_equal_the_loop(
         assert_near(tensor, expected[leaf], 1e-12, leaf)
 
 
-def measure(output: Path, model: Any, **options: Any) -> Outcome:
-    grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1], **options}
-    subject = OpenCheckpoint("model", model, ByteTokenizer())
-    return run([subject], [PasskeyOptions(**grid).evaluation()], output, quiet=True)[0]
-
-
 def test_passkeys(tmp_path: Path) -> None:
     """A chunk as long as the prompt, or longer, gives the answers of the plain prompt."""
     for chunk in (None, 600, 4096):
         for forgets, recalled in ((300, False), (None, True)):
             output, oracle = tmp_path / f"{chunk}-{forgets}", Oracle(forgets=forgets)
-            found = measure(output, oracle, chunk_select=chunk).results["model"]
-            assert [row["correct"] for _, row in found] == [recalled] * 6
+            grid: dict[str, Any] = {"lengths": [600], "n": 2, "depths": [0, 0.35, 1]}
+            outcome = measure(PasskeyOptions(**grid, chunk_select=chunk), output, oracle)
+            assert [row["correct"] for _, row in outcome.results["model0"]] == [recalled] * 6

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn import load
 from longrnn.data import TASKS, UNSCORED, Batch
 from longrnn.models import RecurrentLM
 from longrnn.state import take
 from longrnn.training.config import configured
 from longrnn.training.objective import Objective
-from tests.training.runs import crash, metrics, tiny, train
-
-FIRST: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "warmup_steps": 0, "fill": {}}
+from tests.training.runs import crash, metrics
 
 
 def by_token(model: RecurrentLM, batch: Batch) -> Tensor:
@@ -86,28 +83,12 @@ def test_the_loss_is_that_of_a_loop(
     torch.testing.assert_close(one, by_token(model, batch.row(1)), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["passkey", "streams"])
-def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
-    """Two micro-batches of carried rows give the losses of one batch with all of them."""
-    how: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "initial_state": {"kind": "carry"}}
-    one = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, **how}
-    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **how}
-    for name, changes in (("one", one), ("two", two)):
-        train(tiny(kind, tmp_path / name, **changes))
-    for row, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert row["tokens"] == other["tokens"]
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "losses"),
     [
-        ("passkey_tiny_short", {20: 9.51424}),
-        pytest.param("passkey_tiny_short", {100: 2.19071, 200: 2.12262}, marks=pytest.mark.slow),
-        pytest.param(
-            "passkey_tiny", {20: 0.15635, 100: 0.04538, 200: 0.03588}, marks=pytest.mark.slow
-        ),
+        ("passkey_tiny_short", {20: 9.51424, 100: 2.19071, 200: 2.12262}),
+        ("passkey_tiny", {20: 0.15635, 100: 0.04538, 200: 0.03588}),
     ],
 )
 def test_the_embedded_checkpoints_can_be_trained_again(
@@ -118,15 +99,3 @@ def test_the_embedded_checkpoints_can_be_trained_again(
     crash(config, max(losses), monkeypatch)
     found = {row["step"]: row["loss"] for row in metrics(tmp_path / "run")}
     assert losses == pytest.approx({step: found[step] for step in losses}, abs=1e-3)
-
-
-def test_training_learns(tmp_path: Path) -> None:
-    """A small model learns to copy, and the model that is saved is the one that learned."""
-    task = {"kind": "copy", "vocab_size": 4, "held_out": 8}
-    how = {"max_steps": 400, "learning_rate": 0.02, "per_device_train_batch_size": 32}
-    done = train(tiny("reverse", tmp_path / "run", task=task, length={"max": 3}, **how))
-    assert done.rows[-1]["token_accuracy"] > 0.9
-    batch = TASKS.build(task, None).held_out(8, length=3)
-    model: Any = load(tmp_path / "run")
-    predictions = model(batch.tokens).logits.argmax(-1)
-    assert ((predictions == batch.targets) & batch.answers()).sum() > 0.8 * batch.answers().sum()

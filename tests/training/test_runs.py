@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from longrnn import load, train
-from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
 from tests.cli.conftest import contents
@@ -79,26 +78,6 @@ def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     before, after = (model.state_dict() for model in (load(origin), branch.model()))
     moved = {name for name in after if (after[name] - before[name]).abs().max() > 1e-6}
     assert moved == {name for name in after if not name.endswith("A_log")}
-    for names, overrides, place in (
-        (["output_dir"], [], origin),
-        (["output_dir"], [f"output_dir={tmp_path / 'four'}"], tmp_path / "one"),
-        (["one", "--resume"], [f"output_dir={tmp_path / 'one'}"], origin),
-        (["max_stps", "max_steps"], ["max_stps=3"], tmp_path / "one"),
-        (["train.yaml"], [], tmp_path / "nowhere"),
-        (
-            ["no checkpoint", "did you mean"],
-            ["output_dir=x"],
-            origin.with_name("checkpoint-00000005"),
-        ),
-        (["init_from", "blocks.2.", "is missing there"], ["model.n_layers=3"], tmp_path / "one"),
-        (["66 × 8 here"], ["model.mixer.d_state=16"], tmp_path / "one"),
-        (["tokenizer", "init_from"], ["tokenizer=bytes"], tmp_path / "one"),
-        (["peft", "init_from"], ["init_from=x", "model={}", "peft={r: 2}"], tmp_path / "one"),
-        (["10 steps", "max_steps=9"], ["max_steps=9"], tmp_path / "one"),
-    ):
-        with pytest.raises(UserError, match=naming(*names)):
-            train(None, *overrides, resume=place)
-    assert read_recorded(tmp_path / "one")["max_steps"] == 10
     with pytest.raises(UserError, match=naming("resume")):
         train({"max_steps": 11}, resume=tmp_path / "one")
 
@@ -144,19 +123,6 @@ def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
     text.write_text(Path(TEXTS[1]).read_text())
     with pytest.raises(UserError, match=naming("data", "init_from")):
         train(None, "max_steps=6", resume=tmp_path / "two")
-
-
-def test_a_folder_holds_one_run(tmp_path: Path) -> None:
-    """A folder with something in it is not overwritten."""
-    run(tiny("reverse", tmp_path / "run", max_steps=3))
-    before = (tmp_path / "run/model.safetensors").read_bytes()
-    with pytest.raises(UserError, match=naming(str(tmp_path / "run"), "--resume")):
-        run(tiny("reverse", tmp_path / "run"))
-    assert (tmp_path / "run/model.safetensors").read_bytes() == before
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=naming("other", "output_dir")):
-        run(tiny("reverse", tmp_path / "other"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,10 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from longrnn.data import TASKS, UNSCORED
-from longrnn.errors import UserError
 from longrnn.training import validation
-from tests.refusals import naming
-from tests.texts import TEXTS
 from tests.training.runs import metrics, tiny, train
 
 EVERY: dict[str, Any] = {"validation": "held_out", "eval_steps": 5, "eval_samples": 3}
@@ -60,23 +57,3 @@ def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
     run = train(tiny(kind, tmp_path / "run", max_steps=4, **how))
     row = next(row for row in run.rows if "eval_loss" in row)
     assert "eval_exact_match" in row
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"validation": {"kind": "text", "data": TEXTS}}, ["validation", "held_out"]),
-        ({"validation": {"kind": "text", "data": TEXTS[3]}}, ["validation", "03.txt"]),
-        ({"validation": {"kind": "text", "data": TEXTS, "part": "held_out"}}, ["validation"]),
-        ({"validation": {"kind": "text", "data": "nowhere.txt"}}, ["nowhere.txt"]),
-        ({"validation": "held_out", "task": {"kind": "passkey"}}, ["validation", "passkey"]),
-        ({"validation": {"kind": "text", "data": TEXTS, "part": "held"}}, ["part"]),
-    ],
-)
-def test_what_cannot_be_validated_on_is_refused(
-    changes: dict[str, Any], names: list[str], tmp_path: Path
-) -> None:
-    """Data that the run trains on, and rows that cannot be made, are refused."""
-    with pytest.raises(UserError, match=naming(*names)):
-        train(tiny("streams", tmp_path / "run", **changes))
-    assert not (tmp_path / "run").exists()
