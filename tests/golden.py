@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,20 +20,13 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from longrnn import (
-    LanguageModel,
-    evaluate,
-    generate,
-    load,
-    mitigation,
-)
+from longrnn import evaluate, generate, load, mitigation
 from longrnn.results import read_rows
-from tests.contracts.subjects import cell_leaves, read
+from tests.contracts.subjects import cell_leaves
 from tests.texts import BOOK, DATA
 
 RECORD = DATA / "golden.json"
 Numbers = dict[str, list[Any]]
-Split = Callable[[int], list[int]]
 # Tokens read when a result is recorded; two are longer than a chunk of the scans (64 tokens).
 LENGTHS = (6, 70, 400)
 CHECKPOINTS = (
@@ -60,54 +52,28 @@ MITIGATIONS = (
 )
 
 
-def one_call(length: int) -> list[int]:
-    return [length]
+@lru_cache(maxsize=1)
+def opened(name: str) -> Any:
+    return load(name, dtype=torch.float64)
 
 
-def token_by_token(length: int) -> list[int]:
-    return [1] * length
-
-
-def random_pieces(length: int) -> list[int]:
-    """Sizes from 1 token to a third of the whole, which sum to `length`."""
-    cuts = np.random.default_rng(length).integers(1, length, 7)
-    edges = sorted({0, *map(int, cuts), length})
-    return np.diff(edges).tolist()
-
-
-@lru_cache(maxsize=4)
-def opened(name: str, dtype: torch.dtype, backend: str) -> Any:
-    return load(name, dtype=dtype, backend=backend)
-
-
-def outputs(
-    name: str,
-    spec: str,
-    split: Split = one_call,
-    *,
-    dtype: torch.dtype = torch.float64,
-    lengths: Sequence[int] = LENGTHS,
-    backend: str = "auto",
-) -> Numbers:
+def outputs(name: str, spec: str) -> Numbers:
     """Logits, losses and norms of the states of a checkpoint after each length, by name."""
-    plain: LanguageModel = opened(name, dtype, backend)
-    model, found = plain.under(mitigation(spec) if spec else None), Numbers()
+    model, found = opened(name).under(mitigation(spec) if spec else None), Numbers()
     directions = np.random.default_rng(1).standard_normal((256, 1)) / 16
-    for length in lengths:
+    for length in LENGTHS:
         drawn = np.random.default_rng(0).integers(0, 256, length)
         text = np.frombuffer(BOOK.read_bytes()[:length], np.uint8).astype(np.int64)
         ids = torch.from_numpy(np.stack([drawn, text]))
         with torch.no_grad():
-            logits, state = read(model, ids, None, split(length))
-        logits = logits.double()
+            logits, state = model(ids)
         last = torch.cat([logits[:, -1, :2], logits[:, -1] @ torch.from_numpy(directions)], 1)
         found[f"{length} logits"] = last.flatten().tolist()
         found[f"{length} logsumexp"] = logits[:, -1].logsumexp(-1).tolist()
         loss = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
         found[f"{length} loss"] = loss.mean(1).tolist()
         for key, leaf in cell_leaves(model, state).items():
-            norm = leaf.double().norm().item()
-            found[f"{length} state {key.removeprefix('final ')}"] = [norm]
+            found[f"{length} state {key.removeprefix('final ')}"] = [leaf.norm().item()]
     return found
 
 
@@ -156,27 +122,11 @@ def passkeys() -> Numbers:
     }
 
 
-def perplexities() -> Numbers:
-    """The loss of checkpoints in windows of the text: of all tokens, then between powers of 2."""
-    found = {}
-    for name in ("collapse-tiny", "recall-tiny"):
-        how = {"kind": "perplexity", "texts": [str(BOOK)], "lengths": "1,2,4,8,2k"}
-        for row in evaluated(name, how):
-            edges, nats = row["edges"], row["nats"]
-            # A row has sums from each power of 2 to the next.
-            found[f"{name} {row['start']}"] = [sum(nats) / edges[-1]] + [
-                part / (stop - start)
-                for part, (start, stop) in zip(nats, pairwise(edges), strict=True)
-            ]
-    return found
-
-
 EXACT: dict[str, Callable[[], Numbers]] = {
     **{f"generate {name}": partial(generated, name) for name in CHECKPOINTS},
     "passkey": passkeys,
 }
-EVALUATIONS: dict[str, Callable[[], Numbers]] = {"perplexity": perplexities}
-CASES: dict[str, Callable[[], Numbers]] = {**MODELS, **EXACT, **EVALUATIONS}
+CASES: dict[str, Callable[[], Numbers]] = {**MODELS, **EXACT}
 
 
 def main(prefixes: Sequence[str]) -> None:

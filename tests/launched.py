@@ -1,17 +1,13 @@
 """Commands as several real processes on one CPU, as `accelerate launch` starts them.
 
-Notable choices:
-- `launch` runs accelerate's launcher itself.
-- `launched` gives forks of a server the environment that the launcher would give them: the same
-  processes, without seconds of imports in each. The tests of the launchers use `launch`.
+`launched` gives forks of a server the environment that the launcher would give them: the same
+processes, without seconds of imports in each.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,31 +15,15 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.training.forks import group
-from tests.training.runs import ENVIRONMENT
 
 REPOSITORY = Path(__file__).parents[1]
 CPU2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2.yaml"))
 
 
-def launch(
-    *arguments: str | Path, processes: int = 2, flags: tuple[str, ...] = CPU2
-) -> subprocess.Popen[str]:
-    """Start `longrnn` under `accelerate launch` with some flags, on a port of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    command += ["--num_processes", str(processes)]
-    command += ["--main_process_port", port] if "--cpu" not in flags else []
-    command += ["-m", "longrnn.cli", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
-
-
 def launched(
     *arguments: str | Path, processes: int = 2, flags: tuple[str, ...] = CPU2
 ) -> subprocess.CompletedProcess[str]:
-    """The processes that `launch` starts, to their end; the first exit code that is not 0."""
+    """The processes that accelerate would start, to their end; the first code that is not 0."""
     environment = _variables(processes, flags)
     with tempfile.TemporaryDirectory() as folder:
         started = group(*arguments, folder=Path(folder), size=processes, **environment)

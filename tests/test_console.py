@@ -1,4 +1,4 @@
-"""Tables of the command line."""
+"""Tables and progress on the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from longrnn.console import print_rows
 from longrnn.intervals import SCORE, proportion
+from longrnn.progress import Progress
 from longrnn.reporting.tables import Column, ResultTable, TableCell
 
 COLUMNS = ["model", *(f"depth {share}%" for share in range(0, 100, 10)), "keys recalled"]
@@ -45,3 +46,16 @@ def test_a_difference_is_below_its_value(
     lines = capsys.readouterr().out.splitlines()
     last = max(number for number, line in enumerate(lines) if "0.60 [0.23, 0.88]" in line)
     assert "+0.60 [+0.23, +0.88]" in lines[last + 1]
+
+
+def test_progress_says_how_far(capsys: pytest.CaptureFixture[str]) -> None:
+    """Title, count, total, rate and note go to standard error, also when an error ends the work."""
+    with pytest.raises(RuntimeError), Progress("reading", 4, unit="tokens") as progress:
+        progress.advance(1, 100)
+        progress.advance(2, 300, "loss 2.5")
+        raise RuntimeError
+    out, err = capsys.readouterr()
+    assert not out
+    for piece in ("reading", "3/4", "tokens/s loss 2.5"):
+        assert piece in err.split("\r")[-1]
+    assert (progress.done, progress.units) == (3, 400)

@@ -1,4 +1,4 @@
-"""Programs end with one sentence and an exit code; their children import nothing foreign."""
+"""Programs: how they end, the number of their threads, and what their children import."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import longrnn
 from longrnn.cli.command import invoke
 from longrnn.errors import Terminated, UserError
 from longrnn.programs import describe, module_command, module_environment, run_to_end
+from longrnn.threads import limit_threads, usable_cores
 from tests.training.runs import ENVIRONMENT
 
 pytestmark = pytest.mark.core
@@ -124,10 +125,11 @@ def test_standard_output_that_cannot_be_written() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
+    script = "from longrnn.programs import run_to_end\nrun_to_end(lambda: print(1), again=str)"
     # The help is printed by rich, which exits with a code of its own.
-    for words in ["info", "passkey-tiny"], ["eval", "--help"]:
+    for words in ["-c", script], ["-m", "longrnn.cli", "eval", "--help"]:
         for stdout, code, says in ((full, 2, "No space left on device"), (writing, 141, "")):
-            done = program("-m", "longrnn.cli", *words, stdout=stdout)
+            done = program(*words, stdout=stdout)
             assert done.returncode == code
             assert says in done.stderr
             assert len(done.stderr.splitlines()) == len([says] if says else [])
@@ -162,3 +164,36 @@ def test_a_script_ends(script: str, environment: dict[str, str], code: int, out:
     done = program("-c", text, environment=environment)
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * (code != 0)
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        (None, CORES),
+        ("max 100000\n", CORES),
+        ("50000 100000\n", 1),
+        ("110000 100000\n", min(CORES or 1, 2)),
+        ("640000000 100000\n", CORES),
+        ("nonsense", CORES),
+    ],
+)
+def test_a_cpu_quota_limits_the_usable_cores(
+    quota: str | None, expected: int, tmp_path: Path
+) -> None:
+    """Without a quota, and where it cannot be read, all cores are usable."""
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    assert usable_cores(tmp_path / "cpu.max") == expected
+
+
+def test_a_number_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are limited to the usable cores of a machine that has more."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    chosen, free, whole = {"OMP_NUM_THREADS": "3"}, {}, {}
+    limit_threads(chosen, 2)
+    limit_threads(free, 2)
+    limit_threads(whole, 8)
+    assert (chosen, free, whole) == ({"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "2"}, {})

@@ -1,4 +1,4 @@
-"""What the README shows works as printed: the Python example, the commands, the public names."""
+"""What the README shows works as printed: example, commands, public names; tutorials run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,27 @@ def test_the_commands_run(tmp_path: Path) -> None:
 def test_every_public_name_resolves(name: str) -> None:
     """Every name in `longrnn.__all__` can be imported lazily."""
     assert getattr(longrnn, name) is not None
+
+
+NOTEBOOKS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, tmp_path: Path) -> None:
+    """Every cell runs, and prints as many lines as the notebook in the documentation shows."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    recorded = nbformat.read(path, as_version=4)
+    run = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(run, timeout=600, kernel_name="python3", resources=where).execute()
+    for before, after in zip(recorded.cells, run.cells, strict=True):
+        assert len(printed(after).splitlines()) == len(printed(before).splitlines())
+
+
+def printed(cell: Any) -> str:
+    """The text that a cell prints."""
+    outputs = cell.get("outputs", [])
+    return "".join(out["text"] for out in outputs if out.get("output_type") == "stream")

@@ -45,7 +45,6 @@ def local(operation: Operation) -> list[Any]:
 
 
 every_scan = pytest.mark.parametrize("implementation", local(SCAN))
-every_limit = pytest.mark.parametrize("implementation", local(LIMITED))
 every_backend = pytest.mark.parametrize(
     "backend", ["torch", pytest.param("cpu", marks=needs_kernels)]
 )
@@ -126,7 +125,7 @@ def test_a_decay_that_never_changes_does_not_drift(
             assert_near([pair[0]], [pair[1]], 1e-5)
 
 
-@every_limit
+@pytest.mark.parametrize("implementation", local(LIMITED))
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_limit_of_values_whose_squares_leave_the_range(
     size: float, implementation: Implementation

@@ -81,9 +81,8 @@ def test_splits(subject: Subject) -> None:
             state = model(piece, state).state
             assert [(name, leaf.dtype) for name, leaf in leaves(state)] == like
         whole = together(model, tokens, start, [TIME])
-        for sizes in ([1] * 12 + [88], [37, 1, 62]):
-            for name, tensor in together(model, tokens, start, sizes).items():
-                assert_near(tensor, whole[name], tolerance, f"{name} {sizes}")
+        for name, tensor in together(model, tokens, start, [37, *[1] * 8, 55]).items():
+            assert_near(tensor, whole[name], tolerance, name)
     model(tokens, state)  # a state may leave autocast
 
 

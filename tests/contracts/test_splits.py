@@ -13,7 +13,6 @@ from tests.contracts.builders import (
     LONGEST,
     MIXER_SPECS,
     Spec,
-    assert_trees_equal,
     build_mitigated,
     mixer_spec,
     random_sizes,
@@ -80,16 +79,6 @@ def test_random_splits_of_long_texts(subject: Subject, dtype: torch.dtype, seed:
     state, tokens = started(model, batch, seed), random_tokens(batch, time, seed)
     found = outcome(model, tokens, state, random_sizes(time, seed, empty=True))
     assert_same(found, outcome(model, tokens, state, [time]), dtype)
-
-
-@every_kind
-def test_no_token_changes_nothing(subject: Subject) -> None:
-    """An empty call returns no logits and the very same state."""
-    model = subject.build()
-    state = started(model, 2)
-    logits, after = model(random_tokens(2, 0), state)
-    assert logits.shape == (2, 0, model.vocab_size)
-    assert_trees_equal(after, state)
 
 
 LONG_MEMORY: list[Spec] = [

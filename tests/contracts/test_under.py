@@ -15,6 +15,7 @@ from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from tests.contracts.builders import (
+    GPU,
     Scripted,
     assert_trees_equal,
     build_model,
@@ -22,7 +23,6 @@ from tests.contracts.builders import (
     random_tokens,
 )
 from tests.contracts.subjects import Subject, every_kind, started
-from tests.devices import GPU
 
 pytestmark = pytest.mark.core
 

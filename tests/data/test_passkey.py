@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longrnn.data import Passkey
@@ -73,6 +73,7 @@ def test_the_drawing_in_the_docstring() -> None:
 )
 @example(extra=0, depth=0.0, pick=0)
 @example(extra=1000, depth=1.0, pick=1)
+@settings(max_examples=25)
 def test_prompts_have_exactly_the_length_asked(
     tokenizer: str, extra: int, depth: float, pick: int
 ) -> None:

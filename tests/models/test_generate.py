@@ -11,6 +11,7 @@ from longrnn.models import RecurrentLM, generate
 from longrnn.state import take
 from tests.contracts.builders import (
     Scripted,
+    assert_trees_near,
     build_model,
     generator,
     random_state,
@@ -58,9 +59,7 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
         assert alone.tokens == [together.tokens[row]]
         ours = take(together.state, [row])
         assert ours.position.tolist() == alone.state.position.tolist()
-        for layer, expected in zip(ours.layers, alone.state.layers, strict=True):
-            for leaf, other in zip(layer, expected, strict=True):
-                torch.testing.assert_close(leaf, other, rtol=1e-10, atol=1e-10)
+        assert_trees_near(ours.layers, alone.state.layers, 1e-10)
 
 
 def test_the_state_goes_on(model: RecurrentLM) -> None:

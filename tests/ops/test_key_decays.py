@@ -131,15 +131,13 @@ def test_results_and_gradients_are_those_of_the_definition(
 
 
 @every_decay
-@pytest.mark.parametrize("limit", [0.01, 3.0, 1e9])
-@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[5]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[2]._replace(heads=4), SIZES[5]], ids=str)
 @every_operation
 def test_a_limit_rescales_the_state_after_every_token(
-    operation: str, sizes: Sizes, limit: float, per_key: bool
+    operation: str, sizes: Sizes, per_key: bool
 ) -> None:
     inputs, state = drawn(sizes, operation, per_key=per_key, starts=False)
-    limits = limit * torch.arange(1, 1 + sizes.heads).double()
-    limits[-1] = torch.inf
+    limits = torch.tensor([0.01, 3.0, 1e9, torch.inf, 0.02, 1.0][: sizes.heads]).double()
     limited = OPERATIONS[operation].limited
     assert limited is not None
     exact = gradients_of(partial(by_token, operation, limit=limits), inputs, state)
@@ -205,7 +203,7 @@ def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
 
 
 @every_operation
-@pytest.mark.parametrize("sizes", [Sizes(1, 5, 2, 2, 1, 2), Sizes(1, 5, 2, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(1, 3, 2, 2, 1, 2), Sizes(1, 3, 2, 1, 1, 2)], ids=str)
 def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) -> None:
     inputs, state = drawn(sizes, operation, per_key=True, starts=False)
     inputs = inputs._replace(log_decay=inputs.log_decay.clamp(-2.0, -0.01))

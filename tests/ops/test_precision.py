@@ -16,8 +16,7 @@ from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
 from longrnn.ops.window import no_tokens, windowed
 from tests.backends.test_operations import inputs_of, results
-from tests.contracts.builders import D_MODEL, assert_near, build_mixer
-from tests.devices import GPU
+from tests.contracts.builders import D_MODEL, GPU, assert_near, build_mixer
 
 
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
