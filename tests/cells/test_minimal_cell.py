@@ -20,7 +20,6 @@ from tests.contracts.builders import (
     assert_near,
     build_model,
     mitigation_spec,
-    random_state,
     random_tokens,
 )
 from tests.contracts.subjects import (
@@ -79,8 +78,3 @@ def test_it_splits_packs_and_generates(model: RecurrentLM, name: str | None) -> 
     model(tokens, rows=Rows(is_document_start=masks[1])).logits.sum().backward()
     assert generate(model, tokens, max_new_tokens=3).state.position.tolist() == [43] * 2
     assert all(memory.shape == MEMORIES[cell.kind] for memory in model.memories(state))
-
-
-def test_its_random_state_has_its_sizes(model: RecurrentLM) -> None:
-    memory = model.memories(random_state(model, 1))[0]
-    assert memory.shape[1:] == MEMORIES[model.cells[0].kind][1:]

@@ -32,7 +32,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Matrices in float16, the rates in float32, and an embedding with more rows than there are ids.
     """
     root = tmp_path_factory.mktemp("finetune")
-    native(root / "base", ids=IDS)
+    native(root / "base", ids=IDS, pad=16)
     narrow: Any = load(root / "base", dtype=torch.float16)
     LAYOUTS["native"].save(narrow, root / "base")
     trained_bpe().save(root / "base")

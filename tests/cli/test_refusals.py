@@ -33,8 +33,16 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("command", "names"), CASES, ids=[command for command, _ in CASES])
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * case[0].endswith("(slow)"))
+        for case in CASES
+    ],
+)
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
+    """Commands that list all tasks of lm-eval are slow."""
+    command = command.removesuffix(" (slow)")
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")
     refused(cli, *shelf(command), says=tuple(names))

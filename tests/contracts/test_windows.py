@@ -47,20 +47,6 @@ def test_memory_and_time_are_those_of_what_was_read(mixer: dict) -> None:
     assert states.nbytes(model.init_state(1)) == states.nbytes(plain.init_state(1))
 
 
-@every_mixer
-@pytest.mark.parametrize("window", [1, 5, 64])
-@torch.no_grad()
-def test_what_is_remembered_are_the_inputs_of_the_window(mixer: dict, window: int) -> None:
-    """As many as tokens were read, up to the window, and none that left it."""
-    model = windowed(mixer, window)
-    state, read = model.init_state(2), 0
-    most = window - (mixer["kind"] != "mamba2")  # the memory of a stepwise cell has the last one
-    for size in (1, 3, 70, 1, 64):
-        state, read = model(random_tokens(2, size), state).state, read + size
-        found = {leaf.shape[1] for name, leaf in leaves(state) if name in histories(state)}
-        assert found == {min(read, most)}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
 def test_what_came_before_the_window_has_no_effect(backend: str) -> None:

@@ -103,10 +103,11 @@ def native(
     mixer: Any = MAMBA2,
     *,
     ids: int = 19,
+    pad: int = 8,
     **config: Any,
 ) -> RecurrentLM:
     """Write a checkpoint in the format of mamba-ssm, with more rows than ids; return its model."""
-    model = build_model(mixer, vocab_size=ids // 8 * 8 + 8, dtype=dtype, **config).eval()
+    model = build_model(mixer, vocab_size=-(-ids // pad) * pad, dtype=dtype, **config).eval()
     folder.mkdir()
     LAYOUTS["native"].save(model, folder)
     content = {
@@ -119,7 +120,7 @@ def native(
         "attn_cfg": {},
         "rms_norm": True,
         "fused_add_norm": True,
-        "pad_vocab_size_multiple": 8,
+        "pad_vocab_size_multiple": pad,
         "tie_embeddings": model.config.tie_embeddings,
     }
     (folder / "config.json").write_text(json.dumps(content))

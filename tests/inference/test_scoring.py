@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -129,16 +130,8 @@ def test_completions_equal_those_of_each_prompt_alone(
         generate(model, torch.tensor([prompt]), max_new_tokens=6).tokens[0] for prompt in prompts
     ]
     progress = Progress("test", len(prompts), unit="tokens", quiet=True)
-    found = dict(
-        complete(
-            model,
-            prompts,
-            decode=lambda ids: " ".join(map(str, ids)),
-            max_new_tokens=6,
-            batch_size=3,
-            progress=progress,
-        )
-    )
+    how: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 3, "progress": progress}
+    found = dict(complete(model, prompts, decode=lambda ids: " ".join(map(str, ids)), **how))
     assert [found[i] for i in range(len(prompts))] == [" ".join(map(str, e)) for e in expected]
 
 
@@ -153,30 +146,23 @@ def test_a_completion_ends_with_a_text_of_several_bytes_per_character_or_eos() -
         assert dict(found) == {0: wanted}
 
 
-def test_a_completion_ends_with_a_text_of_several_tokens_and_decodes_few_ids() -> None:
+def test_a_completion_ends_with_a_text_of_several_tokens() -> None:
     """Decoding takes a time linear in the tokens."""
-    model, count = speaking("lstm"), 0
+    model, decoded = speaking("lstm"), list[int]()
 
     def decode(ids: Sequence[int]) -> str:
-        nonlocal count
-        count += len(ids)
+        decoded.append(len(ids))
         return "".join(map(chr, ids))
 
     def completed(until: str) -> str:
         torch.manual_seed(0)
-        found = complete(
-            model,
-            [(1, 2, 3)],
-            decode=decode,
-            until=[until, "never"],
-            max_new_tokens=300,
-            temperature=1.0,
-            batch_size=2,
-            progress=Progress("test", 1, unit="tokens", quiet=True),
-        )
+        progress = Progress("test", 1, unit="tokens", quiet=True)
+        how: dict[str, Any] = {"max_new_tokens": 300, "temperature": 1.0, "batch_size": 2}
+        stops = [until, "never"]
+        found = complete(model, [(1, 2, 3)], decode=decode, until=stops, progress=progress, **how)
         return dict(found)[0]
 
     whole = completed("nor this")
-    assert (len(whole), count < 300 * 20) == (300, True)
+    assert (len(whole), sum(decoded) < 300 * 20) == (300, True)
     end = whole[100:104]
     assert completed(end) == whole[: whole.index(end) + 4]
