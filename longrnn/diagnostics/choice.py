@@ -80,10 +80,10 @@ class Choice:
     def attempt(self, name: str, attempt: Attempt, seconds: float) -> None:
         """Try one thing, if its base was possible and it fits what is left of the budget."""
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
-        read = (CHOICE_WINDOWS + bool(self.keys) * PROMPTS_READ) * self.job.target_length
-        speed = read / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
-        needed = (attempt.tokens(self.job, self.keys) + read) / speed
         spent = sum(row["seconds"] for row in self.rows.values())
+        read = sum(self._tokens(done) for done, row in self.rows.items() if "members" in row)
+        speed = read / max(spent, 1e-3)
+        needed = self._tokens(name) / speed
         if base is None:
             self.left_out[name] = f"{attempt.after} has no result"
         elif name not in self.rows and spent + needed > seconds:
@@ -92,6 +92,12 @@ class Choice:
         else:
             tokens = (seconds - spent) * speed
             self.add(name, lambda: attempt.make(self.job, base, self.keys, tokens))
+
+    def _tokens(self, name: str) -> float:
+        """Return about how many tokens an attempt, or none, reads with its score."""
+        of_score = (CHOICE_WINDOWS + bool(self.keys) * PROMPTS_READ) * self.job.target_length
+        attempt = ATTEMPTS.get(name)
+        return of_score + (attempt.tokens(self.job, self.keys) if attempt else 0)
 
     def add(self, name: str, make: Callable[[], Members]) -> None:
         """Make, score and record a mitigation, unless it is recorded already."""

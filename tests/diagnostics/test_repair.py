@@ -87,8 +87,9 @@ def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
 def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second command tries only what the file of attempts lacks, and gives the same result; a
-    folder of another repair is refused; what does not fold is recorded in our layout."""
+    """A second command tries only what the file of attempts lacks, and what fits by its seconds, and
+    gives the same result; a folder of another repair is refused; what does not fold is recorded in
+    our layout."""
     only(monkeypatch, "forget_more", "token_filter")
     one = tmp_path / "one.txt"
     one.write_text(PROVE.read_text()[:40_000])
@@ -103,6 +104,9 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     del record["rows"]["token_filter"]
     record["rows"]["forget_more"]["seconds"] = 12345.6
     (tmp_path / "out/tried.json").write_text(json.dumps(record))
+    # The slow attempt tells that another one would not fit into the 250 s that are left.
+    longrnn.repair("collapse-tiny", **how, budget=210)
+    assert json.loads((tmp_path / "out/tried.json").read_text()) == record
     again = longrnn.repair("collapse-tiny", **how, budget=1000)
     assert again == done
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
