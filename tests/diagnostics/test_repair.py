@@ -87,8 +87,8 @@ def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
 def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second command tries only what the file of attempts lacks, and what fits by its seconds, and
-    gives the same result; a folder of another repair is refused; what does not fold is recorded in
+    """A second command tries only what the file of attempts lacks, and what fits by its seconds. It
+    gives the same result. A folder of another repair is refused. What does not fold is recorded in
     our layout."""
     only(monkeypatch, "forget_more", "token_filter")
     one = tmp_path / "one.txt"
