@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from benchmarks.models import MIXER, read_weights
+from benchmarks.models import MIXER, products_of, read_weights
 from longrnn.cells import KDA, Cell, GatedDeltaNet, Mamba, Mamba2, Mamba3
 from longrnn.hf.foreign_load import quietly
 
@@ -39,7 +38,7 @@ class TimedLayer(NamedTuple):
         }
         if self.theirs is not None:
             calls["transformers"] = partial(self.theirs, text)
-        calls["products alone"] = partial(self.products, text.shape[1])
+        calls["products alone"] = partial(products_of, self.ours, text.shape[1])
         return calls
 
     def decoding(self, text: Tensor, steps: int) -> Mapping[str, Callable[[], object]]:
@@ -64,12 +63,6 @@ class TimedLayer(NamedTuple):
             calls["transformers"] = decode_theirs
         calls["reading the weights"] = partial(read_weights, self.ours, steps)
         return calls
-
-    def products(self, length: int) -> None:
-        """Computes only the matrix products with weights of a prefill."""
-        for module in self.ours.modules():
-            if isinstance(module, nn.Linear):
-                module(torch.ones(length, module.in_features))
 
 
 def mamba(d_model: int) -> TimedLayer:

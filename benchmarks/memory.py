@@ -4,10 +4,12 @@
 | --- | --- |
 | prefill | peak of a process that reads a short prompt and of one that reads a long one |
 | stream | the same for a stream that a mitigated model reads in pieces |
+| cells | time per token and peak memory of a long text in pieces, for every cell |
 | train | bytes of live tensors per token of a training step, with and without checkpointing |
 
 Example:
     python -m benchmarks.memory prefill stream
+    python -m benchmarks.memory cells --layers 2 --d-model 128 --vocab 256 --long 1048576
     python -m benchmarks.memory train --layers 12 --d-model 512 --vocab 8192
 """
 
@@ -18,6 +20,7 @@ import json
 import resource
 import subprocess
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +29,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import build, draw
-from benchmarks.timing import parser, write_json
-from longrnn import mitigation
+from benchmarks.timing import clock, parser, write_json
+from longrnn import MIXERS, mitigation
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.programs import module_command, module_environment
 
+CASES = ("prefill", "stream", "cells", "train")
 STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
 PIECE = 4096
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__, repeats=1)
-    options.add_argument("cases", nargs="+", choices=("prefill", "stream", "train"), metavar="CASE")
+    options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
     options.add_argument("--tokens", type=int, default=4096, help="length of the short prompt, row")
     options.add_argument("--long", type=int, default=65_536, help="length of the long prompt")
     options.add_argument("--spec", default="", help=argparse.SUPPRESS)  # of child processes
@@ -53,27 +57,60 @@ def peak_of(args: argparse.Namespace) -> float:
     with torch.inference_mode():
         for piece in draw(args.vocab, args.child).split(PIECE if args.spec else args.child, dim=1):
             state = model(piece, state, keep=1).state
+    return peak()
+
+
+def peak() -> float:
+    """Returns the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def child(args: argparse.Namespace, case: str, length: int, *options: str) -> Any:
+    """Returns what a new process measures with a text of this length."""
+    command = module_command("benchmarks.memory", case, "--child", str(length), *options)
+    for name in ("layers", "d_model", "vocab", "threads"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=module_environment())
+    return json.loads(done.stdout)
+
+
+def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
+    """Reads `--child` tokens in pieces, after one that is not timed.
+
+    Returns:
+        Tokens read, microseconds per token since the last entry, and the peak memory so far in
+        MiB, four times as many tokens per entry.
+    """
+    model, state, found = build(args), None, list[tuple[int, float, float]]()
+    pieces = draw(args.vocab, args.child).split(PIECE, dim=1)
+    with torch.inference_mode():
+        model(pieces[0], keep=0)
+        start, last, due = clock(), 0, PIECE
+        for count, piece in enumerate(pieces, 1):
+            state = model(piece, state, keep=0).state
+            if count * PIECE == due:
+                seconds = (clock() - start) / (due - last)
+                found.append((due, 1e6 * seconds, peak()))
+                start, last, due = clock(), due, 4 * due
+    return found
+
+
+def cells(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints and returns `reading` of every cell, each in a process of its own."""
+    found = {}
+    for cell in MIXERS:
+        found[cell] = child(args, "cells", args.long, "--cell", cell)
+        entries = (f"{n:,}: {us:.1f} µs, {mib:.0f} MiB" for n, us, mib in found[cell])
+        print(f"{cell}, time per token and peak memory: {'; '.join(entries)}", flush=True)
+    return found
 
 
 def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
     """Returns the peaks of processes that read the short and the long prompt, in MiB."""
     found = {}
     for spec in STREAMED if case == "stream" else ("",):
-        command = module_command("benchmarks.memory", case, "--spec", spec)
-        for name in ("layers", "d_model", "vocab", "threads"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        short, long = (
-            json.loads(
-                subprocess.run(
-                    [*command, "--child", str(length)],
-                    stdout=subprocess.PIPE,
-                    check=True,
-                    env=module_environment(),
-                ).stdout
-            )
-            for length in (args.tokens, args.long)
-        )
+        lengths = args.tokens, args.long
+        short, long = (child(args, case, length, "--spec", spec) for length in lengths)
         name = spec or "prefill"
         print(f"{name}: {short:.0f} MiB at {args.tokens:,} tokens, {long:.0f} at {args.long:,}")
         found[name] = {"short": short, "long": long, "ratio": long / short}
@@ -135,9 +172,12 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     if args.child:
-        print(json.dumps(peak_of(args)))
+        print(json.dumps(reading(args) if args.cases == ["cells"] else peak_of(args)))
         return
-    figures = {c: training(args) if c == "train" else peaks(args, c) for c in args.cases}
+    figures = {}
+    for case in args.cases:
+        measure = {"train": training, "cells": cells}.get(case, partial(peaks, case=case))
+        figures[case] = measure(args)
     if args.json:
         write_json(args.json, figures)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from longrnn import RecurrentConfig, RecurrentLM
-from longrnn.cells import Mamba2
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
 # Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.
@@ -26,7 +25,8 @@ LLAMA = {"prefill": "-p", "decode": "-n"}
 def build(args: argparse.Namespace, backend: str = "auto") -> RecurrentLM:
     """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
-    mixer = {**MIXER, "backend": backend}
+    mixer = MIXER if args.cell == "mamba2" else {"kind": args.cell}
+    mixer = mixer if backend == "auto" else {**mixer, "backend": backend}
     config = RecurrentConfig(args.vocab, args.d_model, args.layers, mixer, residual_in_fp32=True)
     return RecurrentLM(config).eval()
 
@@ -37,25 +37,28 @@ def draw(vocab: int, length: int) -> Tensor:
 
 
 def transformers_twin(model: RecurrentLM) -> Any:
-    """Returns the Hugging Face model of the same shape with the same weights."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM
+    """Returns the Hugging Face model of the same shape with the same weights, of both Mambas."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
     config = model.config
-    twin: Any = Mamba2ForCausalLM(
-        Mamba2Config(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            num_hidden_layers=config.n_layers,
-            num_heads=MIXER["expand"] * config.d_model // MIXER["head_dim"],
-            head_dim=MIXER["head_dim"],
-            state_size=MIXER["d_state"],
-            expand=MIXER["expand"],
-            conv_kernel=MIXER["d_conv"],
-            n_groups=MIXER["n_groups"],
-            layer_norm_epsilon=config.norm_eps,
-            tie_word_embeddings=True,
-        )
-    ).eval()
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": True,
+    }
+    heads = {
+        "num_heads": MIXER["expand"] * config.d_model // MIXER["head_dim"],
+        "head_dim": MIXER["head_dim"],
+        "state_size": MIXER["d_state"],
+        "n_groups": MIXER["n_groups"],
+    }
+    twin: Any = (
+        MambaForCausalLM(MambaConfig(**sizes))
+        if config.mixer["kind"] == "mamba"
+        else Mamba2ForCausalLM(Mamba2Config(**sizes, **heads))
+    )
     renamed = {
         name.replace("embedding.", "backbone.embeddings.")
         .replace("blocks.", "backbone.layers.")
@@ -64,19 +67,25 @@ def transformers_twin(model: RecurrentLM) -> Any:
     }
     renamed["backbone.norm_f.weight"] = renamed.pop("norm.weight")
     twin.load_state_dict(renamed)
-    return twin.to(model.embedding.weight.dtype)
+    return twin.eval().to(model.embedding.weight.dtype)
 
 
 def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
-    dtype = model.embedding.weight.dtype
     for start in range(0, length, piece):
-        width = min(piece, length - start)
-        for cell in model.cells:
-            assert isinstance(cell, Mamba2)
-            cell.in_proj(torch.ones(width, cell.d_input, dtype=dtype))
-            cell.out_proj(torch.ones(width, cell.d_inner, dtype=dtype))
-    model.head(torch.ones(1, model.config.d_model, dtype=dtype))
+        products_of(model.blocks, min(piece, length - start))
+    products_of(model.head, 1)
+
+
+def products_of(module: nn.Module, length: int) -> None:
+    """Computes the products of all linear layers, and their gradients if they are enabled."""
+    gradients = torch.is_grad_enabled()
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            x = torch.ones(length, layer.in_features, dtype=layer.weight.dtype)
+            y = layer(x.requires_grad_(gradients))
+            if gradients:
+                torch.autograd.grad(y, (x, layer.weight), torch.ones_like(y))
 
 
 def read_weights(module: nn.Module, steps: int) -> None:

@@ -1,13 +1,14 @@
 """Speed on the CPU, beside transformers, llama.cpp and what the hardware allows.
 
-The model is a Mamba-2 of the shape of mamba2-130m with random weights, batch size 1. All variants
+The model is a Mamba-2 (or `--cell mamba`) of the shape of mamba2-130m with random weights, batch
+size 1 but for `--rows`. All variants
 of a case are interleaved in one process, and outputs are compared before anything is timed.
 
 | case | what is timed |
 | --- | --- |
 | prefill | reading a prompt, logits of the last token only; bound: the matrix products alone |
 | decode | one token per call; bound: reading all weights once per token |
-| train | forward, backward and optimizer step, in float32 |
+| train | forward, backward and optimizer step, float32; bound: products and their gradients |
 | hybrid | the same of four rows of tiny hybrids of the tests |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
 | layer | a layer of each cell, beside that of transformers without GPU kernels; bounds as above |
@@ -35,7 +36,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.layers import LAYERS
-from benchmarks.models import Llama, build, draw, products, read_weights, transformers_twin
+from benchmarks.models import (
+    Llama,
+    build,
+    draw,
+    products,
+    products_of,
+    read_weights,
+    transformers_twin,
+)
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import RecurrentLM, load, mitigation
 from longrnn.hf.hybrid.model import HybridLM
@@ -55,6 +64,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
     options.add_argument("--tokens", type=int, default=1024, help="length of a prompt or row")
     options.add_argument("--steps", type=int, default=4, help="tokens per measurement of decoding")
+    options.add_argument("--rows", type=int, default=1, help="of a batch, in decoding")
     options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options.add_argument("--window", type=int, default=1000, help="tokens of sliding_window")
     options.add_argument("--model", help="an embedded checkpoint instead of random weights")
@@ -98,7 +108,7 @@ def prefill(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 @torch.inference_mode()
 def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    tokens, prompt = draw(args.vocab, args.steps), draw(args.vocab, 8)
+    tokens, prompt = (draw(args.vocab, n).expand(args.rows, -1) for n in (args.steps, 8))
 
     def ours(model: RecurrentLM) -> Callable[[], None]:
         start = model(prompt, keep=1).state
@@ -124,9 +134,10 @@ def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         }
         calls["transformers"] = theirs
         calls["reading the weights"] = partial(read_weights, models["longrnn"], args.steps)
-        title = f"decoding, {dtype}"
-        timers = llama_timers(args, "decode", dtype, args.steps)
-        yield title, report(title, args.steps, interleaved(calls, args.repeats, timers))
+        title = f"decoding of {args.rows} rows, {dtype}"
+        timers = llama_timers(args, "decode", dtype, args.steps) if args.rows == 1 else {}
+        count = args.rows * args.steps
+        yield title, report(title, count, interleaved(calls, args.repeats, timers))
 
 
 def optimizer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
@@ -185,7 +196,8 @@ def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         "transformers": their_step(transformers_twin(build(args)), *rows),
     }
     title = f"training step of {args.tokens:,} tokens, vocabulary {args.vocab:,}, float32"
-    yield title, report(title, args.tokens, compared(calls, args.repeats))
+    bound = {"products alone": partial(products_of, build(args), args.tokens)}
+    yield title, report(title, args.tokens, compared(calls, args.repeats, bound))
 
 
 def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
@@ -209,12 +221,16 @@ def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         yield title, report(title, 4 * args.tokens, compared(calls, args.repeats))
 
 
-def compared(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Times training steps whose first losses are equal."""
+def compared(
+    calls: Mapping[str, Callable[[], float]],
+    repeats: int,
+    bounds: Mapping[str, Callable[[], object]] = {},
+) -> dict[str, list[float]]:
+    """Times training steps whose first losses are equal, and what bounds them."""
     losses = {name: call() for name, call in calls.items()}
     for value in losses.values():
         assert abs(value - next(iter(losses.values()))) < 1e-3 * value, losses
-    return interleaved(calls, repeats)
+    return interleaved({**calls, **bounds}, repeats)
 
 
 @torch.inference_mode()

@@ -17,12 +17,14 @@ SAVED = 4 * (64 + 3) / (64 + 4 * 3)
 CASES = [
     ("speed", ["prefill", "--tokens", "64"], "products alone"),
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
+    ("speed", ["decode", "--steps", "2", "--rows", "8", "--cell", "mamba"], "decoding of 8 rows"),
     ("speed", ["train", "--tokens", "64"], "longrnn, carried state"),
     ("speed", ["hybrid", "--tokens", "8"], "a tiny kimi_linear, 4 rows of 8 tokens"),
     ("speed", ["mitigations", "--tokens", "64", "--window", "8"], "sliding_window, 8"),
     ("speed", ["layer", "--tokens", "64", "--steps", "2"], "Kimi Delta Attention layer, decoding"),
     ("gpu", ["models", "--device", "cpu", "--lengths", "64"], "transformers, 64 tokens"),
     ("gpu", ["train", "--device", "cpu", "--lengths", "64"], "longrnn, mamba_ssm"),
+    ("memory", ["cells", "--long", "4096"], "kda, time per token and peak memory: 4,096:"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
     ("lm_eval", ["--context", "64", "--choice", "4"], f"{SAVED:.2f} times fewer"),
 ]

@@ -71,7 +71,8 @@ class TokenStack:
         before = [_layer_state(state) for state in states]
         like = before[0].ssm
         with torch.inference_mode(False):  # a later call may need gradients
-            memory = torch.empty(len(states), *like.shape, dtype=like.dtype, device="cpu")
+            # Not one tensor: the allocator would return 32 MiB to the system after every token.
+            memory = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for _ in states]
         y, after = cpu.layers(packed.layers, x, before, memory)
         pairs = zip(states, after, strict=True)
         return y, tuple(_continued(state, layer_state) for state, layer_state in pairs)

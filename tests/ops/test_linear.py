@@ -19,7 +19,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "m", "k"), [(1, 257, 65), (2, 300, 31), (3, 500, 32), (4, 130, 165), (9, 300, 64)]
+    ("rows", "m", "k"),
+    [(1, 257, 65), (2, 300, 31), (3, 500, 32), (4, 130, 165), (8, 257, 65), (9, 300, 64)],
 )
 @torch.no_grad()
 def test_few_rows_are_summed_in_float32(rows: int, m: int, k: int, dtype: torch.dtype) -> None:
@@ -47,19 +48,22 @@ def test_every_number_of_bfloat16_is_read_exactly() -> None:
         assert torch.equal(y.isnan(), numbers.isnan())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 31, 64, 200])
-def test_products_and_gradients_equal_float64(rows: int) -> None:
-    """At sizes below and above the limit, with transposed factors."""
-    a, b = draw(130, rows).t(), draw(140, 130)
+def test_products_and_gradients_equal_float64(rows: int, dtype: torch.dtype) -> None:
+    """At sizes below and above the limit, with transposed factors; rounded once."""
+    a, b = draw(130, rows, dtype=dtype).t(), draw(140, 130, dtype=dtype)
+    tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     tensors = [a.requires_grad_(), b.requires_grad_()]
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
     y, expected = matmul_nt(*tensors), wide[0] @ wide[1].t()
-    assert_near(y, expected, 1e-6)
-    weights = draw(rows, 140)
+    assert y.dtype == dtype
+    assert_near(y.double(), expected, tolerance)
+    weights = draw(rows, 140, dtype=dtype)
     ours = torch.autograd.grad((y * weights).sum(), tensors)
     theirs = torch.autograd.grad((expected * weights).sum(), wide)
     for one, other in zip(ours, theirs, strict=True):
-        assert_near(one, other, 1e-6)
+        assert_near(one.double(), other, tolerance)
 
 
 def test_second_derivatives_equal_float64() -> None:

@@ -237,7 +237,7 @@ class StatePlaces(NamedTuple):
 
 
 def layers(
-    packed: PackedLayers, x: Tensor, states: Sequence[LayerState], memory: Tensor
+    packed: PackedLayers, x: Tensor, states: Sequence[LayerState], memory: Sequence[Tensor]
 ) -> tuple[Tensor, list[LayerState]]:
     """Computes one token per row by all layers, without gradients.
 
@@ -245,7 +245,7 @@ def layers(
         packed: of the layers.
         x: `(b, 1, d)`, b <= FEW_ROWS, in one of `MIXED`.
         states: of each layer.
-        memory: for ssm after the token, of all layers.
+        memory: for ssm after the token, of each layer.
 
     Returns:
         The output of the last layer in the dtype of x, and the state of each layer.
