@@ -34,14 +34,14 @@ from longrnn import MIXERS, mitigation
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.programs import module_command, module_environment
 
-CASES = ("prefill", "stream", "cells", "train")
+MEASURED = ("prefill", "stream", "cells", "train")
 STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
 PIECE = 4096
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__, repeats=1)
-    options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
+    options.add_argument("cases", nargs="+", choices=MEASURED, metavar="CASE")
     options.add_argument("--tokens", type=int, default=4096, help="length of the short prompt, row")
     options.add_argument("--long", type=int, default=65_536, help="length of the long prompt")
     options.add_argument("--spec", default="", help=argparse.SUPPRESS)  # of child processes

@@ -25,9 +25,9 @@ MIN_ROWS = 32
 # At least so many multiplications, since a call of oneDNN costs a few microseconds.
 MIN_PRODUCTS = 2**18
 # The dtypes of these products.
-DTYPES = {torch.float32}
+PRODUCT_DTYPES = {torch.float32}
 if not torch.cpu._is_avx512_bf16_supported():
-    DTYPES.add(torch.bfloat16)
+    PRODUCT_DTYPES.add(torch.bfloat16)
 
 
 def _available() -> bool:
@@ -77,7 +77,7 @@ def _suits(a: Tensor, b: Tensor) -> bool:
     return (
         AVAILABLE
         and a.dtype == b.dtype
-        and a.dtype in DTYPES
+        and a.dtype in PRODUCT_DTYPES
         and a.device.type == b.device.type == "cpu"
         and len(a) >= MIN_ROWS
         and a.numel() * len(b) >= MIN_PRODUCTS
