@@ -83,7 +83,11 @@ template <bool NARROW> void few_rows_of(const FewRows &s) {
     case 1: return products_of<NARROW, 1>(s);
     case 2: return products_of<NARROW, 2>(s);
     case 3: return products_of<NARROW, 3>(s);
-    default: return products_of<NARROW, 4>(s);
+    case 4: return products_of<NARROW, 4>(s);
+    case 5: return products_of<NARROW, 5>(s);
+    case 6: return products_of<NARROW, 6>(s);
+    case 7: return products_of<NARROW, 7>(s);
+    default: return products_of<NARROW, 8>(s);
   }
 }
 

@@ -17,7 +17,7 @@ from longrnn.ops.recent import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
 # less time in torch than the call.
-FEW_ROWS, FEW_WEIGHTS = 4, 2**13
+FEW_ROWS, FEW_WEIGHTS = 8, 2**13
 # As in stepwise.h.
 STEPWISE_CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 
