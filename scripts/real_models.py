@@ -221,25 +221,34 @@ def transformer(args: Namespace, report: Report) -> None:
         loaded.save(tokenizer)
     runs = trained(args, report, tokenizer) if args.train else {}
     texts = [*args.text, args.calibration]
-    suite = [dict(evaluation) for evaluation in SUITE]
-    suite[0]["texts"] = [str(file.resolve()) for file in texts]
-    file = args.output / "suite.yaml"
-    write_atomic(file, yaml_text({"evaluations": suite}))
     ours = [*map(str, runs.values())]
     repaired = [f"{run}+{repair}" for kind, run in runs.items() for repair in REPAIRS[kind]]
-    models = [smollm, *ours, *repaired]
-    report.command("compare", *models, "--suite", file, "--output", args.output / "compare")
+    short = [{**SUITE[0], "texts": paths(texts)}, *SUITE[1:]]
+    compare(args, report, "compare", [smollm, *ours, *repaired], short)
     if runs:
         read = [word for text in texts for word in ("--text", text)]
         read += ["--lengths", "256,1k,4k,16k,64k", "--windows", "2"]
         report.command(
             "eval", "perplexity", *ours, *repaired, *read, "--output", args.output / "long"
         )
-    beyond = [f"{smollm}+beyond", *ours]
-    reached = ["--lengths", ",".join(LONG[: LONG.index(args.longest) + 1])]
-    where = [*reached, "--windows", "1", "--output", args.output / "beyond"]
-    report.command("eval", "perplexity", *beyond, "--text", args.text[0], *where)
-    report.command("eval", "cost", *beyond, *reached, "--output", args.output / "cost")
+    lengths = list(LONG[: LONG.index(args.longest) + 1])
+    loss = {"kind": "perplexity", "texts": paths(args.text[:1]), "windows": 1, "lengths": lengths}
+    cost = {"kind": "cost", "lengths": lengths}
+    compare(args, report, "beyond", [f"{smollm}+beyond", *ours], [loss, cost])
+
+
+def paths(texts: list[Path]) -> list[str]:
+    """Return what a suite has, whose paths are relative to its file."""
+    return [str(text.resolve()) for text in texts]
+
+
+def compare(
+    args: Namespace, report: Report, name: str, models: list[str], evaluations: list[dict[str, Any]]
+) -> None:
+    """Compare models by a suite, which is written."""
+    suite = args.output / f"{name}.yaml"
+    write_atomic(suite, yaml_text({"evaluations": evaluations}))
+    report.command("compare", *models, "--suite", suite, "--output", args.output / name)
 
 
 PARTS = {"lstm": lstm, "transformer": transformer}
