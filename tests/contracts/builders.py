@@ -60,10 +60,10 @@ MORE_MIXERS: list[Spec] = [
     {"kind": "mamba3", "d_state": 5, "head_dim": 8, "rope_fraction": 1.0, "backend": "torch"},
     {"kind": "mamba", "d_state": 3, "d_conv": 1, "select_norm_eps": 1e-3, "backend": "torch"},
     {"kind": "mamba", "d_state": 9, "expand": 1, "bias": True, "conv_bias": False, "d_conv": 2},
-    {"kind": "gated_deltanet", "key_dim": 7, "value_dim": 5, "backend": "torch"}
-    | {"n_heads": 2, "d_conv": 1, "negative_eigenvalues": True},
-    {"kind": "kda", "key_dim": 5, "value_dim": 3, "rank": 2}
-    | {"n_heads": 2, "n_key_heads": 1, "d_conv": 1},
+    {"kind": "gated_deltanet", "n_heads": 2, "key_dim": 7, "value_dim": 5, "d_conv": 1}
+    | {"negative_eigenvalues": True, "backend": "torch"},
+    {"kind": "kda", "n_heads": 2, "n_key_heads": 1, "key_dim": 5, "value_dim": 3}
+    | {"rank": 2, "d_conv": 1},
 ]
 
 BLOCK_KINDS = ["plain", "residual"]
