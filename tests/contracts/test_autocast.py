@@ -7,6 +7,7 @@ mitigation. That the recurrences give the same bits is tested with the backends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_stepwise_cells_keep_their_precision(spec: Spec, edit: Edit | None) -> N
 
 
 def test_the_second_projection_of_decays_is_not_rounded() -> None:
-    cell = build_mixer(next(s for s in MIXER_SPECS if s["kind"] == "kda"), torch.float32)
+    cell: Any = build_mixer(next(s for s in MIXER_SPECS if s["kind"] == "kda"), torch.float32)
     with torch.no_grad():
         cell.in_proj.weight.copy_(cell.in_proj.weight.to(NARROW))
     x = torch.eye(D_MODEL + 2)[None]  # so that the first projection is exact
