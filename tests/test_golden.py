@@ -23,12 +23,12 @@ def test_the_record_has_all_cases() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints(name: str) -> None:
-    """Logits, losses and final states of texts in float64."""
+    """Logits and final states of texts in float64, and losses, which are rounded to float32."""
     found = MODELS[name]()
     assert found.keys() == RECORDED[name].keys()
     for key, values in found.items():
         actual, expected = (torch.tensor(one) for one in (values, RECORDED[name][key]))
-        assert_near(actual.double(), expected.double(), 1e-7, key)
+        assert_near(actual.double(), expected.double(), 1e-6, key)
 
 
 @pytest.mark.parametrize("name", EXACT)
