@@ -1,8 +1,8 @@
 """Speed on the CPU, beside transformers, llama.cpp and what the hardware allows.
 
 The model is a Mamba-2 (or `--cell mamba`) of the shape of mamba2-130m with random weights, batch
-size 1 but for `--rows`. All variants
-of a case are interleaved in one process, and outputs are compared before anything is timed.
+size 1 but for `--rows`. All variants of a case are interleaved in one process, and outputs are
+compared before anything is timed.
 
 | case | what is timed |
 | --- | --- |

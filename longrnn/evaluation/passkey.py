@@ -29,7 +29,7 @@ from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.files import read_text
 from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
-from longrnn.inference.chunk_select import shorten
+from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES
 from longrnn.progress import Progress
@@ -173,7 +173,8 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         if chunk is None:
             return torch.cat([prefix, context, question]).int()
         progress.advance(0, len(prefix) + len(context) + len(question))
-        return shorten(model.model, context, question, prefix=prefix, chunk=chunk, batch_size=size)
+        how = {"prefix": prefix, "chunk": chunk, "batch_size": size}
+        return select(model.model, context, question, **how).prompt
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         asked, right = item.spec, float(result["correct"])

@@ -1,12 +1,11 @@
 """Selects the chunk of a long context after which the model's answer has the lowest entropy.
 
-This is not one of `longrnn.mitigations`, because it changes no recurrence: it selects among the
-states of any language model.
+This is not one of `longrnn.mitigations`, because it changes no recurrence: it shortens the prompt
+of any language model.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from longrnn.inference.trie import read_texts
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
-from longrnn.state import LMState, take
 
 
 class ChosenChunk(NamedTuple):
@@ -25,12 +23,12 @@ class ChosenChunk(NamedTuple):
     Attributes:
         chunk: its index, from 0.
         entropies: `(m,)`, in nats, entropy of the first token after the query for each chunk.
-        state: one row, after prefix and chunk and before the query.
+        prompt: `(t,)`, the prefix, the chunk and the query.
     """
 
     chunk: int
     entropies: Tensor
-    state: LMState
+    prompt: Tensor
 
 
 @torch.no_grad()
@@ -61,8 +59,6 @@ def select(
     chunks = [torch.cat([prefix, part]) for part in context.split(chunk)]
     silent = Progress("", 0, unit="tokens", quiet=True)
     entropies = torch.empty(len(chunks), dtype=torch.float64)
-    best = ChosenChunk(len(chunks), entropies, model.init_state(1))
-    lowest = math.inf
     for numbers, _, read in read_texts(model, chunks, batch_size, silent, keep=0):
         queries = query.to(read.position.device).expand(len(numbers), -1)
         logits = model(queries, read, keep=1).logits[:, -1]
@@ -70,23 +66,6 @@ def select(
         of_batch = torch.special.entr(wide.softmax(-1)).sum(-1)
         refuse_nonfinite(of_batch, model, queries, read)
         entropies[numbers] = of_batch.double().cpu()
-        row = int(of_batch.argmin())
-        # Of equal entropies, that of the first chunk.
-        if (float(of_batch[row]), numbers[row]) < (lowest, best.chunk):
-            lowest = float(of_batch[row])
-            best = ChosenChunk(numbers[row], entropies, take(read, [row]))
-    return best
-
-
-def shorten(
-    model: LanguageModel,
-    context: Tensor,
-    query: Tensor,
-    *,
-    chunk: int,
-    prefix: Tensor,
-    batch_size: int = 16,
-) -> Tensor:
-    """Returns a prompt of prefix, selected chunk and query; for the arguments see `select`."""
-    best = select(model, context, query, chunk=chunk, prefix=prefix, batch_size=batch_size).chunk
-    return torch.cat([prefix, context.split(chunk)[best], query])
+    values = entropies.tolist()
+    best = values.index(min(values))  # of equal entropies, that of the first chunk
+    return ChosenChunk(best, entropies, torch.cat([chunks[best], query]))

@@ -41,7 +41,7 @@ CASES += [
     ],
 )
 def test_bad_input_is_refused(command: str, names: list[str], cli: CLI, shelf: Shelf) -> None:
-    """Commands that list all tasks of lm-eval are slow."""
+    """The rows for which lm-eval lists its tasks run with the slow tests."""
     command = command.removesuffix(" (slow)")
     if command.startswith("eval harness"):
         pytest.importorskip("lm_eval")

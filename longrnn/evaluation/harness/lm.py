@@ -39,7 +39,7 @@ from longrnn.errors import UserError
 from longrnn.hf.load import load
 from longrnn.hf.opened import refuse_unfit
 from longrnn.hf.tokenizer import byte_level, load_tokenizer
-from longrnn.inference.chunk_select import shorten
+from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import Pair, complete, score
 from longrnn.inference.trie import Ids
 from longrnn.models import LanguageModel
@@ -162,14 +162,15 @@ class LongRNN(HFLM):
         if self.chunk_select is not None and context:
             size = min(len(self.tok_encode(context, special)), len(ids) - 1)
             progress.advance(0, len(ids))
-            ids = shorten(
+            chosen = select(
                 self.model,
                 torch.tensor(ids[:size]),
                 torch.tensor(ids[size:]),
                 prefix=torch.tensor([], dtype=torch.long),
                 chunk=self.chunk_select,
                 batch_size=self.batch_size,
-            ).tolist()
+            )
+            ids = chosen.prompt.tolist()
         return self._fit(ids, more)
 
     def _fit(self, context: Sequence[int], more: int) -> Ids:

@@ -46,7 +46,7 @@ def trainable(model: HybridLM) -> HybridLM:
         second = model(tokens, first.state)
         loss = first.logits.sum() + second.logits.sum()
         torch.autograd.grad(loss, weights)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # also a NotImplementedError
         raise UserError(
             f"this {model.kind} cannot be trained here, because its gradients cannot be "
             f"computed ({one_line(error)}): train it with the Trainer of Hugging Face, or train "
