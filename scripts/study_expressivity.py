@@ -113,6 +113,8 @@ def outcome(args: Namespace, name: str, task: dict[str, Any], mixer: dict[str, A
             {**common, "length.max": of, "max_steps": steps, "save_steps": steps}
             for of, steps in ((start, args.start_steps), (length, args.steps))
         )
+        # There are few short sequences: 256 of parity.
+        first |= {"task": {**task, "held_out": 64}}
         first |= {"model.mixer": mixer, "model.n_layers": args.layers}
         base = studies.train("expressivity", folder / "short", first)
         model = load(studies.train({}, folder / "long", last | {"init_from": str(base)}))

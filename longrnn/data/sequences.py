@@ -5,8 +5,9 @@ A task is one function `rule`, from sequences to input tokens and targets; the d
 are the inputs where the answer is predicted.
 
 What is evaluated is drawn once from a seed of its own, and training draws again where it hits one
-of these sequences. Draws are independent: only so are mean scores unbiased, and their intervals
-those of independent samples, for every task whose sequences are not equally likely.
+of these sequences, which may be half of its draws at most. Draws are independent: only so are mean
+scores unbiased, and their intervals those of independent samples, for every task whose sequences
+are not equally likely.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from longrnn.seeds import mix, seeded
 from longrnn.text import Tokenizer
 
 Vocabulary = Annotated[int, Field(ge=2, lt=2**31)]
-# Draws in a row that may be held out.
-TRIES = 1000
+# Draws that tell which share of the sequences is held out.
+SHARE_SAMPLES = 1024
 # The length of a sequence without a limit of its own.
 LONGEST_SEQUENCE = 10**9
 
@@ -61,6 +62,7 @@ class SequenceTask(Task):
         self.vocab_size = vocab_size + self.has_query
         self.n_held_out, self.seed = held_out, seed
         self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
+        self._trainable: set[int] = set()
 
     @abstractmethod
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,20 +84,26 @@ class SequenceTask(Task):
     def batch(
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
     ) -> Batch:
-        _, forbidden = self._evaluation_set(length)
+        forbidden = self._forbidden(length)
         generator = torch.Generator().manual_seed(mix(seed, index, 0))
         x = self.draw(of, length, generator)
-        for values in x.numpy():  # views: what is written here is written to x
-            for _ in range(TRIES):
-                if values.tobytes() not in forbidden:
-                    break
-                values[:] = self.draw(1, length, generator)[0].numpy()
-            else:
-                raise LengthError(
-                    f"almost all sequences of length {length} over {self.n_tokens} tokens are held "
-                    f"out: set held_out below {self.n_held_out}, or a larger vocab_size"
-                )
+        while (again := _are_in(x, forbidden)).any():
+            x[again] = self.draw(int(again.sum()), length, generator)
         return self._batch(x[rows.start : rows.stop])
+
+    def _forbidden(self, length: int) -> set[bytes]:
+        """The held-out sequences; refused if training would reject more than half of its draws."""
+        _, forbidden = self._evaluation_set(length)
+        if length not in self._trainable:
+            x = self.draw(SHARE_SAMPLES, length, seeded(mix(self.seed, "share")))
+            share = float(_are_in(x, forbidden).double().mean())
+            if share > 0.5:
+                raise LengthError(
+                    f"{share:.0%} of the sequences of length {length} over {self.n_tokens} tokens "
+                    f"are held out: set held_out below {self.n_held_out}, or a larger vocab_size"
+                )
+            self._trainable.add(length)
+        return forbidden
 
     def held_out(self, count: int, *, length: int) -> Batch:
         return self.evaluation_batch(0, count, length=length)
@@ -256,6 +264,11 @@ class Recall(SequenceTask):
         place = (asked[:, :, None] == keys[:, None, :]).int().argmax(dim=2)
         unscored = torch.full_like(x[:, :length], UNSCORED)
         return x, torch.cat([unscored, values.gather(1, place)], 1)
+
+
+def _are_in(x: Tensor, forbidden: set[bytes]) -> Tensor:
+    """`(n,)` bool: which of the rows of `x` `(n, …)` are forbidden."""
+    return torch.tensor([row.tobytes() in forbidden for row in x.numpy()])
 
 
 def distinct(n: int, length: int, n_tokens: int, generator: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "instruct": {"data": "pairs.jsonl"},
     "passkey": {"max_segments": 3},
 }
-LENGTHS = {"passkey": 180, "text": 40, "instruct": 40, "mqar": 32, "phonebook": 24}
+LENGTHS = {"passkey": 180, "text": 40, "instruct": 40, "mqar": 32, "parity": 24, "phonebook": 24}
 tasks = pytest.mark.parametrize("kind", sorted(TASKS))
 
 

@@ -180,8 +180,8 @@ def test_training_rejects_the_held_out_sequences(kind: str) -> None:
     """Training never samples a held-out sequence."""
     size = 6 if "dual" in kind else SIZES.get(kind, 4)
     task = build(kind, vocab_size=size, held_out=3, **({"n_pairs": 1} if kind == "mqar" else {}))
-    longer = {"delayed_sum": 4, "mqar": 4, "phonebook": 6, "predecessor_query": 4, "recall": 4}
-    length = longer.get(kind, 2)
+    longer = {"delayed_sum": 4, "mqar": 4, "parity": 3, "phonebook": 6, "predecessor_query": 4}
+    length = {**longer, "recall": 4}.get(kind, 2)
     held_out = {tuple(row) for row in task.evaluation_batch(0, 3, length=length).tokens.tolist()}
     generator = torch.Generator().manual_seed(0)
     batch = task.sample(3000, length=length, seed=0)
