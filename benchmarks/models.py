@@ -70,6 +70,25 @@ def transformers_twin(model: RecurrentLM) -> Any:
     return twin.eval().to(model.embedding.weight.dtype)
 
 
+def transformer(vocab: int) -> Any:
+    """Returns a Llama of the shape of SmolLM2-135M with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=2**15,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+
+
 def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
     for start in range(0, length, piece):

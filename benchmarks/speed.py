@@ -12,6 +12,7 @@ compared before anything is timed.
 | hybrid | the same of four rows of tiny hybrids of the tests |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
 | layer | a layer of each cell, beside that of transformers without GPU kernels; bounds as above |
+| question | `--steps` tokens after a stored text of 1k, 4k and 16k, beside a Llama with its cache |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
 
@@ -19,6 +20,7 @@ Examples:
     python -m benchmarks.speed prefill decode --threads 1 --json speed.json
     python -m benchmarks.speed train --layers 12 --d-model 512 --vocab 256 --repeats 7 --threads 1
     python -m benchmarks.speed mitigations --layers 2 --tokens 2048 --repeats 11 --threads 1
+    python -m benchmarks.speed question --steps 32 --threads 1
     python -m benchmarks.speed layer --d-model 1024 --steps 16 --repeats 9 --threads 1
 """
 
@@ -43,6 +45,7 @@ from benchmarks.models import (
     products,
     products_of,
     read_weights,
+    transformer,
     transformers_twin,
 )
 from benchmarks.timing import interleaved, parser, report, write_json
@@ -56,6 +59,8 @@ from tests.hf.foreign import VOCAB, architecture
 DTYPES = ("float32", "bfloat16")
 HYBRIDS = ("falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear")
 BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
+# Lengths of the texts that a question follows.
+STORED = (1024, 4096, 16_384)
 Figures = dict[str, Any]
 
 
@@ -294,6 +299,30 @@ def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         yield name, report(name, args.steps, interleaved(decoding, args.repeats))
 
 
+@torch.inference_mode()
+def question(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    from transformers import DynamicCache
+
+    model, llama = build(args), transformer(args.vocab)
+    tokens, title = draw(args.vocab, args.steps), f"{args.steps} tokens after a stored text"
+    for stored in STORED:
+        state = model(draw(args.vocab, stored), keep=1).state
+        # What the cache holds does not change the time.
+        keys = torch.randn(1, llama.config.num_key_value_heads, stored, llama.config.head_dim)
+        cache = DynamicCache([(keys, keys)] * llama.config.num_hidden_layers)
+
+        def theirs(cache: Any = cache) -> None:
+            llama(tokens, past_key_values=cache, logits_to_keep=1)
+            cache.crop(-args.steps)
+
+        calls: dict[str, Callable[[], object]] = {
+            "longrnn": partial(model, tokens, state, keep=1),
+            "transformers, Llama": theirs,
+        }
+        name = f"{title} of {stored:,}"
+        yield name, report(name, args.steps, interleaved(calls, args.repeats))
+
+
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] = {
     "prefill": prefill,
     "decode": decode,
@@ -301,6 +330,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] 
     "hybrid": hybrid,
     "mitigations": mitigations,
     "layer": layer,
+    "question": question,
 }
 
 
