@@ -14,31 +14,6 @@ namespace {
 
 constexpr long TOKENS = 64;
 
-// A vector, or a single number in a remainder.
-template <class V, class T> inline V read(const T *from) {
-  V value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-template <class V, class T> inline void write(T *to, V value) { std::memcpy(to, &value, sizeof value); }
-inline float exponential(float x) { return std::exp(x); }
-inline double exponential(double x) { return std::exp(x); }
-
-// Calls `body(zero, i)` for whole vectors of [first, last), then for single numbers.
-template <class T, class Body> inline void each(long first, long last, Body body) {
-  long i = first;
-  for (; i + Lane<T>::W <= last; i += Lane<T>::W) body(Vec<T>{}, i);
-  for (; i < last; i++) body(T{}, i);
-}
-
-inline float sum_lanes(float x) { return x; }
-inline double sum_lanes(double x) { return x; }
-template <class V> inline auto sum_lanes(V v) -> std::decay_t<decltype(v[0])> {
-  std::decay_t<decltype(v[0])> sum = 0;
-  for (size_t i = 0; i < sizeof v / sizeof sum; i++) sum += v[i];
-  return sum;
-}
-
 template <class T> struct GateWork {
   Buffer<T> inner, silu, slope, gated, grad_weight;
   explicit GateWork(long d) : inner(d), silu(d), slope(d), gated(d), grad_weight(d) {}
@@ -53,22 +28,19 @@ void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *grad_y, const T *s
     for (long i = head * s.p; i < head * s.p + s.p; i++) w.inner[i] = scanned[i] + s.D[head] * x[i];
   for (long group = 0; group < s.g; group++) {
     const long first = group * size, last = first + size;
-    Vec<T> squares{}, crosses{};
-    T square = 0, cross = 0;
+    Sum<T> squares, crosses;
     each<T>(first, last, [&](auto zero, long i) {
       using V = decltype(zero);
-      const V gate = read<V>(z + i), sigmoid = T(1) / (T(1) + exponential(-gate)), silu = gate * sigmoid;
+      const V gate = read<V>(z + i), open = sigmoid(gate), silu = gate * open;
       const V gated = read<V>(w.inner + i) * silu;
       write<V>(w.silu + i, silu);
-      write<V>(w.slope + i, sigmoid + silu * (T(1) - sigmoid));
+      write<V>(w.slope + i, open + silu * (T(1) - open));
       write<V>(w.gated + i, gated);
-      const V product = read<V>(grad_y + i) * read<V>(s.norm_weight + i) * gated;
-      if constexpr (sizeof(V) == sizeof(T)) square += gated * gated, cross += product;
-      else squares += gated * gated, crosses += product;
+      squares.add(gated * gated);
+      crosses.add(read<V>(grad_y + i) * read<V>(s.norm_weight + i) * gated);
     });
-    square += sum_lanes(squares), cross += sum_lanes(crosses);
-    const T scale = T(1) / std::sqrt(square / T(size) + s.norm_eps);
-    const T back = cross * scale * scale * scale / T(size);
+    const T scale = T(1) / std::sqrt(squares.total() / T(size) + s.norm_eps);
+    const T back = crosses.total() * scale * scale * scale / T(size);
     each<T>(first, last, [&](auto zero, long i) {
       using V = decltype(zero);
       const V scaled = read<V>(grad_y + i) * scale, gated = read<V>(w.gated + i);
@@ -90,7 +62,7 @@ void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed,
 #pragma omp parallel num_threads(threads)
   {
     GateWork<T> &w = works.mine();
-    double *own = sums + thread_number() * (d + s.h);
+    double *mine = sums + thread_number() * (d + s.h);
 #pragma omp for schedule(static)
     for (long block = 0; block < blocks; block++) {
       std::fill(w.grad_weight.data, w.grad_weight + d, T(0));
@@ -100,19 +72,17 @@ void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed,
         gate_gradient<T>(s, w, to.grad_y + token * d, s.scanned + token * d, x, s.projected + token * s.width(), grad_inner,
                          to.grad_projected + token * s.width());
         for (long head = 0; head < s.h; head++) {
-          Vec<T> products{};
-          T product = 0;
+          Sum<T> products;
           each<T>(head * s.p, head * s.p + s.p, [&](auto zero, long i) {
             using V = decltype(zero);
-            const V one = read<V>(grad_inner + i);
-            write<V>(grad_x + i, one * s.D[head]);
-            if constexpr (sizeof(V) == sizeof(T)) product += one * x[i];
-            else products += one * read<V>(x + i);
+            const V grad = read<V>(grad_inner + i);
+            write<V>(grad_x + i, grad * s.D[head]);
+            products.add(grad * read<V>(x + i));
           });
-          own[d + head] += double(product + sum_lanes(products));
+          mine[d + head] += double(products.total());
         }
       }
-      for (long i = 0; i < d; i++) own[i] += double(w.grad_weight[i]);
+      for (long i = 0; i < d; i++) mine[i] += double(w.grad_weight[i]);
     }
   }
 }
@@ -142,8 +112,8 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad
         inputs[taps] = read<V>(input_of(convolution, row, at) + i);
         V sum = bias;
         for (long tap = 0; tap < k; tap++) sum += weight[tap] * inputs[tap];
-        const V sigmoid = T(1) / (T(1) + exponential(-sum));
-        const V grad_sum = read<V>(grad_mixed + (row * s.t + at) * c + i) * sigmoid * (T(1) + sum * (T(1) - sigmoid));
+        const V open = sigmoid(sum);
+        const V grad_sum = read<V>(grad_mixed + (row * s.t + at) * c + i) * open * (T(1) + sum * (T(1) - open));
         for (long tap = 0; tap < k; tap++) {
           sums[tap] += grad_sum * inputs[tap];
           pending[tap] += grad_sum * weight[tap];

@@ -70,7 +70,7 @@ template <class T> int delta(const Scan<T> &s) {
       const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / (s.h / s.g) * s.n;
       const T *v = s.x + row * s.x_row + i * s.x_token + head * s.p, *before = i ? after : s.state + task * size;
       const T decay = T(std::exp(double(s.log_decay[at])));
-      for (long j = 0; j < s.p; j++) u[j] = v[j] - decay * T(dot<T>(before + j * s.n, s.B + bc, s.n));
+      for (long j = 0; j < s.p; j++) u[j] = v[j] - decay * dot<T>(before + j * s.n, s.B + bc, s.n);
       one_token<T>(s.p, s.n, u, s.gain[at], s.log_decay[at], s.B + bc, s.C + bc, before, after, output_of(s, row, head, i));
     }
   }

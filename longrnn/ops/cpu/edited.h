@@ -75,7 +75,7 @@ void attend(const Scan<T> &s, const Window<T> &w, WindowWork<T> &work, long row,
     for (long group = first / each; group * each < last; group++) {
       const long from = std::max(first, group * each) - first, to = std::min(last, (group + 1) * each) - first;
       const T *C = s.C + row * s.bc_row + heads[group * each] / (s.h / s.g) * s.n;
-      const T score = T(dot<T>(C, B + group * s.n, s.n));
+      const T score = dot<T>(C, B + group * s.n, s.n);
       for (long i = from; i < to; i++) weights[i] = work.logs[i] < LEAST_LOG ? T(0) : weights[i] * gain[i] * score;
     }
   }
@@ -100,16 +100,10 @@ void limited_token(const Scan<T> &s, double limit, const T *nothing, bool past_c
   const auto run = past_caches && !(limit < INFINITY) ? one_token<T, true> : one_token<T, false>;
   run(s.p, s.n, x, s.gain[task], s.log_decay[task], s.B + bc, s.C + bc, s.state + task * size, after, y);
   if (!(limit < INFINITY)) return;
-  double sums[8] = {}, square = 0;
-  long i = 0;
-  for (; i + 8 <= size; i += 8)
-    for (int k = 0; k < 8; k++) sums[k] += double(after[i + k]) * double(after[i + k]);
-  for (; i < size; i++) square += double(after[i]) * double(after[i]);
-  for (double one : sums) square += one;
-  if (square <= limit * limit) return;
-  const T scale = T(limit / std::sqrt(square));
-  for (long j = 0; j < size; j++) after[j] *= scale;
-  for (long j = 0; j < s.p; j++) y[j] *= scale;
+  const double scale = scale_of(after, size, limit);
+  if (scale == 1) return;
+  for (long j = 0; j < size; j++) after[j] *= T(scale);
+  for (long j = 0; j < s.p; j++) y[j] *= T(scale);
 }
 
 template <class T> void edited_token(const Scan<T> &s, const double *edit, const Window<T> &w) {

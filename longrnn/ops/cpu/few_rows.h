@@ -15,13 +15,6 @@ inline Vec<float> as_floats(Words bits) {
   return value;
 }
 
-inline float total(Vec<float> v) {
-  constexpr int W = Lane<float>::W;
-  for (int w = W / 2; w; w /= 2)
-    for (int i = 0; i < w; i++) v[i] += v[i + w];
-  return v[0];
-}
-
 // The weights of one step: as many as fit two vectors of float32.
 template <bool NARROW> inline void two_vectors(const void *weight, long at, Vec<float> &first, Vec<float> &second) {
   if constexpr (NARROW) {  // two neighbours are read as one word
@@ -55,7 +48,7 @@ template <bool NARROW, int R> inline void one_output(const FewRows &s, const flo
   for (int r = 0; r < R; r++) {
     Vec<float> whole{};
     for (const Vec<float> &part : sums[r]) whole += part;
-    float sum = total(whole);
+    float sum = lane_sum<float>(whole);
     for (long at = j; at < s.k; at++) {
       float weight;
       sum += *numbers<float>(s.weight, begin + at, 1, &weight) * s.x[r * s.k + at];

@@ -41,7 +41,7 @@ inline void one_key_token(long p, long n, const T *x, T gain, const T *log_decay
     split_decay(x, of_old, other);
   };
   for (long j = 0; again && j < n; j += W) {
-    Vec<T> of_old, other, key{};
+    Vec<T> of_old{}, other{}, key{};
     split(j, of_old, other);
     store<T>(whole + j, of_old);
     store<T>(rest + j, other);
@@ -50,8 +50,8 @@ inline void one_key_token(long p, long n, const T *x, T gain, const T *log_decay
     store<T>(decayed + j, (of_old + other) * key);
   }
   for (long c = 0; c < p; c++, state += n) {
-    const T add = gain * (x[c] - (DELTA ? T(dot<T>(state, decayed, n)) : T(0)));
-    Vec<T> sums{}, of_old, other;
+    const T add = gain * (x[c] - (DELTA ? dot<T>(state, decayed, n) : T(0)));
+    Vec<T> sums{}, of_old{}, other{};
     long j = 0;
     for (; j + W <= n; j += W) {
       if (again) of_old = load<T>(whole + j), other = load<T>(rest + j);

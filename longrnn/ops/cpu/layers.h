@@ -26,15 +26,9 @@ inline void project(const Mixed &weight, const Mixed &bias, long rows, long m, l
 
 // to (rows, d) = x / rms(x) weight
 inline void rms_norm(const float *x, const float *weight, long rows, long d, float eps, float *to) {
-  constexpr int W = Lane<float>::W;
   for (long row = 0; row < rows; row++, x += d, to += d) {
-    Vec<float> squares{};
-    float square = 0;
-    long i = 0;
-    for (; i + W <= d; i += W) squares += load<float>(x + i) * load<float>(x + i);
-    for (; i < d; i++) square += x[i] * x[i];
-    const float scale = 1 / std::sqrt((square + total(squares)) / float(d) + eps);
-    for (i = 0; i < d; i++) to[i] = x[i] * scale * weight[i];
+    const float scale = 1 / std::sqrt(dot<float>(x, x, d) / float(d) + eps);
+    for (long i = 0; i < d; i++) to[i] = x[i] * scale * weight[i];
   }
 }
 

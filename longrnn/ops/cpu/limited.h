@@ -49,9 +49,9 @@ void products_among(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, long f
   }
 }
 
-// The scales of a chunk, and how many tokens they are for. `own` are the norms of the inputs.
+// The scales of a chunk, and how many tokens they are for. `added` are the norms of the inputs.
 template <class T>
-long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *own, double limit,
+long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added, double limit,
                long q, const T *B, double *scales) {
   product<T>(q, w.pp, s.n, B, s.bc_token, 1, w.memory, w.pp, w.read, w.pp, false);
   double square = start * start, all = 1, gains[CHUNK];
@@ -64,7 +64,7 @@ long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double star
       for (int k = 0; k < 8; k++) sums[k] += double(among[i + k]) * gains[i + k];
     for (; i < t; i++) cross += double(among[i]) * gains[i];
     for (int k = 0; k < 8; k++) cross += sums[k];
-    square = own[t] * own[t] + d.each[t] * d.each[t] * square + 2 * cross * all;
+    square = added[t] * added[t] + d.each[t] * d.each[t] * square + 2 * cross * all;
     scales[t] = limit / std::sqrt(std::max(square, limit * limit));
     square *= scales[t] * scales[t];
     gains[t] = 1 / all;
@@ -76,10 +76,10 @@ long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double star
 
 // Whether the triangle inequality shows that no token of a chunk reaches its limit.
 template <class T>
-bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *own, double limit,
+bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added, double limit,
                   long first, long q, const T *B) {
   double bound = start, most = 0;
-  for (long t = 0; t < q; t++) most = std::max(most, bound = bound * d.each[t] + own[t]);
+  for (long t = 0; t < q; t++) most = std::max(most, bound = bound * d.each[t] + added[t]);
   if (most * (1 + SLACK) <= limit) return true;
   products_among<T>(s, w, d, first, q, B);
   if (!(start * (1 + SLACK) <= limit)) return false;
@@ -87,7 +87,7 @@ bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double s
   for (long t = 0; t < q; t++) {
     double cross = 0;
     for (long i = 0; i < t; i++) cross += double(w.among[t * CHUNK + i]);
-    square = own[t] * own[t] + d.each[t] * d.each[t] * square + 2 * cross;
+    square = added[t] * added[t] + d.each[t] * d.each[t] * square + 2 * cross;
     // The slack is that of the terms, which may cancel each other.
     if (!((start * d.before[t] + std::sqrt(std::max(square, 0.0)) + SLACK * most) <= limit)) return false;
   }
@@ -108,23 +108,22 @@ bool limited_chunk(const Limited<T> &a, LimitedWork<T> &w, long row, long head, 
     const T *B_first = B + first * s.bc_token, *C_first = C + first * s.bc_token;
     const T *scores = w.scores + first * CHUNK + first;
     read_inputs<T>(s, w, row, head, start + first, left);
-    double square = 0, own[CHUNK], scales[CHUNK], logs[CHUNK];
-    for (long j = 0; j < s.n; j++) square += dot<T>(w.memory + j * w.pp, w.memory + j * w.pp, w.pp);
-    const double norm = std::sqrt(square);
+    double added[CHUNK], scales[CHUNK], logs[CHUNK];
+    const double norm = std::sqrt(sum_of_squares(w.memory.data, s.n * w.pp));
     bool moderate = norm <= MOST_STATE;
     for (long t = 0; t < left; t++) {
       const double input = std::sqrt(dot<T>(w.inputs + t * w.pp, w.inputs + t * w.pp, w.pp));
-      own[t] = input * w.norms[first + t];
+      added[t] = input * w.norms[first + t];
       logs[t] = s.log_decay[at + t * s.h];
       moderate = moderate && input <= MOST_INPUT && w.norms[first + t] <= MOST_B && logs[t] <= 0;
     }
     if (!moderate) return false;
     const Decays plain(logs, 1, left);
     long count = left;
-    if (within_limit<T>(s, w, plain, norm, own, a.limit[head], first, left, B)) {
+    if (within_limit<T>(s, w, plain, norm, added, a.limit[head], first, left, B)) {
       chunk_of_inputs<T>(s, w, plain, scores, row, head, start + first, left, B_first, C_first);
     } else {
-      count = scales_of<T>(s, w, plain, norm, own, a.limit[head], left, B_first, scales);
+      count = scales_of<T>(s, w, plain, norm, added, a.limit[head], left, B_first, scales);
       for (long t = 0; t < count; t++) {
         logs[t] += std::log(scales[t]);
         for (long j = 0; j < w.pp; j++) w.inputs[t * w.pp + j] *= T(scales[t]);
@@ -145,11 +144,7 @@ template <class T> int limited_scan(const Limited<T> &a) {
       [&](LimitedWork<T> &w, long q, const T *B) {
         w.alike_is_known = false;
         w.q = q;
-        for (long t = 0; t < q; t++) {
-          double square = 0;
-          for (long j = 0; j < s.n; j++) square += double(B[t * s.bc_token + j]) * double(B[t * s.bc_token + j]);
-          w.norms[t] = std::sqrt(square);
-        }
+        for (long t = 0; t < q; t++) w.norms[t] = std::sqrt(sum_of_squares(B + t * s.bc_token, s.n));
       },
       [&](LimitedWork<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
         if (!limited_chunk<T>(a, w, row, head, start, q, B, C)) {

@@ -15,7 +15,6 @@ template <class T> inline const T *input_of(const Convolution<T> &s, long row, l
 
 // y = silu(convolution of x over time)
 template <class T> void convolve(const Convolution<T> &s, int threads) {
-  constexpr int W = Lane<T>::W;
   const long c = s.c;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (long row = 0; row < s.b; row++)
@@ -23,17 +22,12 @@ template <class T> void convolve(const Convolution<T> &s, int threads) {
       T *to = s.y + (row * s.t + i) * c;
       const T *from[MAX_TAPS];
       for (long tap = 0; tap < s.k; tap++) from[tap] = input_of(s, row, i + tap - (s.k - 1));
-      long j = 0;
-      for (; j + W <= c; j += W) {
-        Vec<T> sum = s.bias ? load<T>(s.bias + j) : Vec<T>{};
-        for (long tap = 0; tap < s.k; tap++) sum += load<T>(s.weight + tap * c + j) * load<T>(from[tap] + j);
-        store<T>(to + j, silu<T>(sum));
-      }
-      for (; j < c; j++) {
-        T sum = s.bias ? s.bias[j] : T(0);
-        for (long tap = 0; tap < s.k; tap++) sum += s.weight[tap * c + j] * from[tap][j];
-        to[j] = sum / (T(1) + std::exp(-sum));
-      }
+      each<T>(0, c, [&](auto zero, long j) {
+        using V = decltype(zero);
+        V sum = s.bias ? read<V>(s.bias + j) : zero;
+        for (long tap = 0; tap < s.k; tap++) sum += read<V>(s.weight + tap * c + j) * read<V>(from[tap] + j);
+        write(to + j, silu(sum));
+      });
     }
 }
 
@@ -46,7 +40,6 @@ template <class T> void keep_inputs(const Convolution<T> &s) {
 
 // y = norm((scanned + D x) silu(z)) weight
 template <class T> void gate(const Gate<T> &s, int threads) {
-  constexpr int W = Lane<T>::W;
   const long d = s.h * s.p, size = d / s.groups;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long token = 0; token < s.tokens; token++) {
@@ -56,21 +49,15 @@ template <class T> void gate(const Gate<T> &s, int threads) {
       for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
     for (long group = 0; group < s.groups; group++) {
       const long first = group * size, last = first + size;
-      Vec<T> squares{};
-      T square = 0;
-      long i = first;
-      for (; i + W <= last; i += W) {
-        const Vec<T> gated = load<T>(y + i) * silu<T>(load<T>(z + i));
-        store<T>(y + i, gated);
-        squares += gated * gated;
-      }
-      for (int k = 0; k < W; k++) square += squares[k];
-      for (; i < last; i++) {
-        y[i] *= z[i] / (T(1) + std::exp(-z[i]));
-        square += y[i] * y[i];
-      }
-      const T scale = T(1) / std::sqrt(square / T(size) + s.eps);
-      for (i = first; i < last; i++) y[i] = y[i] * scale * s.weight[i];
+      Sum<T> squares;
+      each<T>(first, last, [&](auto zero, long i) {
+        using V = decltype(zero);
+        const V gated = read<V>(y + i) * silu(read<V>(z + i));
+        write(y + i, gated);
+        squares.add(gated * gated);
+      });
+      const T scale = T(1) / std::sqrt(squares.total() / T(size) + s.eps);
+      for (long i = first; i < last; i++) y[i] = y[i] * scale * s.weight[i];
     }
   }
 }

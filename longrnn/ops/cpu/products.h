@@ -61,14 +61,4 @@ void product(long m, long n, long depth, const T *a, long ai, long ak, const T *
   }
 }
 
-template <class T> inline double dot(const T *a, const T *b, long n) {
-  Vec<T> sums{};
-  double sum = 0;
-  long i = 0;
-  for (; i + Lane<T>::W <= n; i += Lane<T>::W) sums += load<T>(a + i) * load<T>(b + i);
-  for (; i < n; i++) sum += a[i] * b[i];
-  for (int i = 0; i < Lane<T>::W; i++) sum += sums[i];
-  return sum;
-}
-
 }  // namespace

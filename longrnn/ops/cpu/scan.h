@@ -37,8 +37,7 @@ inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *
       else store<T>(to + j, now);
       sums += now * load<T>(C + j);
     }
-    T sum = 0;
-    for (int k = 0; k < W; k++) sum += sums[k];
+    T sum = lane_sum<T>(sums);
     for (; j < n; j++) {
       to[j] = (rest * from[j] + add * B[j]) + whole * from[j];
       sum += to[j] * C[j];
@@ -96,7 +95,7 @@ void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *sco
 // gain x of `q` tokens of a head, to `w.inputs`.
 template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, long row, long head, long start, long q) {
   const long at = (row * s.t + start) * s.h + head;
-  read_rows<T>(s.x + row * s.x_row + start * s.x_token + head * s.p, s.x_token, s.gain ? s.gain + at : nullptr, s.h, q,
+  read_rows<T>(s.x + row * s.x_row + start * s.x_token + head * s.p, s.x_token, s.gain + at, s.h, q,
                s.p, w.pp, w.inputs);
 }
 
@@ -133,7 +132,7 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
       const long first = group * r + task % parts * each, last = std::min(group * r + r, first + each);
       for (long head = first; head < last; head++)
         read_state<T>(part_of(const_cast<T *>(s.state), row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
-      T *const own = w.memory.data;
+      T *const tile = w.memory.data;
       for (long start = 0; start < s.t; start += CHUNK) {
         const long q = std::min(CHUNK, s.t - start), qp = padded<T>(q);
         const long bc = row * s.bc_row + start * s.bc_token + group * s.n;
@@ -149,7 +148,7 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
           chunk(w, row, head, start, q, B, C);
         }
       }
-      w.memory.data = own;
+      w.memory.data = tile;
       for (long head = first; s.final_state && head < last; head++)
         write_state<T>(memories + (head - first) * s.n * w.pp, s.p, s.n, w.pp, part_of(s.final_state, row * s.h + head));
     }
@@ -177,7 +176,7 @@ template <class T> int scan(const Scan<T> &s) {
           const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / r * s.n;
           T *after = s.final_state + task * s.p * s.n;
           (past_caches ? one_token<T, true> : one_token<T, false>)(
-              s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain ? s.gain[at] : T(1), s.log_decay[at],
+              s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain[at], s.log_decay[at],
               s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, output_of(s, row, head, i));
         }
       }

@@ -39,9 +39,7 @@ template <class T> struct GradientWork {  // tiles of one thread
 inline double sum_of(const double *from, long n) {  // n: whole vectors
   Vec<double> sums{};
   for (long i = 0; i < n; i += Lane<double>::W) sums += load<double>(from + i);
-  double sum = 0;
-  for (int i = 0; i < Lane<double>::W; i++) sum += sums[i];
-  return sum;
+  return lane_sum<double>(sums);
 }
 
 // Decays between tokens and weights of a head, 0 where j > i.
@@ -85,7 +83,7 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   constexpr int W = Lane<T>::W;
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, pp = padded<T>(p), qp = padded<T>(q), at = (row * of.t + start) * of.h + head;
-  const T *gains = of.gain ? of.gain + at : nullptr;
+  const T *gains = of.gain + at;
   const T *x = of.x + row * of.x_row + start * of.x_token + head * p;
   const Decays d(of.log_decay + at, of.h, q);
   read_rows<T>(x, of.x_token, gains, of.h, q, p, pp, w.u);
@@ -108,9 +106,9 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   T starting[CHUNK] = {};  // what the state at the chunk's start adds to y · g
   for (long j = 0; j < n; j++)
     for (long i = 0; i < qp; i += W) {
-      const Vec<T> one = load<T>(w.part + j * CHUNK + i);
-      store<T>(starting + i, load<T>(starting + i) + one * load<T>(w.C_t + j * CHUNK + i));
-      store<T>(w.grad_C + j * CHUNK + i, load<T>(w.grad_C + j * CHUNK + i) + one);
+      const Vec<T> grad = load<T>(w.part + j * CHUNK + i);
+      store<T>(starting + i, load<T>(starting + i) + grad * load<T>(w.C_t + j * CHUNK + i));
+      store<T>(w.grad_C + j * CHUNK + i, load<T>(w.grad_C + j * CHUNK + i) + grad);
     }
   product<T>(n, qp, p, after, pp, 1, w.scaled_u, CHUNK, w.grad_B, CHUNK, true);
   product<T>(q, pp, n, w.B, n, 1, after, pp, w.grad_u, pp, false);
@@ -123,17 +121,8 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.grad_u, pp, true, UPPER_A);
   for (long i = 0; i < q; i++) {
     T *to = s.grad_x + row * s.grad_x_row + (start + i) * s.grad_x_token + head * p;
-    const T *grad_u = w.grad_u + i * pp, gain = gains ? gains[i * of.h] : T(1);
-    if (s.grad_gain) {
-      const T *from = x + i * of.x_token;
-      T sum = 0;
-      Vec<T> sums{};
-      long j = 0;
-      for (; j + W <= p; j += W) sums += load<T>(from + j) * load<T>(grad_u + j);
-      for (int k = 0; k < W; k++) sum += sums[k];
-      for (; j < p; j++) sum += from[j] * grad_u[j];
-      s.grad_gain[at + i * of.h] = sum;
-    }
+    const T *grad_u = w.grad_u + i * pp, gain = gains[i * of.h];
+    s.grad_gain[at + i * of.h] = dot<T>(x + i * of.x_token, grad_u, p);
     for (long j = 0; j < p; j++) to[j] = (s.adds_x ? to[j] : T(0)) + grad_u[j] * gain;
   }
   sum = 0;
@@ -161,7 +150,7 @@ void states_of_segment(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
       const long at = (row * of.t + start) * of.h + head;
       const Decays d(of.log_decay + at, of.h, CHUNK);
       const T *x = of.x + row * of.x_row + start * of.x_token + head * of.p;
-      read_rows<T>(x, of.x_token, of.gain ? of.gain + at : nullptr, of.h, CHUNK, of.p, pp, w.u);
+      read_rows<T>(x, of.x_token, of.gain + at, of.h, CHUNK, of.p, pp, w.u);
       scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.grad_u);
       advance_state<T>(d, n, pp, CHUNK, w.B, 1, n, w.grad_u, from, w.change, from + all);
     }
@@ -217,7 +206,7 @@ void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
       write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
     }
   }
-  for (long head = first; s.grad_state && head < last; head++)
+  for (long head = first; head < last; head++)
     write_state<T>(after + (head - first) * n * pp, p, n, pp, s.grad_state + (row * of.h + head) * size);
 }
 

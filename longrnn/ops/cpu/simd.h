@@ -60,6 +60,63 @@ template <class T> inline T lane_sum(Vec<T> v) {
   return v[0];
 }
 
+// A vector, or a single number in a remainder.
+template <class V, class T> inline V read(const T *from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+template <class V, class T> inline void write(T *to, V value) { std::memcpy(to, &value, sizeof value); }
+
+// Calls `body(zero, i)` for whole vectors of [first, last), then for single numbers.
+template <class T, class Body> inline void each(long first, long last, Body body) {
+  long i = first;
+  for (; i + Lane<T>::W <= last; i += Lane<T>::W) body(Vec<T>{}, i);
+  for (; i < last; i++) body(T{}, i);
+}
+
+// A sum of what `each` computes.
+template <class T> struct Sum {
+  Vec<T> lanes{};
+  T rest = 0;
+  void add(Vec<T> v) { lanes += v; }
+  void add(T x) { rest += x; }
+  T total() const { return rest + lane_sum<T>(lanes); }
+};
+
+template <class T> inline T dot(const T *a, const T *b, long n) {
+  Sum<T> sum;
+  each<T>(0, n, [&](auto zero, long i) {
+    using V = decltype(zero);
+    sum.add(read<V>(a + i) * read<V>(b + i));
+  });
+  return sum.total();
+}
+
+// Σ (a_i / unit)² in double.
+template <class T> inline double sum_of_squares(const T *a, long n, double unit = 1) {
+  double sums[8] = {}, sum = 0;
+  const auto square = [&](long i) { return double(a[i]) / unit * (double(a[i]) / unit); };
+  long i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int k = 0; k < 8; k++) sums[k] += square(i + k);
+  for (; i < n; i++) sum += square(i);
+  for (double part : sums) sum += part;
+  return sum;
+}
+
+// min(1, limit / norm) of n numbers of any magnitude, in double; NaN if the norm is.
+template <class T> double scale_of(const T *from, long n, double limit) {
+  double unit = 1;
+  if (sizeof(T) == sizeof(double)) {  // squares of float fit a double
+    double largest = 0;
+    for (long i = 0; i < n; i++) largest = std::max(largest, std::abs(double(from[i])));
+    if (std::isfinite(largest) && largest > 0) unit = largest;
+  }
+  const double norm = unit * std::sqrt(sum_of_squares(from, n, unit));
+  return norm != norm ? norm : limit / std::max(norm, limit);
+}
+
 template <class T> inline long padded(long n) { return (n + Lane<T>::W - 1) / Lane<T>::W * Lane<T>::W; }
 
 template <class T> struct Buffer {  // 64-byte aligned
@@ -71,7 +128,7 @@ template <class T> struct Buffer {  // 64-byte aligned
   }
   ~Buffer() { free(data); }
   Buffer(const Buffer &) = delete;
-  operator T *() { return data; }
+  operator T *() const { return data; }
 };
 
 typedef int32_t Integers __attribute__((vector_size(BYTES), aligned(4), may_alias));
@@ -109,7 +166,10 @@ inline Vec<double> exponential(Vec<double> x) {
   for (int i = 0; i < Lane<double>::W; i++) x[i] = std::exp(x[i]);
   return x;
 }
-template <class T> inline Vec<T> silu(Vec<T> x) { return x / (T(1) + exponential(-x)); }
+inline float exponential(float x) { return std::exp(x); }
+inline double exponential(double x) { return std::exp(x); }
+template <class V> inline V sigmoid(V x) { return 1 / (1 + exponential(-x)); }
+template <class V> inline V silu(V x) { return x / (1 + exponential(-x)); }
 
 template <class T> inline T softplus(T x) { return x > T(20) ? x : std::log1p(std::exp(x)); }
 

@@ -28,7 +28,6 @@ inline Vec<double> hyperbolic_tangent(Vec<double> x) {
   for (int i = 0; i < Lane<double>::W; i++) x[i] = std::tanh(x[i]);
   return x;
 }
-template <class V> inline V sigmoid(V x) { return 1 / (1 + exponential(-x)); }
 
 // One token of the recurrence, in vectors: x and h are the parts of the two projections, one per gate.
 struct Gru {
@@ -70,24 +69,6 @@ template <class Activation> struct Elman {  // `add` is the new memory
   template <class V> static V read(V memory, V) { return memory; }
 };
 
-// min(1, limit / norm) of a memory, in double, for any magnitude; NaN if the norm is.
-template <class T> double scale_of(const T *memory, long d, double limit) {
-  double unit = 1, sums[8] = {};
-  if (sizeof(T) == sizeof(double)) {  // squares of float fit a double
-    double largest = 0;
-    for (long i = 0; i < d; i++) largest = std::max(largest, std::abs(double(memory[i])));
-    if (std::isfinite(largest) && largest > 0) unit = largest;
-  }
-  for (long i = 0; i < d; i++) {
-    const double entry = double(memory[i]) / unit;
-    sums[i % 8] += entry * entry;
-  }
-  double sum = 0;
-  for (double one : sums) sum += one;
-  const double norm = unit * std::sqrt(sum);
-  return norm != norm ? norm : limit / std::max(norm, limit);
-}
-
 // The recurrent weights, (d, gates padded) in panels of `WIDTH` columns, or as they are.
 template <class T> struct Recurrent {
   static constexpr long WIDTH = COLUMNS * Lane<T>::W, FEW_TOKENS = 8;
@@ -115,19 +96,10 @@ template <class T> struct Recurrent {
         product<T>(rows, WIDTH, s.d, h, dp, 1, panels + column * s.d, WIDTH, out + column, columns, true);
       return;
     }
-    constexpr int W = Lane<T>::W;
     for (long gate = 0; gate < gates; gate++)
       for (long i = 0; i < s.d; i++)
         for (long row = 0; row < rows; row++) {
-          const T *left = s.weight + (gate * s.d + i) * s.d, *right = h + row * dp;
-          Vec<T> sums{};
-          T sum = 0;
-          long k = 0;
-          for (; k + W <= s.d; k += W) sums += load<T>(left + k) * load<T>(right + k);
-          for (; k < s.d; k++) sum += left[k] * right[k];
-          for (int j = 0; j < W; j++) sum += sums[j];
-          out[row * columns + gate * dp + i] += sum;
-        }
+          out[row * columns + gate * dp + i] += dot<T>(s.weight + (gate * s.d + i) * s.d, h + row * dp, s.d);
   }
 };
 
@@ -192,7 +164,7 @@ template <class T, class Cell> void stepwise_cell(const Stepwise<T> &s) {
       rows_of_cell<T, Cell>(s, recurrent, *works.all[part], part * each, std::min(each, s.b - part * each));
 }
 
-// In the order of `CELLS` in tokens.py.
+// In the order of `STEPWISE_CELLS` in tokens.py.
 template <class T> int stepwise(const Stepwise<T> &s) {
   static constexpr void (*cells[])(const Stepwise<T> &) = {
       stepwise_cell<T, Elman<Tanh>>, stepwise_cell<T, Elman<Relu>>, stepwise_cell<T, Elman<Identity>>,

@@ -47,8 +47,8 @@ struct Decays {
   // Moves `kept`, the decays from tokens j to token i - 1 at [j], on to token i.
   void advance(double *kept, long i) const {
     for (long j = 0; j < i; j++) {
-      const double one = kept[j] * each[i];
-      kept[j] = one < LEAST ? 0 : one;
+      const double decay = kept[j] * each[i];
+      kept[j] = decay < LEAST ? 0 : decay;
     }
     kept[i] = 1;
   }
