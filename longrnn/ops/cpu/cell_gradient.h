@@ -1,8 +1,7 @@
 // The gradient of everything between the projections of a Mamba-2.
 //
 // Notable choices:
-// - The forward pass keeps its input, the output of the recurrence, and a state per segment. The
-//   convolution is computed again.
+// - The forward pass keeps its input and the output of the recurrence. The convolution is computed again.
 // - Gradients of weights are sums over all tokens: they are summed over TOKENS in the dtype of the
 //   tensors, and these sums in double.
 
@@ -69,8 +68,8 @@ void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed,
       for (long token = block * TOKENS; token < std::min(tokens, (block + 1) * TOKENS); token++) {
         const T *x = mixed + token * c;
         T *grad_inner = grad_scanned + token * d, *grad_x = grad_mixed + token * c;
-        gate_gradient<T>(s, w, to.grad_y + token * d, s.scanned + token * d, x, s.projected + token * s.width(), grad_inner,
-                         to.grad_projected + token * s.width());
+        gate_gradient<T>(s, w, to.grad_y + token * d, to.of.scanned + token * d, x,
+                         s.projected + token * s.width(), grad_inner, to.grad_projected + token * s.width());
         for (long head = 0; head < s.h; head++) {
           Sum<T> products;
           each<T>(head * s.p, head * s.p + s.p, [&](auto zero, long i) {
@@ -92,11 +91,11 @@ template <class V, int K, class T>
 void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, long i) {
   constexpr long LANES = sizeof(V) / sizeof(T);
   const long c = s.c(), width = s.width(), k = K ? K : s.k, taps = k - 1;
-  const Convolution<T> convolution = s.convolution(nullptr);
+  const Convolution<T> convolution = s.convolution(nullptr, nullptr);
   double grad_weight[LANES][MAX_TAPS + 1] = {};  // of the taps, then of the bias
   V weight[MAX_TAPS];
-  for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.conv_weight + tap * c + i);
-  const V bias = s.conv_bias ? read<V>(s.conv_bias + i) : V{};
+  for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.taps + tap * c + i);
+  const V bias = to.of.conv_bias.data ? read<V>(s.conv_bias + i) : V{};
   for (long row = 0; row < s.b; row++) {
     V inputs[MAX_TAPS], pending[MAX_TAPS] = {};  // of the tokens that the filter covers
     for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(input_of(convolution, row, tap - taps) + i);
@@ -175,29 +174,25 @@ void steps_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *dt, co
 }
 
 template <class T> int cell_gradient(const CellGradient<T> &to) {
-  const long d = to.h * to.p, c = d + 2 * to.g * to.n, tokens = to.b * to.t;
+  const Cell<T> s(to.of);
+  const long d = s.d(), c = s.c(), tokens = s.b * s.t;
   const int threads = threads_for(double(tokens) * d * 64);
   T *mixed = to.work, *grad_mixed = mixed + tokens * c, *grad_scanned = grad_mixed + tokens * c;
-  T *dt = grad_scanned + tokens * d, *log_decay = dt + tokens * to.h, *slope = log_decay + tokens * to.h;
-  T *grad_dt = slope + tokens * to.h, *grad_log = grad_dt + tokens * to.h;
-  Buffer<T> taps(to.k * c), A(to.h);
-  Buffer<double> sums(threads * (d + to.h));
-  read_taps<T>(to.conv_weight, c, to.k, taps);
-  for (long head = 0; head < to.h; head++) A[head] = -std::exp(to.A_log[head]);
-  const Cell<T> s{to.b, to.t, to.h, to.p, to.g, to.n, to.k, to.norm_eps, to.dt_least, to.dt_largest,
-                  to.projected, taps, to.conv_bias, to.dt_bias, A, to.D, to.norm_weight, to.conv, to.state,
-                  nullptr, nullptr, nullptr, to.scanned, to.kept, to.segment, nullptr};
-  convolve<T>(s.convolution(mixed), threads);
+  T *dt = grad_scanned + tokens * d, *log_decay = dt + tokens * s.h, *slope = log_decay + tokens * s.h;
+  T *grad_dt = slope + tokens * s.h, *grad_log = grad_dt + tokens * s.h;
+  Buffer<double> sums(threads * (d + s.h));
+  convolve<T>(s.convolution(mixed, nullptr), threads);
   steps<T>(s, dt, log_decay, slope);
-  std::fill(sums.data, sums + threads * (d + to.h), 0.0);
+  std::fill(sums.data, sums + threads * (d + s.h), 0.0);
   gate_gradients<T>(s, to, mixed, grad_scanned, grad_mixed, sums, threads);
-  for (long i = 0; i < d + to.h; i++) {
+  for (long i = 0; i < d + s.h; i++) {
     double sum = 0;
-    for (int thread = 0; thread < threads; thread++) sum += sums[thread * (d + to.h) + i];
+    for (int thread = 0; thread < threads; thread++) sum += sums[thread * (d + s.h) + i];
     (i < d ? to.grad_norm_weight[i] : to.grad_D[i - d]) = T(sum);
   }
-  scan_gradient<T>({scan_of<T>(s, mixed, dt, log_decay, nullptr), grad_scanned, to.grad_state_after, grad_mixed, to.t * c, c, 1,
-                    grad_dt, grad_log, grad_mixed + d, grad_mixed + d + to.g * to.n, to.t * c, c, to.grad_state});
+  scan_gradient<T>({s.recurrence(mixed, dt, log_decay, to.of.state, nullptr, nullptr), grad_scanned,
+                    to.grad_state_after, grad_mixed, s.t * c, c, 1, grad_dt, grad_log, grad_mixed + d,
+                    grad_mixed + d + s.g * s.n, s.t * c, c, to.grad_state});
   steps_gradient<T>(s, to, dt, slope, grad_dt, grad_log);
   convolution_gradient<T>(s, to, grad_mixed, threads);
   return 1;

@@ -13,8 +13,6 @@ from longrnn.ops.cpu.library import missing
 from longrnn.ops.cpu.signatures import MAX_TAPS
 from longrnn.ops.transforms import is_transformed
 
-# Tokens after which the backward pass of a recurrence keeps a state.
-SEGMENT = 512
 # Dtypes that the kernels of whole layers and of few rows read as they are.
 MIXED = (torch.float32, torch.bfloat16)
 

@@ -140,11 +140,8 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
         transpose_chunk<T>(B, s.bc_token, q, s.n, w.right);
         product<T>(q, qp, s.n, C, s.bc_token, 1, w.right, CHUNK, w.scores, CHUNK, false, LOWER_C);
         prepare(w, q, B);
-        const bool keep = s.kept && start && start % s.segment == 0;
-        T *kept = keep ? s.kept + (start / s.segment - 1) * s.b * s.h * s.p * s.n : nullptr;
         for (long head = first; head < last; head++) {
           w.memory.data = memories + (head - first) * s.n * w.pp;
-          if (keep) write_state<T>(w.memory, s.p, s.n, w.pp, kept + (row * s.h + head) * s.p * s.n);
           chunk(w, row, head, start, q, B, C);
         }
       }

@@ -7,8 +7,8 @@
 //   dC_i = Σ_j decay(j, i] (g_i · u_j) B_j + before_i g_i S,    D before = decay D + Σ_i before_i g_i C_iᵀ.
 //
 // Notable choices:
-// - The forward pass keeps a state per segment. The states at the starts of a segment's chunks are
-//   computed again, then its chunks are read from the last to the first.
+// - The states at the starts of the chunks are computed again from the first, then the chunks are read
+//   from the last to the first. What the forward pass keeps is its inputs.
 // - The gradient of a log decay is the sum over all terms whose decay contains it, all of which are
 //   added: a difference of two sums over all tokens would leave its rounding to heads that forget at
 //   once. A term whose decay is 1 (j = i) is not part of it.
@@ -136,14 +136,16 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   advance_state<T>(d, n, pp, q, w.C, 1, n, w.scaled_g, after, w.change, after);
 }
 
-// The states at the starts of a segment's chunks after the first, at `states` (chunk, head, n, pp).
+// The states at the starts of the chunks, at `states` (chunk, head, n, pp).
 template <class T>
-void states_of_segment(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
-                       long begin, long end, T *states) {
+void states_of_chunks(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
+                      T *states) {
   const Scan<T> &of = s.of;
   const long n = of.n, pp = padded<T>(of.p), all = (last - first) * n * pp;
-  for (long start = begin; start + CHUNK < end; start += CHUNK) {
-    T *from = states + (start - begin) / CHUNK * all;
+  for (long head = first; head < last; head++)
+    read_state<T>(of.state + (row * of.h + head) * of.p * n, of.p, n, pp, states + (head - first) * n * pp);
+  for (long start = 0; start + CHUNK < of.t; start += CHUNK) {
+    T *from = states + start / CHUNK * all;
     const T *B = of.B + row * of.bc_row + start * of.bc_token + group * n;
     for (long i = 0; i < CHUNK; i++) std::memcpy(w.B + i * n, B + i * of.bc_token, n * sizeof(T));
     for (long head = first; head < last; head++, from += n * pp) {
@@ -175,36 +177,30 @@ template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad
 // The heads `first` to `last` of a group of one row. `grad_B` and `grad_C` are of the row and group.
 template <class T>
 void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
-                       long segment, T *states, T *after, T *grad_B, T *grad_C, long step) {
+                       T *states, T *after, T *grad_B, T *grad_C, long step) {
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, pp = padded<T>(p), heads = last - first, size = p * n;
   for (long head = first; head < last; head++)
     read_state<T>(s.grad_final ? s.grad_final + (row * of.h + head) * size : nullptr, p, n, pp,
                   after + (head - first) * n * pp);
-  for (long begin = (of.t - 1) / segment * segment; begin >= 0; begin -= segment) {
-    const long end = std::min(of.t, begin + segment);
-    const T *kept = begin ? of.kept + (begin / segment - 1) * of.b * of.h * size : of.state;
-    for (long head = first; head < last; head++)
-      read_state<T>(kept ? kept + (row * of.h + head) * size : nullptr, p, n, pp, states + (head - first) * n * pp);
-    states_of_segment<T>(s, w, row, group, first, last, begin, end, states);
-    for (long start = begin + (end - begin - 1) / CHUNK * CHUNK; start >= begin; start -= CHUNK) {
-      const long q = std::min(CHUNK, end - start), qp = padded<T>(q);
-      const long bc = row * of.bc_row + start * of.bc_token + group * n;
-      for (long i = 0; i < q; i++) {
-        std::memcpy(w.B + i * n, of.B + bc + i * of.bc_token, n * sizeof(T));
-        std::memcpy(w.C + i * n, of.C + bc + i * of.bc_token, n * sizeof(T));
-      }
-      transpose_chunk<T>(w.B, n, q, n, w.B_t);
-      transpose_chunk<T>(w.C, n, q, n, w.C_t);
-      product<T>(q, qp, n, w.C, n, 1, w.B_t, CHUNK, w.scores, CHUNK, false, LOWER_C);
-      std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
-      std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
-      std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));
-      for (long head = first; head < last; head++)
-        chunk_gradient<T>(s, w, row, head, start, q, states + ((start - begin) / CHUNK * heads + head - first) * n * pp,
-                          after + (head - first) * n * pp);
-      write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
+  states_of_chunks<T>(s, w, row, group, first, last, states);
+  for (long start = (of.t - 1) / CHUNK * CHUNK; start >= 0; start -= CHUNK) {
+    const long q = std::min(CHUNK, of.t - start), qp = padded<T>(q);
+    const long bc = row * of.bc_row + start * of.bc_token + group * n;
+    for (long i = 0; i < q; i++) {
+      std::memcpy(w.B + i * n, of.B + bc + i * of.bc_token, n * sizeof(T));
+      std::memcpy(w.C + i * n, of.C + bc + i * of.bc_token, n * sizeof(T));
     }
+    transpose_chunk<T>(w.B, n, q, n, w.B_t);
+    transpose_chunk<T>(w.C, n, q, n, w.C_t);
+    product<T>(q, qp, n, w.C, n, 1, w.B_t, CHUNK, w.scores, CHUNK, false, LOWER_C);
+    std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
+    std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
+    std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));
+    for (long head = first; head < last; head++)
+      chunk_gradient<T>(s, w, row, head, start, q, states + (start / CHUNK * heads + head - first) * n * pp,
+                        after + (head - first) * n * pp);
+    write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
   }
   for (long head = first; head < last; head++)
     write_state<T>(after + (head - first) * n * pp, p, n, pp, s.grad_state + (row * of.h + head) * size);
@@ -212,15 +208,14 @@ void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
 
 template <class T> int scan_gradient(const ScanGradient<T> &s) {
   const Scan<T> &of = s.of;
-  const long r = of.h / of.g, one = of.b * of.t * of.g * of.n;
+  const long r = of.h / of.g, all = of.b * of.t * of.g * of.n;
   const int threads = threads_for(3 * double(of.b) * of.t * of.h * of.p * of.n);
   const long each = heads_per_task(r, of.b * of.g, threads), parts = (r + each - 1) / each;
   // The first part writes the gradients of B and C, the others what is added to them.
-  Buffer<T> more(2 * (parts - 1) * one);
+  Buffer<T> more(2 * (parts - 1) * all);
   const long pp = padded<T>(of.p), tile = of.n * pp;
-  const long segment = std::min(of.segment, (of.t + CHUNK - 1) / CHUNK * CHUNK);
   PerThread<GradientWork<T>> works(threads, of.n, pp);
-  PerThread<Buffer<T>> states(threads, segment / CHUNK * each * tile), after(threads, each * tile);
+  PerThread<Buffer<T>> states(threads, (of.t + CHUNK - 1) / CHUNK * each * tile), after(threads, each * tile);
 #pragma omp parallel num_threads(threads)
   {
     GradientWork<T> &w = works.mine();
@@ -229,9 +224,9 @@ template <class T> int scan_gradient(const ScanGradient<T> &s) {
       const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;
       const long first = group * r + part * each, last = std::min(group * r + r, first + each);
       const long at = part ? row * of.t * of.g * of.n : row * s.grad_bc_row, step = part ? of.g * of.n : s.grad_bc_token;
-      T *grad_B = (part ? more + 2 * (part - 1) * one : s.grad_B) + at + group * of.n;
-      T *grad_C = (part ? more + (2 * part - 1) * one : s.grad_C) + at + group * of.n;
-      gradient_of_heads<T>(s, w, row, group, first, last, segment, states.mine(), after.mine(), grad_B, grad_C, step);
+      T *grad_B = (part ? more + 2 * (part - 1) * all : s.grad_B) + at + group * of.n;
+      T *grad_C = (part ? more + (2 * part - 1) * all : s.grad_C) + at + group * of.n;
+      gradient_of_heads<T>(s, w, row, group, first, last, states.mine(), after.mine(), grad_B, grad_C, step);
     }
     if (parts > 1) {
 #pragma omp for schedule(static)
@@ -239,8 +234,8 @@ template <class T> int scan_gradient(const ScanGradient<T> &s) {
         for (long part = 0; part < parts - 1; part++)
           for (long j = 0; j < of.g * of.n; j++) {
             const long to = token / of.t * s.grad_bc_row + token % of.t * s.grad_bc_token + j;
-            s.grad_B[to] += more[2 * part * one + token * of.g * of.n + j];
-            s.grad_C[to] += more[(2 * part + 1) * one + token * of.g * of.n + j];
+            s.grad_B[to] += more[2 * part * all + token * of.g * of.n + j];
+            s.grad_C[to] += more[(2 * part + 1) * all + token * of.g * of.n + j];
           }
     }
   }

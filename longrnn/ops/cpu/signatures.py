@@ -20,7 +20,7 @@ MAX_TAPS = 16
 STRUCTS = {
     "Scan": """
         long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
-        in state; out y?; long y_token; out final_state? kept?; long segment
+        in state?; out y?; long y_token; out final_state?
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
@@ -38,14 +38,12 @@ STRUCTS = {
     """,
     "CellCall": """
         long b? t h p g n k; real norm_eps dt_least dt_largest; in state?; out state_after?;
-        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after y?;
-        out scanned? kept?; long segment; doubles edit?
+        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after? y?;
+        out scanned?; doubles edit?
     """,
     "Window": "long count groups length? capacity?; data heads; mixed x B; out gain? log_decay?",
     "CellGradient": """
-        long b t h p g n k; real norm_eps dt_least dt_largest;
-        in projected conv_weight conv_bias dt_bias A_log D norm_weight conv state;
-        out scanned kept; long segment; in grad_y grad_conv_after grad_state_after;
+        CellCall of; in grad_y grad_conv_after grad_state_after;
         out grad_projected grad_conv_weight grad_conv_bias grad_dt_bias grad_A_log grad_D
             grad_norm_weight grad_conv grad_state work
     """,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.conv.definition import ConvState
-from longrnn.ops.cpu.checks import MIXED, SEGMENT, refusal, tracked
+from longrnn.ops.cpu.checks import MIXED, refusal, tracked
 from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
 from longrnn.ops.mamba2_layer.definition import Weights
 from longrnn.ops.recent import Recent, extended
@@ -183,7 +183,6 @@ def _packed(layer: Layer) -> bytes:
         **weights.tensors(),
         conv=narrow,
         conv_after=narrow,
-        segment=SEGMENT,
         edit=layer.edit,
         count=0 if layer.window is None else len(layer.heads),
         groups=layer.window_groups,

@@ -1,8 +1,8 @@
 """The recurrence in C++ with its gradient, and without gradients under a limit of norms.
 
 Both compute in the dtype of the state, float32 or float64, and take and return tensors of any
-dtype. The backward pass keeps the inputs and one state per SEGMENT tokens, and computes everything
-else again. It cannot itself be differentiated. With decays per key there is no backward pass.
+dtype. The backward pass keeps the inputs, and computes everything else again. It cannot itself be
+differentiated. With decays per key there is no backward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.cpu import checks
-from longrnn.ops.cpu.checks import SEGMENT, refuse_second_derivatives, tracked
+from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
 from longrnn.ops.scan import definition
 from longrnn.ops.scan.definition import FEW, ScanInputs, is_entrywise, reversible
@@ -44,18 +44,17 @@ def scan(
     if state is None and (few or tracked(inputs)):
         state = inputs.zero_state()
     if tracked((*inputs, state)):
-        return reversible(_tracked_scan)(inputs, state, backward=backward)
+        return reversible(_differentiable)(inputs, state, backward=backward)
     return _scan(inputs, state, final=final or few, backward=backward)
 
 
-def _tracked_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    return _Scan.apply(*inputs, state)[:2]
+def _differentiable(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    return _Scan.apply(*inputs, state)
 
 
 def _scan(
     inputs: ScanInputs,
     state: Tensor | None,
-    kept: Tensor | None = None,
     *,
     final: bool = True,
     backward: bool = False,
@@ -65,7 +64,7 @@ def _scan(
     y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
     after = inputs.x.new_empty(b, h, p, n) if final else None
-    fields = scan_fields(inputs, state) | {"y": y, "final_state": after, "kept": kept}
+    fields = scan_fields(inputs, state) | {"y": y, "final_state": after}
     if backward:  # the strides of time point backward, from the last token
         fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
         fields |= {name: -fields[name] for name in ("x_token", "bc_token", "y_token")}
@@ -113,7 +112,6 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
         "p": p,
         "g": g,
         "n": n,
-        "segment": SEGMENT,
         "x_row": x_row,
         "x_token": x_token,
         "bc_row": bc_row,
@@ -124,34 +122,27 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
     }
 
 
-def kept_states(tokens: int, state: Tensor) -> Tensor:
-    """Memory for the states after each segment but the last."""
-    return state.new_empty((tokens - 1) // SEGMENT, *state.shape)
-
-
 class _Scan(torch.autograd.Function):
-    """`scan`, and the states that its backward pass needs."""
+    """`scan` with its backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kept = kept_states(x.shape[1], state)
-        ctx.save_for_backward(x, gain, log_decay, B, C, state, kept)
-        ctx.mark_non_differentiable(kept)
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, gain, log_decay, B, C, state)
         ctx.set_materialize_grads(False)
-        return *_scan(ScanInputs(x, gain, log_decay, B, C), state, kept), kept
+        return _scan(ScanInputs(x, gain, log_decay, B, C), state)
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None, _: None
+        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, gain, log_decay, B, C, state, kept = ctx.saved_tensors
+        x, gain, log_decay, B, C, state = ctx.saved_tensors
         given = ScanInputs(x, gain, log_decay, B, C)
         if grad_y is None and grad_final is None:
             return (None,) * 6
-        dtype = kept.dtype
+        dtype = state.dtype
         inputs, before = readable(given, state, dtype)
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
         grads = {name: tensor.new_empty(tensor.shape) for name, tensor in inputs._asdict().items()}
@@ -162,7 +153,6 @@ class _Scan(torch.autograd.Function):
             dtype,
             **scan_fields(inputs, before),
             **{f"grad_{name}": grad for name, grad in grads.items()},
-            kept=kept,
             adds_x=0,
             grad_x_row=x_row,
             grad_x_token=x_token,
