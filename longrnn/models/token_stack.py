@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ from longrnn.models.blocks import Block
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
+from longrnn.ops.cpu.library import pack
 from longrnn.ops.hooks import ModuleRecord
 from longrnn.ops.linear import Linear
+from longrnn.ops.recent import Recent
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
@@ -59,44 +62,31 @@ class TokenStack:
         packed = self._packed
         if packed is None or not packed.is_of(blocks, edits):
             self._packed = packed = _Packed(blocks, edits)
-        leaves = [x, *(leaf for state in states for leaf in _leaves(state))]
-        if (
-            packed.layers is None
-            or x.dtype not in MIXED
-            or refusal(leaves) is not None
-            or tracked([*leaves, *packed.record.tensors])
-            or packed.record.has_hooks
-        ):
+        if packed.layers is None or x.dtype not in MIXED or packed.record.has_hooks:
             return None
-        before = [_layer_state(state) for state in states]
-        like = before[0].ssm
+        given, recents = list[ConvState](), list[Recent | None]()
+        for state in states:
+            is_edited = isinstance(state, EditedState)
+            given.append(state.state if is_edited else state)
+            recents.append(state.recent if is_edited else None)
+        histories = chain(*(recent for recent in recents if recent is not None))
+        leaves = [x, *chain(*given), *(history.entries for history in histories)]
+        if refusal(leaves) is not None or tracked([*leaves, *packed.record.tensors]):
+            return None
+        like = given[0].ssm
         with torch.inference_mode(False):  # a later call may need gradients
             # Not one tensor: the allocator would return 32 MiB to the system after every token.
             memory = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for _ in states]
-        y, after = cpu.layers(packed.layers, x, before, memory)
-        pairs = zip(states, after, strict=True)
-        return y, tuple(_continued(state, layer_state) for state, layer_state in pairs)
+        y, after, recents = cpu.layers(packed.layers, x, given, recents, memory)
+        triples = zip(states, after, recents, strict=True)
+        return y, tuple(_continued(*triple) for triple in triples)
 
 
-def _layer_state(state: PyTree) -> cpu.LayerState:
-    """The state of a cell as the kernel reads it."""
-    if isinstance(state, EditedState):
-        return cpu.LayerState(state.state.conv, state.state.ssm, state.recent)
-    return cpu.LayerState(state.conv, state.ssm, None)
-
-
-def _continued(state: PyTree, after: cpu.LayerState) -> PyTree:
+def _continued(before: PyTree, after: ConvState, recent: Recent | None) -> PyTree:
     """The state of a cell after the tokens, in the form of the state before them."""
-    cell_state = ConvState(after.conv, after.ssm)
-    if isinstance(state, EditedState):
-        return state._replace(state=cell_state, recent=after.recent)
-    return cell_state
-
-
-def _leaves(state: PyTree) -> Sequence[Tensor]:
-    if isinstance(state, EditedState):
-        return *state.state, *(history.entries for history in state.recent)
-    return state
+    if isinstance(before, EditedState):
+        return before._replace(state=after, recent=recent)
+    return after
 
 
 class _Packed:
@@ -111,11 +101,15 @@ class _Packed:
         self._blocks, self._count, self._edits = blocks, len(blocks), edits
         options = [(block.mixer, name) for block in blocks for name in CELL_OPTIONS]
         self.record = ModuleRecord(list(blocks.modules()), options)
-        layers = list[cpu.Layer | None]()
-        if all(map(_suits, blocks)):
-            layers = list(map(_layer, blocks, edits or [None] * len(blocks)))
-        computed = [layer for layer in layers if layer is not None]
-        self.layers = cpu.pack_layers(computed) if len(computed) == len(blocks) else None
+        self.layers: cpu.PackedLayers | None = None
+        if not all(map(_suits, blocks)):
+            return
+        packed = map(_layer, blocks, edits or [None] * len(blocks))
+        layers = [layer for layer in packed if layer is not None]
+        shapes = {tuple(leaf.shape for leaf in block.mixer.state_like()) for block in blocks}
+        if len(layers) == len(blocks) and len(shapes) == 1:
+            memory = cpu.joined([layer.content for layer in layers])
+            self.layers = cpu.PackedLayers(memory, layers)
 
     def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
@@ -170,7 +164,7 @@ def _numbers(edit: Edit, heads: int) -> Tensor | None:
     )
 
 
-def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
+def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
     """A block as the kernel reads it; None for an edit that it does not compute."""
     assert isinstance(block, Block)
     assert isinstance(block.mixer, Mamba2)
@@ -180,17 +174,36 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.Layer | None:
     if edit is not None and numbers is None:
         return None
     every = torch.ones(cell.n_heads, dtype=torch.bool)
-    heads = every if edit is None or edit.heads is None else edit.heads
-    return cpu.Layer(
+    mask = every if edit is None or edit.heads is None else edit.heads
+    heads, weights = mask.nonzero()[:, 0], cell.weights()
+    h, p, n = cell.state_like().ssm.shape
+    content = pack(
+        "Layer",
+        torch.float32,
+        t=1,
+        h=h,
+        p=p,
+        g=weights.groups,
+        n=n,
+        k=cell.d_conv,
+        norm_eps=weights.norm_eps,
+        dt_least=weights.dt_limit[0],
+        dt_largest=weights.dt_limit[1],
+        **weights.tensors(),
+        edit=numbers,
+        d=cell.d_model,
+        eps=block.eps,
+        norm=block.norm.weight,
         in_weight=cell.in_proj.weight,
         in_bias=cell.in_proj.bias,
         out_weight=cell.out_proj.weight,
         out_bias=cell.out_proj.bias,
-        norm=block.norm.weight,
-        eps=block.eps,
-        weights=cell.weights(),
-        state=cell.state_like(),
+    )
+    return cpu.PackedLayer(
+        content,
         edit=numbers,
         window=None if edit is None else edit.window,
-        heads=heads.nonzero()[:, 0],
+        heads=heads,
+        # See `ScanInputs.heads`.
+        groups=weights.groups if len(heads) == h or weights.groups == 1 else len(heads),
     )

@@ -6,15 +6,6 @@
 
 namespace {
 
-struct States {  // of one layer: those before and after the token
-  void *conv, *conv_after;  // in the dtype that `Layer.of.conv` has
-  const float *state;
-  float *state_after;  // null where every head has a window
-  void *x, *B;         // of the window, in the dtypes that `Layer.window` has, with room for the token
-  float *gain, *log_decay;
-  long length, capacity;
-};
-
 // y (rows, m) = x (rows, k) weightᵀ + bias
 inline void project(const Mixed &weight, const Mixed &bias, long rows, long m, long k, float *x, float *y) {
   few_rows({rows, m, k, weight, x, y});
@@ -32,7 +23,8 @@ inline void rms_norm(const float *x, const float *weight, long rows, long d, flo
   }
 }
 
-inline void layer(const Layer<float> &s, const States &states, long rows, const Mixed &before, const Mixed &after) {
+inline void layer(const Layer<float> &s, const States<float> &states, long rows, const Mixed &before,
+                  const Mixed &after) {
   CellCall<float> cell_call = s.of;
   const long inner = cell_call.h * cell_call.p, width = 2 * inner + 2 * cell_call.g * cell_call.n + cell_call.h;
   const Wide<float> x(before, rows * s.d), weight(s.norm, s.d);
@@ -43,12 +35,8 @@ inline void layer(const Layer<float> &s, const States &states, long rows, const 
   cell_call.projected = {projected.data, 0};
   cell_call.y = {y.data, 0};
   cell_call.state = states.state, cell_call.state_after = states.state_after;
-  cell_call.conv.data = states.conv, cell_call.conv_after.data = states.conv_after;
-  Window<float> window = s.window;
-  window.x.data = states.x, window.B.data = states.B;
-  window.gain = states.gain, window.log_decay = states.log_decay;
-  window.length = states.length, window.capacity = states.capacity;
-  cell<float>(cell_call, &window);
+  cell_call.conv = states.conv, cell_call.conv_after = states.conv_after;
+  cell<float>(cell_call, &states.window);
   project(s.out_weight, s.out_bias, rows, s.d, inner, y, out);
   Narrowed<float> to(after, rows * s.d);
   for (long i = 0; i < rows * s.d; i++) to[i] = x[i] + out[i];
@@ -56,7 +44,7 @@ inline void layer(const Layer<float> &s, const States &states, long rows, const 
 
 int layers(const Stack &s) {
   const Layer<float> *all = static_cast<const Layer<float> *>(s.layers);
-  const States *states = static_cast<const States *>(s.states);
+  const States<float> *states = static_cast<const States<float> *>(s.states);
   for (long i = 0; i < s.count; i++) layer(all[i], states[i], s.rows, i ? s.x_after : s.x, s.x_after);
   return 1;
 }

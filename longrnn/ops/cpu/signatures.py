@@ -38,10 +38,12 @@ STRUCTS = {
     """,
     "CellCall": """
         long b? t h p g n k; real norm_eps dt_least dt_largest; in state?; out state_after?;
-        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after? y?;
+        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv? conv_after? y?;
         out scanned?; doubles edit?
     """,
-    "Window": "long count groups length? capacity?; data heads; mixed x B; out gain? log_decay?",
+    "Window": """
+        long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? log_decay?
+    """,
     "CellGradient": """
         CellCall of; in grad_y grad_conv_after grad_state_after;
         out grad_projected grad_conv_weight grad_conv_bias grad_dt_bias grad_A_log grad_D
@@ -52,10 +54,8 @@ STRUCTS = {
         double keep add limit
     """,
     "FewRows": "long rows m k; mixed weight; floats x y",
-    "Layer": """
-        CellCall of; Window window; long d; real eps;
-        mixed norm in_weight in_bias out_weight out_bias
-    """,
+    "Layer": "CellCall of; long d; real eps; mixed norm in_weight in_bias out_weight out_bias",
+    "States": "mixed conv conv_after; in state; out state_after?; Window window",
     "Stack": "long count rows; data layers states; mixed x x_after",
 }
 # Function of C++: the struct that it takes. A name exists for each dtype, as in scan_f32, but for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.checks import MIXED, refusal, tracked
 from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
-from longrnn.ops.mamba2_layer.definition import Weights
 from longrnn.ops.recent import Recent, extended
 
 # `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
@@ -113,184 +112,106 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-class Layer(NamedTuple):
+class PackedLayer(NamedTuple):
     """x + out_proj(cell(in_proj(rms_norm(x)))) with a Mamba-2 cell, for `layers`.
 
     Attributes:
-        in_weight: of the first projection.
-        in_bias: of the first projection.
-        out_weight: of the last projection.
-        out_bias: of the last projection.
-        norm: the weight of the norm.
-        eps: of the norm.
-        weights: of the cell.
-        state: of one row without batch axis.
+        content: the `Layer` of `signatures`, with the addresses of its tensors.
         edit: `(7, h)` float64, numbers per head in the order of `edited.h`; None for no edit.
         window: its tokens; None for no window.
         heads: the heads that have a window, int64.
+        groups: how many B the window remembers per token.
     """
 
-    in_weight: Tensor
-    in_bias: Tensor | None
-    out_weight: Tensor
-    out_bias: Tensor | None
-    norm: Tensor
-    eps: float
-    weights: Weights
-    state: ConvState
+    content: bytes
     edit: Tensor | None
     window: int | None
     heads: Tensor
-
-    @property
-    def window_groups(self) -> int:
-        """How many B a window remembers; see `ScanInputs.heads`."""
-        heads, groups = self.state.ssm.shape[0], self.weights.groups
-        return groups if len(self.heads) == heads or groups == 1 else len(self.heads)
+    groups: int
 
 
 class PackedLayers(NamedTuple):
-    """`Layer`s as the kernel reads them; `memory` holds addresses of their tensors."""
+    """Layers of one shape; `memory` is the content of all of them."""
 
     memory: Tensor
-    layers: Sequence[Layer]
-
-
-def pack_layers(layers: Sequence[Layer]) -> PackedLayers | None:
-    """Packs layers of float32 states and of one shape; None for layers of several shapes."""
-    if len({(layer.state.conv.shape, layer.state.ssm.shape) for layer in layers}) > 1:
-        return None
-    packed = b"".join(map(_packed, layers))
-    return PackedLayers(torch.frombuffer(bytearray(packed), dtype=torch.uint8), layers)
-
-
-def _packed(layer: Layer) -> bytes:
-    """The `Layer` of `signatures`. What differs between calls is left out and set by the kernel."""
-    weights, (h, p, n) = layer.weights, layer.state.ssm.shape
-    narrow = torch.empty(0, dtype=layer.state.conv.dtype)  # for its dtype
-    return pack(
-        "Layer",
-        torch.float32,
-        t=1,
-        h=h,
-        p=p,
-        g=weights.groups,
-        n=n,
-        k=weights.conv_weight.shape[1],
-        norm_eps=weights.norm_eps,
-        dt_least=weights.dt_limit[0],
-        dt_largest=weights.dt_limit[1],
-        **weights.tensors(),
-        conv=narrow,
-        conv_after=narrow,
-        edit=layer.edit,
-        count=0 if layer.window is None else len(layer.heads),
-        groups=layer.window_groups,
-        heads=layer.heads,
-        x=narrow,
-        B=narrow,
-        d=len(layer.norm),
-        eps=layer.eps,
-        norm=layer.norm,
-        in_weight=layer.in_weight,
-        out_weight=layer.out_weight,
-        in_bias=layer.in_bias,
-        out_bias=layer.out_bias,
-    )
-
-
-class LayerState(NamedTuple):
-    """State of one layer of `layers`; `recent` are the inputs of a window, or None without one."""
-
-    conv: Tensor
-    ssm: Tensor
-    recent: Recent | None
-
-
-class StatePlaces(NamedTuple):
-    """Addresses of the state of a layer before and after a token: `States` in layers.h.
-
-    Attributes:
-        conv: last inputs of the convolution.
-        conv_after: the same after the token.
-        state: the recurrent state.
-        state_after: the same after the token; 0 where every head has a window.
-        x: of the window, with room for the token, as the following.
-        B: see x.
-        gain: see x.
-        log_decay: see x.
-        length: tokens of the window, with the new token.
-        capacity: tokens that its memory has room for.
-    """
-
-    conv: int
-    conv_after: int
-    state: int
-    state_after: int
-    x: int = 0
-    B: int = 0
-    gain: int = 0
-    log_decay: int = 0
-    length: int = 0
-    capacity: int = 0
+    layers: Sequence[PackedLayer]
 
 
 def layers(
-    packed: PackedLayers, x: Tensor, states: Sequence[LayerState], memory: Sequence[Tensor]
-) -> tuple[Tensor, list[LayerState]]:
+    packed: PackedLayers,
+    x: Tensor,
+    states: Sequence[ConvState],
+    recents: Sequence[Recent | None],
+    memory: Sequence[Tensor],
+) -> tuple[Tensor, list[ConvState], list[Recent | None]]:
     """Computes one token per row by all layers, without gradients.
 
     Args:
         packed: of the layers.
         x: `(b, 1, d)`, b <= FEW_ROWS, in one of `MIXED`.
-        states: of each layer.
+        states: of the cell of each layer.
+        recents: inputs of the window of each layer; None without one.
         memory: for ssm after the token, of each layer.
 
     Returns:
-        The output of the last layer in the dtype of x, and the state of each layer.
+        The output of the last layer in the dtype of x, and `states` and `recents` after the token.
     """
     x = x.contiguous()
     conv = x.new_empty(len(states), *states[0].conv.shape, dtype=states[0].conv.dtype)
-    before = [(state.conv.contiguous(), state.ssm.contiguous()) for state in states]
-    after, places = list[LayerState](), list[int]()
-    for layer, state, (conv_before, ssm_before), conv_after, ssm_after in zip(
-        packed.layers, states, before, conv, memory, strict=True
+    before = [ConvState(state.conv.contiguous(), state.ssm.contiguous()) for state in states]
+    after, recents_after, places = list[ConvState](), list[Recent | None](), list[bytes]()
+    for layer, state, recent, conv_after, ssm_after in zip(
+        packed.layers, before, recents, conv, memory, strict=True
     ):
-        place = StatePlaces(
-            conv_before.data_ptr(),
-            conv_after.data_ptr(),
-            ssm_before.data_ptr(),
-            ssm_after.data_ptr(),
+        changed: Tensor | None = ssm_after
+        window = dict[str, Any]()
+        if layer.window is not None and recent is not None:
+            recent = extended(recent, 1, layer.window)[1]
+            window = _window(layer, recent)
+            if len(layer.heads) == state.ssm.shape[1]:  # no head changes it
+                changed, ssm_after = None, state.ssm
+        place = pack(
+            "States",
+            torch.float32,
+            conv=state.conv,
+            conv_after=conv_after,
+            state=state.ssm,
+            state_after=changed,
+            **window,
         )
-        recent = None
-        if layer.window is not None and state.recent is not None:
-            recent = extended(state.recent, 1, layer.window)[1]
-            place = _with_window(place, recent)
-            if len(layer.heads) == ssm_after.shape[1]:  # no head changes it
-                place, ssm_after = place._replace(state_after=0), ssm_before
-        places += place
-        after.append(LayerState(conv_after, ssm_after, recent))
-    y, table = torch.empty_like(x), torch.tensor(places)
+        places.append(place)
+        after.append(ConvState(conv_after, ssm_after))
+        recents_after.append(recent)
+    y = torch.empty_like(x)
     call(
         "layers",
         None,
         count=len(states),
         rows=len(x),
         layers=packed.memory,
-        states=table,
+        states=joined(places),
         x=x,
         x_after=y,
     )
-    return y, after
+    return y, after, recents_after
 
 
-def _with_window(place: StatePlaces, recent: Recent) -> StatePlaces:
+def joined(structs: Sequence[bytes]) -> Tensor:
+    """Packed structs one after another."""
+    return torch.frombuffer(bytearray(b"".join(structs)), dtype=torch.uint8)
+
+
+def _window(layer: PackedLayer, recent: Recent) -> dict[str, Any]:
+    """The `Window` of `signatures`; the last of its tokens is to be written."""
     x = recent.x.entries
-    return place._replace(
-        x=x.data_ptr(),
-        B=recent.B.entries.data_ptr(),
-        gain=recent.gain.entries.data_ptr(),
-        log_decay=recent.log_decay.entries.data_ptr(),
-        length=x.shape[1],
-        capacity=x.stride(0) // x.shape[2],
-    )
+    return {
+        "count": len(layer.heads),
+        "groups": layer.groups,
+        "heads": layer.heads,
+        "x": x,
+        "B": recent.B.entries,
+        "gain": recent.gain.entries,
+        "log_decay": recent.log_decay.entries,
+        "length": x.shape[1],
+        "capacity": x.stride(0) // x.shape[2],
+    }
