@@ -22,13 +22,7 @@ from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
-from longrnn.cells.scanning import (
-    NO_EDIT,
-    ScanningCell,
-    check_sizes,
-    conv_state_like,
-    step_bias,
-)
+from longrnn.cells.scanning import ScanningCell, check_sizes, conv_state_like, step_bias
 from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
@@ -36,7 +30,6 @@ from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
 from longrnn.ops.selective import SELECTIVE
 from longrnn.ops.selective.definition import SelectiveInputs
-from longrnn.state import PyTree
 
 
 class MambaRest(NamedTuple):
@@ -154,17 +147,16 @@ class Mamba(ScanningCell):
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
         return self.out_proj(y), ConvState(rest.conv, memory)
 
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        """`ScanningCell.run`, or without the decays of all keys and tokens in memory."""
-        edit = NO_EDIT if edit is None else edit
-        demands = {*edit.stages, *(["observation"] if self.is_observed else [])}
+    def whole_layer(
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Tensor, ConvState] | None:
+        """See `ScanningCell`; without the decays of all keys and tokens in memory."""
+        demands = self.demands(edit, rows)
         if rows is not None and rows.has_padding and edit.keep is not None:
             demands.add("padding")  # which a factor of all decays must not change
         implementation = SELECTIVE.choose(self.backend, x, self.A_log, demands=demands)
         if implementation is None:
-            return super().run(x, state, edit, rows)
+            return None
         steps, rest = self.before(x, state, rows)
         steps = edit.apply(steps)
         gain, step, B, C = steps.gain, steps.dt, rest.B, rest.C

@@ -139,11 +139,7 @@ class Mamba2(ScanningCell):
     def whole_layer(
         self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
     ) -> tuple[Tensor, ConvState] | None:
-        weights, demands = self.weights(), set(edit.stages)
-        if rows is not None:
-            demands.add("documents")
-        if self.is_observed:
-            demands.add("observation")
+        weights, demands = self.weights(), self.demands(edit, rows)
         if self.gate is not None or self.norm_groups not in (None, self.n_groups):
             demands.add(OTHER_GATE)
         assert self.layer_operation is not None

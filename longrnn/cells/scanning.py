@@ -129,10 +129,23 @@ class ScanningCell(Cell):
         """Computes the call by the `layer_operation`; None where none of it can."""
         return None
 
+    def demands(self, edit: Edit, rows: Rows | None) -> set[str]:
+        """What a call needs of the `layer_operation`: see `Implementation.serves`."""
+        demands = set(edit.stages)
+        if rows is not None:
+            demands.add("documents")
+        if self.is_observed:
+            demands.add("observation")
+        return demands
+
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
     ) -> tuple[Tensor, PyTree]:
         """`forward`, except for a state before a document that is not finite."""
+        edit = NO_EDIT if edit is None else edit
+        whole = self.whole_layer(x, state, edit, rows)
+        if whole is not None:
+            return whole
         size, time = self.tokens_at_once, x.shape[1]
         if size is None or time <= size:
             return self._run(x, state, edit, rows)
@@ -144,15 +157,11 @@ class ScanningCell(Cell):
         return torch.cat(outputs, dim=1), state
 
     def _run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
+        self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None
     ) -> tuple[Tensor, PyTree]:
-        edit = NO_EDIT if edit is None else edit
         edited, recent = None, None
         if isinstance(state, EditedState):
             edited, state, recent = state, state.state, state.recent
-        whole = self.whole_layer(x, state, edit, rows)
-        if whole is not None:
-            return whole
         if edit is not NO_EDIT:
             edit.refuse_unknown(STAGES, type(self).__name__)
         steps, rest = self.before(x, state, rows)
