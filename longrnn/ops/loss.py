@@ -37,11 +37,6 @@ class HeadLoss(NamedTuple):
     predictions: Tensor
 
 
-def most_logits(device: torch.device) -> int:
-    """How many logits of one piece may exist at a time on a device."""
-    return MAX_PIECE_LOGITS if device.type == "cpu" else MAX_DEVICE_LOGITS
-
-
 def weighted_cross_entropy(
     hidden: Tensor,
     head: Tensor,
@@ -49,7 +44,6 @@ def weighted_cross_entropy(
     weights: Tensor,
     *,
     soft_cap: float | None = None,
-    max_logits: int | None = None,
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
@@ -64,7 +58,6 @@ def weighted_cross_entropy(
         targets: `(…,)` int64; negative where a token is not scored.
         weights: `(…,)`, one per token; they get no gradient.
         soft_cap: logits are soft_cap · tanh(product / soft_cap); None for the products.
-        max_logits: how many logits may exist at a time; None for `most_logits`.
 
     Raises:
         UserError: in forward-mode differentiation.
@@ -75,7 +68,7 @@ def weighted_cross_entropy(
             "the logits of the model"
         )
     weights = weights.detach() * (targets >= 0)
-    rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
+    rows, dtype = _rows(hidden, head), product_dtype(hidden)
     loss, predictions = _HeadLoss.apply(
         hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, soft_cap
     )
@@ -89,7 +82,6 @@ def token_cross_entropy(
     targets: Tensor,
     *,
     soft_cap: float | None = None,
-    max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token without a tensor of all logits, and without gradients.
 
@@ -100,12 +92,11 @@ def token_cross_entropy(
         head: `(v, d)`.
         targets: `(…,)` int64; the loss is 0 where they are negative.
         soft_cap: see `weighted_cross_entropy`.
-        max_logits: how many logits may exist at a time; None for `most_logits`.
 
     Returns:
         −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
     """
-    rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
+    rows, dtype = _rows(hidden, head), product_dtype(hidden)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [hidden.new_empty(0, dtype=wide)]
@@ -120,9 +111,9 @@ def token_cross_entropy(
     return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
 
 
-def _rows(hidden: Tensor, head: Tensor, max_logits: int | None) -> int:
+def _rows(hidden: Tensor, head: Tensor) -> int:
     """Tokens of one piece."""
-    most = most_logits(hidden.device) if max_logits is None else max_logits
+    most = MAX_PIECE_LOGITS if hidden.device.type == "cpu" else MAX_DEVICE_LOGITS
     return max(1, most // len(head))
 
 

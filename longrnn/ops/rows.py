@@ -61,7 +61,7 @@ class Rows:
             )
         like = next(iter(given.values()))
         starts = torch.zeros_like(like) if is_document_start is None else is_document_start
-        self._is_token, self._order, self._starts = None, None, starts
+        self._is_token, self._order = None, None
         count = torch.full((len(like),), like.shape[1], device=like.device)
         if is_token is not None and not bool(is_token.all()):
             if bool((starts & ~is_token).any()):
@@ -80,23 +80,25 @@ class Rows:
         self.has_starts = bool(is_start.any())
         self.has_padding = bool((count < is_start.shape[1]).any())
 
+    @classmethod
+    def _moved(cls, is_start: Tensor, count: Tensor) -> Rows:
+        """Rows with padding at their ends only, from `is_start` and `count`."""
+        rows = object.__new__(cls)
+        rows.shape = tuple(is_start.shape)
+        rows._is_token, rows._order = None, None
+        rows._set(is_start, count)
+        return rows
+
     def slice(self, start: int, stop: int) -> Rows | None:
         """The part for moved tokens `start` up to `stop`; None if nothing about them is special."""
-        part = object.__new__(Rows)
         is_start = self.is_start[:, start:stop]
-        part.shape = tuple(is_start.shape)
-        part._is_token, part._order = None, None
-        part._set(is_start, (self.count - start).clamp(0, is_start.shape[1]))
+        part = self._moved(is_start, (self.count - start).clamp(0, is_start.shape[1]))
         return part if part.has_starts or part.has_padding else None
 
     def doubled(self) -> Rows:
         """The rows in which every moved token is two, the first of which may be a start."""
-        part = object.__new__(Rows)
         is_start = torch.stack([self.is_start, torch.zeros_like(self.is_start)], 2).flatten(1)
-        part.shape = tuple(is_start.shape)
-        part._is_token, part._order = None, None
-        part._set(is_start, 2 * self.count)
-        return part
+        return self._moved(is_start, 2 * self.count)
 
     def zero_padding(self, tokens: Tensor) -> Tensor:
         """Tokens `(b, t)` with 0 at padding."""

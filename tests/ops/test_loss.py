@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.memory import LiveBytes
 from longrnn.errors import UserError
+from longrnn.ops import loss as loss_module
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from tests.contracts.builders import generator
 
@@ -40,15 +41,18 @@ def plain(
 
 
 @pytest.mark.parametrize("max_logits", MAX_LOGITS)
-def test_loss_predictions_and_gradients_equal_the_formula(max_logits: int) -> None:
+def test_loss_predictions_and_gradients_equal_the_formula(
+    max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every size of a piece, with unscored tokens and a factor on the loss."""
+    monkeypatch.setattr(loss_module, "MAX_PIECE_LOGITS", max_logits)
     given = draw(torch.float64)
     loss, predictions, _ = plain(*given)
-    actual = weighted_cross_entropy(*given, max_logits=max_logits)
+    actual = weighted_cross_entropy(*given)
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, loss, rtol=1e-12, atol=0)
     hidden, head, targets, weights = given
-    losses, predictions = token_cross_entropy(hidden, head, targets, max_logits=max_logits)
+    losses, predictions = token_cross_entropy(hidden, head, targets)
     torch.testing.assert_close((losses * weights).sum(), loss.detach(), rtol=1e-12, atol=0)
     assert torch.equal(predictions, actual.predictions)
     # Scaled, as in a sum of several losses: the factor is known only in the backward pass.
@@ -58,9 +62,7 @@ def test_loss_predictions_and_gradients_equal_the_formula(max_logits: int) -> No
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
         frozen = [tensor.detach() for tensor in given[:2]]
         frozen[number].requires_grad_()
-        loss = weighted_cross_entropy(
-            frozen[0], frozen[1], targets, weights, max_logits=max_logits
-        ).loss
+        loss = weighted_cross_entropy(frozen[0], frozen[1], targets, weights).loss
         torch.testing.assert_close(torch.autograd.grad(-3.7 * loss, frozen[number])[0], one)
 
 
@@ -77,11 +79,14 @@ def test_loss_is_zero_if_no_token_is_scored() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
+def test_autocast_leaves_the_loss_in_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loss is float32, and gradients have the dtypes of their tensors."""
+    monkeypatch.setattr(loss_module, "MAX_PIECE_LOGITS", 10 * VOCAB)
     given = draw(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        actual = weighted_cross_entropy(*given, max_logits=10 * VOCAB)
+        actual = weighted_cross_entropy(*given)
     # The factors are rounded, the products are not.
     hidden, head = (tensor.to(dtype).float() for tensor in given[:2])
     expected, predictions, _ = plain(hidden, head, *given[2:])
@@ -136,13 +141,12 @@ def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:
         torch.testing.assert_close(1e7 * one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_no_tensor_holds_all_logits() -> None:
+def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, live memory is below that of all logits alone."""
+    monkeypatch.setattr(loss_module, "MAX_PIECE_LOGITS", 256 * VOCAB)
     hidden, head, targets, weights = draw(torch.float32, rows=8, time=512)
     with LiveBytes([hidden, head]) as live:
-        weighted_cross_entropy(
-            hidden, head, targets, weights, max_logits=256 * VOCAB
-        ).loss.backward()
+        weighted_cross_entropy(hidden, head, targets, weights).loss.backward()
     with LiveBytes([hidden, head]) as whole:
         plain(hidden, head, targets, weights)[0].backward()
     assert live.peak < 8 * 512 * VOCAB * 4 < whole.peak
