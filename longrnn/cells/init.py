@@ -1,12 +1,13 @@
 """Initialisations of the recurrence, selected by the `init` option of a cell.
 
 A cell first draws its default weights, and the initialisation then overwrites some of them. So
-`default` changes nothing, including the random numbers drawn afterwards.
+`default` changes nothing, including the random numbers drawn afterwards. Each raises a `UserError`
+for a kind of cell for which it is not defined.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -15,83 +16,61 @@ from torch import Tensor, nn
 from longrnn.cells.base import Cell
 from longrnn.cells.stepwise import StepwiseCell
 from longrnn.cells.torch_cell import TorchCell
-from longrnn.errors import UserError
-from longrnn.registry import Registry
+from longrnn.errors import UserError, nearest
 
 # `long_memory` draws time scales uniformly between 2 and this number of tokens.
 MAX_TIME_SCALE = 1024
 
 
-class Init(ABC):
-    """Overwrites weights of a newly built cell."""
-
-    @abstractmethod
-    def apply(self, cell: Cell) -> None:
-        """Changes the cell in place.
-
-        Raises:
-            UserError: not defined for this kind of cell.
-        """
-
-
-INITS: Registry[Init] = Registry("init")
-
-
-@INITS.register("default")
-class Default(Init):
+def default(cell: Cell) -> None:
     """Keeps the default weights: the uniform draw of torch.nn, or the published draw of Mamba-2."""
 
-    def apply(self, cell: Cell) -> None:
-        return
 
-
-@INITS.register("orthogonal")
-class Orthogonal(Init):
+def orthogonal(cell: Cell) -> None:
     """Orthogonal recurrent matrix for each gate: eigenvalues of modulus 1 (arXiv 1312.6120)."""
-
-    def apply(self, cell: Cell) -> None:
-        _, weight_hh, _, _ = _weights(cell, "orthogonal")
-        for block in weight_hh.split(cell.d_model):
-            nn.init.orthogonal_(block)
+    _, weight_hh, _, _ = _weights(cell, "orthogonal")
+    for block in weight_hh.split(cell.d_model):
+        nn.init.orthogonal_(block)
 
 
-@INITS.register("identity")
-class Identity(Init):
+def identity(cell: Cell) -> None:
     """Identity recurrent matrix and zero biases, which keep the state (arXiv 1504.00941)."""
-
-    def apply(self, cell: Cell) -> None:
-        _, weight_hh, *biases = _weights(cell, "identity")
-        if cell.gated:
-            _refuse("identity", cell, "its gates decide what is kept; use long_memory")
-        nn.init.eye_(weight_hh)
-        for bias in biases:
-            nn.init.zeros_(bias)
+    _, weight_hh, *biases = _weights(cell, "identity")
+    if cell.gated:
+        _refuse("identity", cell, "its gates decide what is kept; use long_memory")
+    nn.init.eye_(weight_hh)
+    for bias in biases:
+        nn.init.zeros_(bias)
 
 
-@INITS.register("xavier")
-class Xavier(Init):
+def xavier(cell: Cell) -> None:
     """Uniform matrices for each gate as in Glorot and Bengio (2010), and zero biases."""
-
-    def apply(self, cell: Cell) -> None:
-        weight_ih, weight_hh, *biases = _weights(cell, "xavier")
-        for block in (*weight_ih.split(cell.d_model), *weight_hh.split(cell.d_model)):
-            nn.init.xavier_uniform_(block)
-        for bias in biases:
-            nn.init.zeros_(bias)
+    weight_ih, weight_hh, *biases = _weights(cell, "xavier")
+    for block in (*weight_ih.split(cell.d_model), *weight_hh.split(cell.d_model)):
+        nn.init.xavier_uniform_(block)
+    for bias in biases:
+        nn.init.zeros_(bias)
 
 
-@INITS.register("long_memory")
-class LongMemory(Init):
+def long_memory(cell: Cell) -> None:
     """Time scales uniform between 2 and MAX_TIME_SCALE, per unit or head (arXiv 1804.11188).
 
     `Cell.init_time_scales` turns time scales into biases. For an LSTM and a GRU this is the chrono
     initialisation of the paper.
     """
+    count = cell.d_model if isinstance(cell, StepwiseCell) else cell.n_heads
+    if not cell.init_time_scales(torch.empty(count).uniform_(2, MAX_TIME_SCALE)):
+        _refuse("long_memory", cell, "it has no gate that keeps its memory; use identity")
 
-    def apply(self, cell: Cell) -> None:
-        count = cell.d_model if isinstance(cell, StepwiseCell) else cell.n_heads
-        if not cell.init_time_scales(torch.empty(count).uniform_(2, MAX_TIME_SCALE)):
-            _refuse("long_memory", cell, "it has no gate that keeps its memory; use identity")
+
+# Each overwrites weights of a newly built cell.
+INITS: dict[str, Callable[[Cell], None]] = {
+    "default": default,
+    "orthogonal": orthogonal,
+    "identity": identity,
+    "xavier": xavier,
+    "long_memory": long_memory,
+}
 
 
 def initialise(cell: Cell, init: str) -> None:
@@ -100,7 +79,9 @@ def initialise(cell: Cell, init: str) -> None:
     Raises:
         UserError: an unknown name, or an initialisation that is not defined for the cell.
     """
-    INITS[init]().apply(cell)
+    if init not in INITS:
+        raise UserError(f"unknown init {init!r}: {nearest(init, INITS)}")
+    INITS[init](cell)
 
 
 def _weights(cell: Cell, init: str) -> list[Tensor]:
