@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int MOST_ROWS = 8;  // FEW_ROWS in tokens.py
+
 // y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k) in float or, if NARROW, in bfloat16, which is read once.
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
 
@@ -71,17 +73,11 @@ template <bool NARROW, int R> void products_of(const FewRows &s) {
   for (long row = 0; row < s.m; row++) one_output<NARROW, R>(s, x, row);
 }
 
-template <bool NARROW> void few_rows_of(const FewRows &s) {
-  switch (s.rows) {
-    case 1: return products_of<NARROW, 1>(s);
-    case 2: return products_of<NARROW, 2>(s);
-    case 3: return products_of<NARROW, 3>(s);
-    case 4: return products_of<NARROW, 4>(s);
-    case 5: return products_of<NARROW, 5>(s);
-    case 6: return products_of<NARROW, 6>(s);
-    case 7: return products_of<NARROW, 7>(s);
-    default: return products_of<NARROW, 8>(s);
-  }
+// R is s.rows, as a constant.
+template <bool NARROW, int R = 1> void few_rows_of(const FewRows &s) {
+  if constexpr (R < MOST_ROWS)
+    if (s.rows > R) return few_rows_of<NARROW, R + 1>(s);
+  products_of<NARROW, R>(s);
 }
 
 int few_rows(const FewRows &s) {

@@ -25,17 +25,13 @@ inline void tile(long depth, const T *a, long ai, long ak, const T *b, long ldb,
     for (int v = 0; v < N; v++) store<T>(c + r * ldc + v * W, sum[r][v]);
 }
 
-template <class T, int N>
+// R is `count`, as a constant.
+template <class T, int N, int R = ROWS>
 inline void rows(long count, long depth, const T *a, long ai, long ak, const T *b, long ldb, T *c, long ldc,
                  bool add) {
-  switch (count) {
-    case 6: return tile<T, 6, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-    case 5: return tile<T, 5, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-    case 4: return tile<T, 4, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-    case 3: return tile<T, 3, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-    case 2: return tile<T, 2, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-    default: return tile<T, 1, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
-  }
+  if constexpr (R > 1)
+    if (count < R) return rows<T, N, R - 1>(count, depth, a, ai, ak, b, ldb, c, ldc, add);
+  tile<T, R, N>(depth, a, ai, ak, b, ldb, c, ldc, add);
 }
 
 // Which parts of a product are zero or not needed: a is lower or upper triangular, or only the lower
