@@ -5,9 +5,6 @@
 
 namespace {
 
-constexpr int MOST_ROWS = 8;  // FEW_ROWS in tokens.py
-
-// y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k) in float or, if NARROW, in bfloat16, which is read once.
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
 
 // bfloat16 is the upper half of a float.
@@ -75,11 +72,12 @@ template <bool NARROW, int R> void products_of(const FewRows &s) {
 
 // R is s.rows, as a constant.
 template <bool NARROW, int R = 1> void few_rows_of(const FewRows &s) {
-  if constexpr (R < MOST_ROWS)
+  if constexpr (R < FEW_ROWS)
     if (s.rows > R) return few_rows_of<NARROW, R + 1>(s);
   products_of<NARROW, R>(s);
 }
 
+// y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k) in float or in bfloat16.
 int few_rows(const FewRows &s) {
   s.weight.is_bfloat16 ? few_rows_of<true>(s) : few_rows_of<false>(s);
   return 1;

@@ -12,6 +12,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 # The most taps of a convolution.
 MAX_TAPS = 16
+# The most rows of a product that reads each weight once.
+FEW_ROWS = 8
 
 # name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
 # `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to any;
@@ -110,7 +112,7 @@ def header() -> str:
     lines = ["// Written by signatures.py.", "#pragma once", "", "namespace {", ""]
     lines += ["// A tensor in the dtype of the state, or in bfloat16.", "struct Mixed {"]
     lines += ["  void *data;", "  long is_bfloat16;", "};", ""]
-    lines += [f"constexpr long MAX_TAPS = {MAX_TAPS};", ""]
+    lines += [f"constexpr long MAX_TAPS = {MAX_TAPS}, FEW_ROWS = {FEW_ROWS};", ""]
     for name in STRUCTS:
         lines += ["template <class T>"] if is_typed(name) else []
         members = [

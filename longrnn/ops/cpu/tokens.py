@@ -12,11 +12,11 @@ from torch import Tensor
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.checks import MIXED, refusal, tracked
 from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
+from longrnn.ops.cpu.signatures import FEW_ROWS
 from longrnn.ops.recent import Recent, extended
 
-# `few_rows` reads each weight once for at most so many rows. Products with smaller weights take
-# less time in torch than the call.
-FEW_ROWS, FEW_WEIGHTS = 8, 2**13
+# Products of few rows with smaller weights take less time in torch than the call.
+FEW_WEIGHTS = 2**13
 # As in stepwise.h.
 STEPWISE_CELLS = ("tanh", "relu", "identity", "gru", "lstm")
 
