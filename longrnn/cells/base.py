@@ -85,9 +85,8 @@ class Cell(nn.Module, ABC):
 
     @property
     def kind(self) -> str:
-        """Its name in `MIXERS`; that of its class for a layer of Hugging Face models alone."""
-        names = (name for name, member in MIXERS.items() if isinstance(self, member))
-        return next(names, type(self).__name__)
+        """See `kind_of`."""
+        return kind_of(type(self))
 
     @property
     def is_observed(self) -> bool:
@@ -264,3 +263,9 @@ class Cell(nn.Module, ABC):
 
 
 MIXERS: Registry[Cell] = Registry("mixer")
+
+
+def kind_of(cell: type[Cell]) -> str:
+    """The name of a cell in `MIXERS`; that of its class for a layer of Hugging Face models alone."""
+    names = (name for name, member in MIXERS.items() if issubclass(cell, member))
+    return next(names, cell.__name__)

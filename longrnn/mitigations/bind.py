@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.cells import MIXERS, Cell, Edit, merge
+from longrnn.cells import Cell, Edit, merge
+from longrnn.cells.base import kind_of
 from longrnn.errors import UserError
 from longrnn.mitigations.base import (
     COLLAPSING,
@@ -83,9 +84,7 @@ def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None
     """Raises a `UserError` if a mitigation is not defined for a kind of cell."""
     reason = part.undefined(cell)
     if reason is not None:
-        names = (name for name, known in MIXERS.items() if issubclass(cell, known))
-        kind = next(names, cell.__name__)
-        raise UserError(f"{part.name} is not defined for {kind}: {reason}")
+        raise UserError(f"{part.name} is not defined for {kind_of(cell)}: {reason}")
 
 
 def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:

@@ -91,7 +91,7 @@ torch.cuda.device = lambda index: contextlib.nullcontext()
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=4)
 """
 MAMBA_SSM_CALLS = """
-mamba_ssm.CHUNK = 16
+mamba_ssm.MAMBA_SSM_CHUNK = 16
 inputs, state = random_inputs(40, groups=1, rows=1, size=16)
 given = [inputs.x, inputs.gain, inputs.log_decay[0, 0] / inputs.gain[0, 0], *inputs[3:], state]
 

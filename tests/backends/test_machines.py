@@ -36,6 +36,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         library.library.cache_clear()
         library._function.cache_clear()
+        library._loaded.cache_clear()
 
     best = torch.backends.cpu.get_cpu_capability()
     yield load

@@ -133,6 +133,7 @@ def _flat(struct: str) -> Iterator[tuple[str, str, bool]]:
             yield kind, name.rstrip("?"), name.endswith("?")
 
 
+@cache
 def _loaded() -> ctypes.CDLL | None:
     """The library of the best instruction set; None if there is none that this machine can run."""
     names = list(CAPABILITIES)
