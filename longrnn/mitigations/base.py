@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.mitigations.values import frozen, listed
+from longrnn.mitigations.values import as_lists, as_tuples
 from longrnn.options import validated
 from longrnn.registry import Registry, keyword_options
 
@@ -86,7 +86,7 @@ class Mitigation:
             )
         for name, kind in keyword_options(type(self)).items():
             where = f"mitigation {self.name!r}, option {name!r}"
-            self._set(name, frozen(validated(kind, getattr(self, name), where)))
+            self._set(name, as_tuples(validated(kind, getattr(self, name), where)))
 
     # Implemented by subclasses
 
@@ -118,7 +118,7 @@ class Mitigation:
 
     def describe(self) -> str:
         """The name and the given options as a spec; part of a mitigated model's fingerprint."""
-        given = {name: listed(getattr(self, name)) for name in self.options()}
+        given = {name: as_lists(getattr(self, name)) for name in self.options()}
         options = (f"{name}={value!r}" for name, value in given.items() if value is not None)
         return f"{self.name}({', '.join(options)})"
 

@@ -95,11 +95,11 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
     return torch.where(heads, torch.tensor(filled, dtype=torch.float64), alone)
 
 
-def listed(value: Any) -> Any:
+def as_lists(value: Any) -> Any:
     """Converts tuples to lists, as they are written in a spec."""
-    return [listed(item) for item in value] if isinstance(value, tuple) else value
+    return [as_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def frozen(value: Any) -> Any:
+def as_tuples(value: Any) -> Any:
     """Converts lists to tuples."""
-    return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
