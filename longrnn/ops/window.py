@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.precision import own_precision
 from longrnn.ops.recent import Recent, extended
 from longrnn.ops.rows import Rows
@@ -106,9 +107,8 @@ def _windowed(
     inputs: ScanInputs, recent: Recent, w: int, scan: Scan, rows: Rows | None
 ) -> tuple[Tensor, Recent]:
     time, given = inputs.x.shape[1], _Inputs.of(inputs)
-    tensors = [*given, *(history.entries for history in recent)]
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if time <= FEW_IN_WINDOW and rows is None and not tracked and not is_transformed():
+    is_tracked = tracked([*given, *(history.entries for history in recent)])
+    if time <= FEW_IN_WINDOW and rows is None and not is_tracked and not is_transformed():
         whole, after = extended(recent, time, w)
         for remembered, new in zip(whole, given, strict=True):
             # `data`, because a graph may hold the tokens before these.

@@ -6,7 +6,7 @@
 // - A decay is 0 or 1 plus a remainder: see `tiles.h`.
 
 #pragma once
-#include "tiles.h"
+#include "scan.h"
 
 namespace {
 
@@ -77,7 +77,6 @@ template <class T> struct KeyWork {  // of one thread
   explicit KeyWork(long n) : whole(padded<T>(n)), rest(padded<T>(n)), decayed(padded<T>(n)) {}
 };
 
-// `final_state` holds the state before the first token.
 template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
   const long size = s.p * s.n, r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * size);
@@ -88,12 +87,14 @@ template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
   for (long task = 0; task < s.b * parts; task++) {
     KeyWork<T> &w = works.mine();
     const long row = task / parts, first = task % parts * each, last = std::min(s.h, first + each);
+    const long states = (row * s.h + first) * size;
+    std::memcpy(s.final_state + states, s.state + states, (last - first) * size * sizeof(T));
     for (long i = 0; i < s.t; i++)
       for (long head = first, group = first / r, next = group * r + r; head < last; head++) {
         if (head == next) group++, next += r;
         const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + group * s.n;
         const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc, *C = s.C + bc;
-        T *state = s.final_state + (row * s.h + head) * size, *y = s.y + at * s.p;
+        T *state = s.final_state + (row * s.h + head) * size, *y = output_of(s, row, head, i);
         one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], s.log_decay + at * s.n, B, C, state, y, w.whole, w.rest,
                                 w.decayed);
       }

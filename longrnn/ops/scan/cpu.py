@@ -36,51 +36,45 @@ def scan(
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`, which computes gradients with decays per key."""
-    few = inputs.x.shape[1] <= FEW
-    if inputs.has_key_decays and not tracked((*inputs, state)):
-        return reversible(untracked)(inputs, state, kernel="key_scan", backward=backward)
+    is_tracked, few = tracked((*inputs, state)), inputs.x.shape[1] <= FEW
+    if inputs.has_key_decays and not is_tracked:
+        return untracked(inputs, state, "key_scan", backward=backward)
     if inputs.has_key_decays or (is_entrywise(inputs) and not few):
         return definition.scan(inputs, state, final=final, backward=backward)
-    if state is None and (few or tracked(inputs)):
-        state = inputs.zero_state()
-    if tracked((*inputs, state)):
+    if is_tracked:
+        state = inputs.zero_state() if state is None else state
         return reversible(_differentiable)(inputs, state, backward=backward)
-    return _scan(inputs, state, final=final or few, backward=backward)
+    return untracked(inputs, state, "scan", final=final, backward=backward)
 
 
 def _differentiable(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return _Scan.apply(*inputs, state)
 
 
-def _scan(
+def untracked(
     inputs: ScanInputs,
     state: Tensor | None,
+    kernel: str,
     *,
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """A recurrence without gradients, by `scan`, `key_scan`, `key_delta` or `delta`."""
+    few = inputs.x.shape[1] <= FEW
+    if state is None and (few or kernel != "scan"):  # only chunks of `scan` know a state of 0
+        state = inputs.zero_state()
     dtype = inputs.log_decay.dtype if state is None else state.dtype
     inputs, state = readable(inputs, state, dtype)
     y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
-    after = inputs.x.new_empty(b, h, p, n) if final else None
+    after = inputs.x.new_empty(b, h, p, n) if final or few else None
     fields = scan_fields(inputs, state) | {"y": y, "final_state": after}
     if backward:  # the strides of time point backward, from the last token
         fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
         fields |= {name: -fields[name] for name in ("x_token", "bc_token", "y_token")}
         fields |= {name: fields[name].flip(1) for name in ("gain", "log_decay")}
-    call("scan", dtype, **fields)
+    call(kernel, dtype, **fields)
     return y, y if after is None else after
-
-
-def untracked(inputs: ScanInputs, state: Tensor | None, kernel: str) -> tuple[Tensor, Tensor]:
-    """A recurrence without gradients, by `key_scan`, `key_delta` or `delta`."""
-    state = inputs.zero_state() if state is None else state
-    given, before = readable(inputs, state, state.dtype)
-    y, after = given.x.new_empty(given.x.shape), state.clone(memory_format=torch.contiguous_format)
-    fields = scan_fields(given, before)
-    call(kernel, state.dtype, **fields, y=y, final_state=after)
-    return y, after
 
 
 def readable(
@@ -131,7 +125,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, gain, log_decay, B, C, state)
         ctx.set_materialize_grads(False)
-        return _scan(ScanInputs(x, gain, log_decay, B, C), state)
+        return untracked(ScanInputs(x, gain, log_decay, B, C), state, "scan")
 
     @staticmethod
     def backward(  # type: ignore[override]
