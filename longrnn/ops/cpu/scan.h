@@ -158,27 +158,33 @@ template <class T> bool streams(const Scan<T> &s) {
          reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
 }
 
+// Tokens one by one. `input(x, at, B, before)` is what a token adds, without its gain. `state` and
+// `final_state` are not null.
+template <class T, class Input> void token_by_token(const Scan<T> &s, int threads, Input input) {
+  const bool past_caches = streams<T>(s);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (long task = 0; task < s.b * s.h; task++) {
+      const long row = task / s.h, head = task % s.h;
+      T *after = s.final_state + task * s.p * s.n;
+      for (long i = 0; i < s.t; i++) {
+        const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / (s.h / s.g) * s.n;
+        const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc;
+        const T *before = i ? after : s.state + task * s.p * s.n;
+        (past_caches ? one_token<T, true> : one_token<T, false>)(
+            s.p, s.n, input(x, at, B, before), s.gain[at], s.log_decay[at], B, s.C + bc, before, after,
+            output_of(s, row, head, i));
+      }
+    }
+    if (past_caches) finish_streams();
+  }
+}
+
 template <class T> int scan(const Scan<T> &s) {
-  const long r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
   if (s.t <= 2) {
-    // Few tokens: `state` and `final_state` are not null.
-    const bool past_caches = streams<T>(s);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-      for (long task = 0; task < s.b * s.h; task++) {
-        const long row = task / s.h, head = task % s.h;
-        for (long i = 0; i < s.t; i++) {
-          const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / r * s.n;
-          T *after = s.final_state + task * s.p * s.n;
-          (past_caches ? one_token<T, true> : one_token<T, false>)(
-              s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain[at], s.log_decay[at],
-              s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, output_of(s, row, head, i));
-        }
-      }
-      if (past_caches) finish_streams();
-    }
+    token_by_token<T>(s, threads, [](const T *x, long, const T *, const T *) { return x; });
     return 1;
   }
   chunks<T, Work<T>>(
