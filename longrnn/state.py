@@ -118,10 +118,7 @@ def clone(state: S) -> S:
 
 
 def reset(state: S, initial: S, where: Tensor) -> S:
-    """Rows of `initial` where `where` is true, rows of `state` elsewhere.
-
-    Args:
-        where: `(b,)` bool.
+    """Rows of `initial` where `where`, `(b,)` bool, is true, rows of `state` elsewhere.
 
     A tensor that both trees share is returned as it is, and not copied.
     """

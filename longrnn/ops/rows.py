@@ -32,6 +32,7 @@ class Rows:
             not a start continues the given state.
 
     Attributes:
+        shape: `(b, t)` of the given masks.
         is_start: `(b, t')` bool, after the tokens of each row were moved to its left; t' is the
             largest number of tokens of a row.
         count: `(b,)` int64, the tokens of each row; what follows them is padding.

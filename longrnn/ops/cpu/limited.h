@@ -109,7 +109,7 @@ bool limited_chunk(const Limited<T> &a, LimitedWork<T> &w, long row, long head, 
     const T *scores = w.scores + first * CHUNK + first;
     read_inputs<T>(s, w, row, head, start + first, left);
     double added[CHUNK], scales[CHUNK], logs[CHUNK];
-    const double norm = std::sqrt(sum_of_squares(w.memory.data, s.n * w.pp));
+    const double norm = std::sqrt(sum_of_squares(w.memory, s.n * w.pp));
     bool moderate = norm <= MOST_STATE;
     for (long t = 0; t < left; t++) {
       const double input = std::sqrt(dot<T>(w.inputs + t * w.pp, w.inputs + t * w.pp, w.pp));

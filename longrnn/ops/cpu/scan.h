@@ -48,10 +48,11 @@ inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *
 
 template <class T> struct Work {  // tiles of one thread
   long n, pp;
-  Buffer<T> right, scores, weights, inputs, scaled, memory, change, output;
+  Buffer<T> right, scores, weights, inputs, scaled, change, output;
+  T *memory = nullptr;  // the state of a head
   Work(long n, long p)
       : n(n), pp(padded<T>(p)), right(n * CHUNK), scores(CHUNK * CHUNK), weights(CHUNK * CHUNK),
-        inputs(CHUNK * pp), scaled(CHUNK * n), memory(n * pp), change(n * pp), output(CHUNK * pp) {}
+        inputs(CHUNK * pp), scaled(CHUNK * n), change(n * pp), output(CHUNK * pp) {}
 };
 
 template <class T> inline T *output_of(const Scan<T> &s, long row, long head, long token) {
@@ -121,7 +122,7 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
   const long each = heads_per_task(r, s.b * s.g, threads), parts = (r + each - 1) / each;
   PerThread<W> works(threads, s.n, s.p);
   PerThread<Buffer<T>> states(threads, each * s.n * padded<T>(s.p));
-  const auto part_of = [&](T *all, long index) { return all ? all + index * s.p * s.n : nullptr; };
+  const auto part_of = [&](auto *all, long index) { return all ? all + index * s.p * s.n : nullptr; };
 #pragma omp parallel num_threads(threads)
   {
     W &w = works.mine();
@@ -131,8 +132,7 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
       const long row = task / (s.g * parts), group = task / parts % s.g;
       const long first = group * r + task % parts * each, last = std::min(group * r + r, first + each);
       for (long head = first; head < last; head++)
-        read_state<T>(part_of(const_cast<T *>(s.state), row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
-      T *const tile = w.memory.data;
+        read_state<T>(part_of(s.state, row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
       for (long start = 0; start < s.t; start += CHUNK) {
         const long q = std::min(CHUNK, s.t - start), qp = padded<T>(q);
         const long bc = row * s.bc_row + start * s.bc_token + group * s.n;
@@ -141,11 +141,10 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
         product<T>(q, qp, s.n, C, s.bc_token, 1, w.right, CHUNK, w.scores, CHUNK, false, LOWER_C);
         prepare(w, q, B);
         for (long head = first; head < last; head++) {
-          w.memory.data = memories + (head - first) * s.n * w.pp;
+          w.memory = memories + (head - first) * s.n * w.pp;
           chunk(w, row, head, start, q, B, C);
         }
       }
-      w.memory.data = tile;
       for (long head = first; s.final_state && head < last; head++)
         write_state<T>(memories + (head - first) * s.n * w.pp, s.p, s.n, w.pp, part_of(s.final_state, row * s.h + head));
     }
