@@ -41,8 +41,7 @@ class ScanningCell(Cell):
 
     Attributes:
         operation: the recurrence, `SCAN` or `DELTA`.
-        layer_operation: computes the whole layer where nothing is edited, packed or observed; None
-            where there is no such operation.
+        layer_operation: see `whole_layer`; None where there is no such operation.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
         tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of
@@ -170,7 +169,7 @@ class ScanningCell(Cell):
         inputs, rest = self.inputs(edit.apply(steps), rest)
         if rows is not None:
             inputs = inputs._replace(log_decay=_separated(inputs.log_decay, rows))
-        before = Memory(self.own_memory(state), recent)
+        before = Memory(state.ssm, recent)
         y, memory = self.recurrence(inputs, before, edit, self.operation, self.backend, rows)
         if rows is not None and edit.limit is not None:
             # A limit may change a state where nothing is added to it.
@@ -198,25 +197,17 @@ class ScanningCell(Cell):
         B = gain.new_empty(1, 0, self.n_groups or heads, keys)
         return ScanInputs(gain.new_empty(1, 0, heads, channels), gain, log_decay, B, B)
 
-    def own_memory(self, state: PyTree) -> Tensor:
-        """`memory` without a window: the field `ssm` of a state."""
-        return state.ssm
-
-    def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
-        """A state without a window, with another `memory`."""
-        return state._replace(ssm=memory)
-
     def no_tokens(self, batch_size: int, edit: Edit) -> Recent:
         return no_tokens(self._windowed(edit), batch_size)
 
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
         if edit is None or edit.window is None:
-            return self.own_memory(state)
+            return state.ssm
         of_windows = state_of(state.recent, self._windowed(edit))
         if edit.heads is None:
             return of_windows
         inside = head_index(edit.heads, of_windows)
-        return self.own_memory(state.state).index_copy(1, inside, of_windows)
+        return state.state.ssm.index_copy(1, inside, of_windows)
 
     def _windowed(self, edit: Edit) -> ScanInputs:
         """`inputs_like` of the windowed heads."""

@@ -101,7 +101,7 @@ def _results(layer: ScanningCell) -> list[Tensor]:
     x.requires_grad_()
     out, after = layer(x, layer.init_state(2))
     # As a gradient scaler does, so that small gradients in float16 are not rounded to 0.
-    loss = 1024 * (out.square().mean() + layer.own_memory(after).square().mean())
+    loss = 1024 * (out.square().mean() + after.ssm.square().mean())
     inputs = [x, *layer.parameters()]
     return [y, last, *(leaf for _, leaf in leaves(state)), *torch.autograd.grad(loss, inputs)]
 

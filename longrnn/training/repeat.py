@@ -55,11 +55,7 @@ def read_repeatedly(
     with decay_sums(model.cells) as sums:
         hidden, after = model.hidden(tokens, state)
     layers = []
-    ends = zip(model.cells, state.layers, after.layers, strict=True)
-    for layer, (cell, before, end) in enumerate(ends):
-        assert isinstance(cell, ScanningCell)
-        memory = cell.own_memory(end)
-        total = sums[layer].to(memory.dtype)
-        memory = repeated(cell.own_memory(before), memory, total, times)
-        layers.append(cell.with_memory(end, memory))
+    for layer, (before, end) in enumerate(zip(state.layers, after.layers, strict=True)):
+        total = sums[layer].to(end.ssm.dtype)
+        layers.append(end._replace(ssm=repeated(before.ssm, end.ssm, total, times)))
     return hidden, after._replace(layers=tuple(layers))
