@@ -27,55 +27,39 @@ inline void split_decay(Vec<double> x, Vec<double> &whole, Vec<double> &rest) {
   }
 }
 
-// One token of one head: its p channels are state ← decay ∘ state + gain (x − erased) B, where the delta
-// rule erases what the decayed state has for the key B; y is the product with C.
-template <class T, bool DELTA>
-inline void one_key_token(long p, long n, const T *x, T gain, const T *log_decay, const T *B, const T *C, T *state,
-                          T *y, T *whole, T *rest, T *decayed) {
-  constexpr int W = Lane<T>::W;
-  const bool again = DELTA || p > 1;  // decays are read more than once
-  const auto split = [&](long j, Vec<T> &of_old, Vec<T> &other) {
-    Vec<T> x{};
-    if (j + W <= n) x = load<T>(log_decay + j);
-    else std::memcpy(&x, log_decay + j, (n - j) * sizeof(T));
-    split_decay(x, of_old, other);
-  };
-  for (long j = 0; again && j < n; j += W) {
-    Vec<T> of_old{}, other{}, key{};
-    split(j, of_old, other);
-    store<T>(whole + j, of_old);
-    store<T>(rest + j, other);
-    if (!DELTA) continue;
-    std::memcpy(&key, B + j, std::min<long>(W, n - j) * sizeof(T));
-    store<T>(decayed + j, (of_old + other) * key);
-  }
-  for (long c = 0; c < p; c++, state += n) {
-    const T add = gain * (x[c] - (DELTA ? dot<T>(state, decayed, n) : T(0)));
-    Vec<T> sums{}, of_old{}, other{};
-    long j = 0;
-    for (; j + W <= n; j += W) {
-      if (again) of_old = load<T>(whole + j), other = load<T>(rest + j);
-      else split(j, of_old, other);
-      const Vec<T> old = load<T>(state + j);
-      const Vec<T> now = of_old * old + (other * old + add * load<T>(B + j));
-      store<T>(state + j, now);
-      sums += now * load<T>(C + j);
-    }
-    T sum = lane_sum<T>(sums);
-    if (j < n && !again) split(j, of_old, other);
-    for (long i = 0; j < n; i++, j++) {
-      const T first = again ? whole[j] : of_old[i], second = again ? rest[j] : other[i];
-      state[j] = first * state[j] + (second * state[j] + add * B[j]);
-      sum += state[j] * C[j];
-    }
-    y[c] = sum;
-  }
-}
-
 template <class T> struct KeyWork {  // of one thread
   Buffer<T> whole, rest, decayed;
   explicit KeyWork(long n) : whole(padded<T>(n)), rest(padded<T>(n)), decayed(padded<T>(n)) {}
 };
+
+// One token of one head: its p channels are state ← decay ∘ state + gain (x − erased) B, where the delta
+// rule erases what the decayed state has for the key B; y is the product with C.
+template <class T, bool DELTA>
+inline void one_key_token(long p, long n, const T *x, T gain, const T *log_decay, const T *B, const T *C, T *state,
+                          T *y, KeyWork<T> &w) {
+  constexpr int W = Lane<T>::W;
+  for (long j = 0; j < n; j += W) {
+    Vec<T> log{}, whole, rest;
+    if (j + W <= n) log = load<T>(log_decay + j);
+    else std::memcpy(&log, log_decay + j, (n - j) * sizeof(T));
+    split_decay(log, whole, rest);
+    store<T>(w.whole + j, whole);
+    store<T>(w.rest + j, rest);
+  }
+  for (long j = 0; DELTA && j < n; j++) w.decayed[j] = (w.whole[j] + w.rest[j]) * B[j];
+  for (long c = 0; c < p; c++, state += n) {
+    const T add = gain * (x[c] - (DELTA ? dot<T>(state, w.decayed, n) : T(0)));
+    Sum<T> sum;
+    each<T>(0, n, [&](auto zero, long j) {
+      using V = decltype(zero);
+      const V old = read<V>(state + j);
+      const V now = read<V>(w.whole + j) * old + (read<V>(w.rest + j) * old + add * read<V>(B + j));
+      write(state + j, now);
+      sum.add(now * read<V>(C + j));
+    });
+    y[c] = sum.total();
+  }
+}
 
 template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
   const long size = s.p * s.n, r = s.h / s.g;
@@ -95,8 +79,7 @@ template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
         const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + group * s.n;
         const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc, *C = s.C + bc;
         T *state = s.final_state + (row * s.h + head) * size, *y = output_of(s, row, head, i);
-        one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], s.log_decay + at * s.n, B, C, state, y, w.whole, w.rest,
-                                w.decayed);
+        one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], s.log_decay + at * s.n, B, C, state, y, w);
       }
   }
   return 1;

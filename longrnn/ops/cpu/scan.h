@@ -20,7 +20,6 @@ constexpr long STREAMED_BYTES = 1 << 19;
 template <class T, bool PAST_CACHES = false>
 inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *B, const T *C, const T *before,
                       T *after, T *y) {
-  constexpr int W = Lane<T>::W;
   const double decay = std::exp(double(log_decay));
   const T whole = decay < 0.5 ? T(0) : T(1);
   const T rest = decay < 0.5 ? T(decay) : T(std::expm1(double(log_decay)));
@@ -28,21 +27,16 @@ inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *
     const T *from = before + i * n;
     T *to = after + i * n;
     const T add = x[i] * gain;
-    Vec<T> sums{};
-    long j = 0;
-    for (; j + W <= n; j += W) {
-      const Vec<T> old = load<T>(from + j);
-      const Vec<T> now = (rest * old + add * load<T>(B + j)) + whole * old;
-      if (PAST_CACHES) stream<T>(to + j, now);
-      else store<T>(to + j, now);
-      sums += now * load<T>(C + j);
-    }
-    T sum = lane_sum<T>(sums);
-    for (; j < n; j++) {
-      to[j] = (rest * from[j] + add * B[j]) + whole * from[j];
-      sum += to[j] * C[j];
-    }
-    y[i] = sum;
+    Sum<T> sum;
+    each<T>(0, n, [&](auto zero, long j) {
+      using V = decltype(zero);
+      const V old = read<V>(from + j);
+      const V now = (rest * old + add * read<V>(B + j)) + whole * old;
+      if constexpr (PAST_CACHES && sizeof(V) > sizeof(T)) stream<T>(to + j, now);
+      else write(to + j, now);
+      sum.add(now * read<V>(C + j));
+    });
+    y[i] = sum.total();
   }
 }
 
