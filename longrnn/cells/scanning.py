@@ -142,7 +142,8 @@ class ScanningCell(Cell):
     ) -> tuple[Tensor, PyTree]:
         """`forward`, except for a state before a document that is not finite."""
         edit = NO_EDIT if edit is None else edit
-        whole = self.whole_layer(x, state, edit, rows)
+        cell_state = state.state if isinstance(state, EditedState) else state
+        whole = self.whole_layer(x, cell_state, edit, rows)
         if whole is not None:
             return whole
         size, time = self.tokens_at_once, x.shape[1]
