@@ -98,11 +98,11 @@ class TorchCell(StepwiseCell):
         with own_precision(x):
             x = x.to(weight_ih.dtype)
             if self.cpu_first or not fused:
-                leaves = (state.h, self.vector(state))
-                if cpu.stepwise_suits(x, weight_ih, weight_hh, bias_ih, bias_hh, *leaves):
+                h, memory, numbers = state.h, self.vector(state), _numbers(edit)
+                if cpu.stepwise_suits(x, weight_ih, weight_hh, bias_ih, bias_hh, h, memory):
                     projected = linear(x, weight_ih, bias_ih)
                     y, h, memory = cpu.stepwise(
-                        *(self.cpu_cell, projected, weight_hh, bias_hh, *leaves), **_numbers(edit)
+                        self.cpu_cell, projected, weight_hh, bias_hh, h, memory, **numbers
                     )
                     return y, self.state_of(h, memory)
             return self.fused(x, state) if fused else super().run(x, state, edit)
