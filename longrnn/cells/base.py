@@ -266,6 +266,6 @@ MIXERS: Registry[Cell] = Registry("mixer")
 
 
 def kind_of(cell: type[Cell]) -> str:
-    """The name of a cell in `MIXERS`; that of its class for a layer of Hugging Face models alone."""
+    """Its name in `MIXERS`; that of its class for a layer of Hugging Face models alone."""
     names = (name for name, member in MIXERS.items() if issubclass(cell, member))
     return next(names, cell.__name__)

@@ -71,7 +71,7 @@ class StepwiseCell(Cell):
         return state.h
 
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
-        return self.vector(_own(state))[:, None, :, None]
+        return self.vector(_cell_state(state))[:, None, :, None]
 
     def no_tokens(self, batch_size: int, edit: Edit) -> RecentUpdates:
         none = self.vector(self.init_state(batch_size)).new_zeros(batch_size, 0, self.d_model)
@@ -81,7 +81,7 @@ class StepwiseCell(Cell):
         refuse_tf32(x)
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
-            return self._unrolled(self.project(x.to(_own(state).h.dtype)), state, edit)
+            return self._unrolled(self.project(x.to(_cell_state(state).h.dtype)), state, edit)
 
     def _unrolled(
         self, projected: Tensor, state: PyTree, edit: Edit | None
@@ -141,7 +141,7 @@ class StepwiseCell(Cell):
         return torch.stack(outputs, dim=1), state
 
 
-def _own(state: PyTree) -> PyTree:
+def _cell_state(state: PyTree) -> PyTree:
     """The cell's own state."""
     return state.state if isinstance(state, EditedState) else state
 

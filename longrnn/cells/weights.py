@@ -22,11 +22,11 @@ def with_weights(module: ModuleT, weights: Mapping[str, Tensor]) -> ModuleT:
     """
     copied = type(module).__new__(type(module))
     # What is in the dictionary of an object takes precedence over parameters and submodules.
-    own = vars(copied)
-    own.update(vars(module))
+    attributes = vars(copied)
+    attributes.update(vars(module))
     for name, tensor in weights.items():
         first, _, rest = name.partition(".")
-        own[first] = with_weights(getattr(module, first), {rest: tensor}) if rest else tensor
+        attributes[first] = with_weights(getattr(module, first), {rest: tensor}) if rest else tensor
     if isinstance(copied, nn.RNNBase):  # which lists its weights
-        own["_flat_weights"] = [getattr(copied, name) for name in copied._flat_weights_names]
+        attributes["_flat_weights"] = [getattr(copied, name) for name in copied._flat_weights_names]
     return copied
