@@ -96,10 +96,10 @@ bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double s
 
 // One chunk of a head. Returns whether all squares fit into float.
 template <class T>
-bool limited_chunk(const Limited<T> &a, LimitedWork<T> &w, long row, long head, long start, long q, const T *B,
+bool limited_chunk(const Scan<T> &s, LimitedWork<T> &w, long row, long head, long start, long q, const T *B,
                    const T *C) {
-  const Scan<T> &s = a.of;
-  if (a.limit[head] >= a.unlimited) {
+  const double limit = s.limit[head];
+  if (std::isinf(limit)) {
     chunk_of_head<T>(s, w, row, head, start, q, B, C);
     return true;
   }
@@ -120,10 +120,10 @@ bool limited_chunk(const Limited<T> &a, LimitedWork<T> &w, long row, long head, 
     if (!moderate) return false;
     const Decays plain(logs, 1, left);
     long count = left;
-    if (within_limit<T>(s, w, plain, norm, added, a.limit[head], first, left, B)) {
+    if (within_limit<T>(s, w, plain, norm, added, limit, first, left, B)) {
       chunk_of_inputs<T>(s, w, plain, scores, row, head, start + first, left, B_first, C_first);
     } else {
-      count = scales_of<T>(s, w, plain, norm, added, a.limit[head], left, B_first, scales);
+      count = scales_of<T>(s, w, plain, norm, added, limit, left, B_first, scales);
       for (long t = 0; t < count; t++) {
         logs[t] += std::log(scales[t]);
         for (long j = 0; j < w.pp; j++) w.inputs[t * w.pp + j] *= T(scales[t]);
@@ -136,8 +136,7 @@ bool limited_chunk(const Limited<T> &a, LimitedWork<T> &w, long row, long head, 
 }
 
 // Returns whether it could be computed: if not, squares would leave the range of float.
-template <class T> int limited_scan(const Limited<T> &a) {
-  const Scan<T> &s = a.of;
+template <class T> int limited_scan(const Scan<T> &s) {
   int moderate = 1;
   chunks<T, LimitedWork<T>>(
       s, threads_for(double(s.b) * s.t * s.h * s.p * s.n),
@@ -147,7 +146,7 @@ template <class T> int limited_scan(const Limited<T> &a) {
         for (long t = 0; t < q; t++) w.norms[t] = std::sqrt(sum_of_squares(B + t * s.bc_token, s.n));
       },
       [&](LimitedWork<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
-        if (!limited_chunk<T>(a, w, row, head, start, q, B, C)) {
+        if (!limited_chunk<T>(s, w, row, head, start, q, B, C)) {
 #pragma omp atomic write
           moderate = 0;
         }

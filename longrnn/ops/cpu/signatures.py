@@ -22,13 +22,12 @@ FEW_ROWS = 8
 STRUCTS = {
     "Scan": """
         long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
-        in state?; out y?; long y_token; out final_state?
+        in state?; out y?; long y_token; out final_state?; doubles limit?
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
         out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
     """,
-    "Limited": "Scan of; doubles limit; double unlimited",
     "Channels": "long b t h g n; in x gain step rate log_keep B C state; out y? final_state?",
     "ChannelsGradient": """
         Channels of; in grad_y grad_final;
@@ -65,7 +64,7 @@ STRUCTS = {
 KERNELS = {
     "scan": "Scan",
     "scan_gradient": "ScanGradient",
-    "limited_scan": "Limited",
+    "limited_scan": "Scan",
     "delta": "Scan",
     "key_scan": "Scan",
     "key_delta": "Scan",

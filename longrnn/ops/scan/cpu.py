@@ -180,8 +180,7 @@ def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tens
             **scan_fields(given, before),
             y=y,
             final_state=final,
-            unlimited=UNLIMITED,
-            limit=limit.contiguous(),
+            limit=limit.where(limit < UNLIMITED, torch.inf),
         )
     )
     return (y, final) if fits else limited(inputs, state, limit, scan)
