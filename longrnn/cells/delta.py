@@ -128,10 +128,8 @@ class DeltaCell(ScanningCell):
         """What the normed output is multiplied by."""
 
     def state_like(self) -> ConvState:
-        conv, ssm = (
-            (self.d_conv - 1, self.in_sizes[0]),
-            (self.n_heads, self.value_dim, self.key_dim),
-        )
+        conv = (self.d_conv - 1, self.in_sizes[0])
+        ssm = (self.n_heads, self.value_dim, self.key_dim)
         return conv_state_like(conv, ssm, self.conv1d.weight.dtype)
 
 

@@ -181,7 +181,7 @@ def _by_head(recent: Recent, like: _Inputs) -> _Inputs:
 
 def _front(tokens: Tensor, count: int) -> Tensor:
     """Tokens `(b, l, …)` with `count` zeros in front."""
-    return F.pad(tokens, (0, 0) * (tokens.ndim - 2) + (count, 0)) if count else tokens
+    return F.pad(tokens, (0, 0) * (tokens.ndim - 2) + (count, 0))
 
 
 def _decayed_to_end(inputs: _Inputs) -> _Inputs:
