@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -125,10 +126,7 @@ class Cell(nn.Module, ABC):
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
     ) -> tuple[Tensor, PyTree]:
         """`forward` for packed rows; this implementation suits every cell."""
-
-        def run(x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
-            return self.run(x, state, edit)
-
+        run = partial(self.run, edit=edit)
         return run_documents(run, x, state, self.init_state(len(x), edit), rows)
 
     def forward(
