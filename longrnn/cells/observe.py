@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,22 +27,17 @@ def watch(modules: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[No
         yield
 
 
-def hooked_as_now(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which a module has the forward hooks that it has at the time of this call.
+@contextmanager
+def with_hooks(module: nn.Module, hooks: OrderedDict[int, Callable[..., Any]]) -> Iterator[None]:
+    """A context in which a module has these forward hooks.
 
-    For the computation in a backward pass, at which the hooks have been removed.
+    For the computation in a backward pass, at which those of the forward pass have been removed.
     """
-    hooks = module._forward_hooks.copy()
-
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        before, module._forward_hooks = module._forward_hooks, hooks
-        try:
-            yield
-        finally:
-            module._forward_hooks = before
-
-    return hooked()
+    before, module._forward_hooks = module._forward_hooks, hooks
+    try:
+        yield
+    finally:
+        module._forward_hooks = before
 
 
 @contextmanager

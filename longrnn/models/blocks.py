@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import Cell, Edit
-from longrnn.cells.observe import hooked_as_now
+from longrnn.cells.observe import with_hooks
 from longrnn.models.config import RecurrentConfig
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.norm import rms_norm
@@ -45,6 +45,7 @@ class Block(nn.Module):
             return self._run(x, state, edit, rows)
         # Inside the module, so that its hooks (shards, DDP) run with recomputation too.
         # Whether a hook observes the recurrence decides how it is computed.
+        hooks = self.mixer.recurrence._forward_hooks.copy()
         pair: Any = checkpoint(
             self._run,
             x,
@@ -53,7 +54,7 @@ class Block(nn.Module):
             rows,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), hooked_as_now(self.mixer.recurrence)),
+            context_fn=lambda: (nullcontext(), with_hooks(self.mixer.recurrence, hooks)),
         )
         return pair
 
