@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from longrnn.ops.transforms import is_transformed
+from longrnn.ops.transforms import recomputed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,13 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Computed in float32 or wider, returned in the dtype of `x`. The backward pass computes it again:
     torch's own would keep the normed tensor beside the input.
     """
-    if torch.is_grad_enabled() and not is_transformed():
-        normed = checkpoint(
-            _rms_norm, x, weight, eps, use_reentrant=False, preserve_rng_state=False
-        )
-        assert normed is not None
-        return normed
-    return _rms_norm(x, weight, eps)
+    return recomputed(_rms_norm, x, weight, eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

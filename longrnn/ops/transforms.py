@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._C import _get_dispatch_mode, _get_tracing_state, _TorchDispatchModeKey
 from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 
 def is_transformed() -> bool:
@@ -31,3 +35,13 @@ def in_forward_mode() -> bool:
     torch differentiates take their place.
     """
     return forward_ad._current_level >= 0
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The results of a function.
+
+    Its backward pass computes the intermediate values again, unless the call is transformed.
+    """
+    if torch.is_grad_enabled() and not is_transformed():
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return function(*arguments)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.scan.decays import (
@@ -37,7 +36,7 @@ from longrnn.ops.scan.decays import (
     decay_parts,
     key_decays,
 )
-from longrnn.ops.transforms import is_transformed
+from longrnn.ops.transforms import recomputed
 
 CHUNK = 64
 SEGMENT = 512
@@ -172,9 +171,6 @@ def in_segments(
         length: tokens of a segment.
     """
     memory = inputs.zero_state() if state is None else state
-    compute: Any = segment
-    if torch.is_grad_enabled() and not is_transformed():
-        compute = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
     outputs, time = [], inputs.x.shape[1]
     with own_precision(memory):
         if time <= FEW:
@@ -182,7 +178,7 @@ def in_segments(
         # The gradient of a slice would be a tensor as long as the whole call.
         parts = zip(*(tensor.split(length, 1) for tensor in inputs), strict=True)
         for part in parts:
-            y, memory = compute(ScanInputs(*part), memory)
+            y, memory = recomputed(segment, ScanInputs(*part), memory)
             outputs.append(y)
     return torch.cat(outputs, dim=1), memory
 

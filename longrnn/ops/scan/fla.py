@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from longrnn.ops import gpu
 from longrnn.ops.scan.definition import ScanInputs, reversible
+from longrnn.ops.transforms import recomputed
 
 BY_HEAD = "fla.ops.simple_gla"
 
@@ -32,12 +32,7 @@ def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`; in float32."""
-    if not torch.is_grad_enabled():
-        return _scan(inputs, state, final)
-    y, after = checkpoint(
-        _scan, inputs, state, final, use_reentrant=False, preserve_rng_state=False
-    )
-    return gpu.once_differentiable(y, after)
+    return gpu.once_differentiable(*recomputed(_scan, inputs, state, final))
 
 
 def _scan(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor, Tensor]:
