@@ -37,7 +37,7 @@ template <class T> struct Cell {
   // The recurrence of the convolution's output `mixed`.
   Scan<T> recurrence(const T *mixed, const T *dt, const T *log_decay, const T *state, T *y, T *state_after) const {
     return {b, t, h, p, g, n, mixed, t * c(), c(), dt, log_decay, mixed + d(), mixed + d() + g * n, t * c(), c(),
-            state, y, d(), state_after};
+            state, y, d(), state_after, nullptr};
   }
 };
 

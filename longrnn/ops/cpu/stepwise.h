@@ -98,7 +98,7 @@ template <class T> struct Recurrent {
     }
     for (long gate = 0; gate < gates; gate++)
       for (long i = 0; i < s.d; i++)
-        for (long row = 0; row < rows; row++) {
+        for (long row = 0; row < rows; row++)
           out[row * columns + gate * dp + i] += dot<T>(s.weight + (gate * s.d + i) * s.d, h + row * dp, s.d);
   }
 };
