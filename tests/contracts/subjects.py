@@ -53,6 +53,7 @@ class Subject(NamedTuple):
 
     def build(self, dtype: torch.dtype = torch.float64, **more: Any) -> RecurrentLM:
         options = {"position": self.position, "block": self.block, "dtype": dtype, **more}
+        options.setdefault("n_layers", 1 if self.specs else 2)  # tests of definitions have two
         return build_mitigated(self.specs, self.mixer, **options)
 
 

@@ -8,7 +8,7 @@ padding before, between and inside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from longrnn.errors import UserError
 from longrnn.models import LanguageModel, Rows
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
+    DTYPES,
     VOCAB,
     assert_near,
     assert_trees_equal,
@@ -31,7 +32,6 @@ from tests.contracts.subjects import (
     Subject,
     assert_same,
     cell_leaves,
-    every_dtype,
     every_kind,
     every_subject,
     every_subject_in_a_dtype,
@@ -82,7 +82,7 @@ def test_documents_are_those_of_separate_rows(subject: Subject, dtype: torch.dty
     model = subject.build(dtype)
     masks = random_masks(2, TIME, seed=1)
     tokens, state = packed_tokens(masks[0], 1), started(model, 2)
-    with small_chunks():
+    with small_chunks(16):
         expected = one_by_one(model, tokens, state, masks)
         assert_same(outcome(model, tokens, state, [1, 0, 66, 3], masks), expected, dtype)
     with torch.no_grad():
@@ -92,16 +92,16 @@ def test_documents_are_those_of_separate_rows(subject: Subject, dtype: torch.dty
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-@every_dtype
 @every_subject
-def test_random_rows(subject: Subject, dtype: torch.dtype, seed: int) -> None:
+def test_random_rows(subject: Subject) -> None:
     """Longer rows, of other weights and batches."""
-    model, batch, time = subject.build(dtype, seed=seed), 1 + seed % 4, 20 + 31 * seed
-    masks = random_masks(batch, time, seed)
-    tokens, state = packed_tokens(masks[0], seed), started(model, batch, seed)
-    found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
-    assert_same(found, one_by_one(model, tokens, state, masks), dtype)
+    for dtype, seed in product(DTYPES, range(10)):
+        model = subject.build(dtype, seed=seed, n_layers=2)
+        batch, time = 1 + seed % 4, 20 + 31 * seed
+        masks = random_masks(batch, time, seed)
+        tokens, state = packed_tokens(masks[0], seed), started(model, batch, seed)
+        found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
+        assert_same(found, one_by_one(model, tokens, state, masks), dtype)
 
 
 @every_kind

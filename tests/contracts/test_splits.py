@@ -5,11 +5,14 @@ So do calls without gradients, which run other kernels, and calls with frozen we
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from longrnn.state import leaves
 from tests.contracts.builders import (
+    DTYPES,
     LONGEST,
     MIXER_SPECS,
     Spec,
@@ -23,7 +26,6 @@ from tests.contracts.subjects import (
     Subject,
     assert_same,
     cell_leaves,
-    every_dtype,
     every_kind,
     every_subject,
     every_subject_in_a_dtype,
@@ -49,7 +51,7 @@ def test_any_split_gives_the_same(subject: Subject, dtype: torch.dtype) -> None:
     whole = outcome(model, tokens, state, [TIME])
     values = {name: one.detach() for name, one in whole.items() if not name.startswith("gradient")}
     sizes = random_sizes(TIME, 1, empty=True)
-    with small_chunks():
+    with small_chunks(16):
         assert_same(outcome(model, tokens, state, sizes), whole, dtype)
     with torch.no_grad():
         logits, after = read(model, tokens, state, random_sizes(TIME, 2, empty=True))
@@ -70,15 +72,15 @@ def test_single_tokens_with_frozen_weights(subject: Subject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@every_dtype
 @every_subject
-def test_random_splits_of_long_texts(subject: Subject, dtype: torch.dtype, seed: int) -> None:
+def test_random_splits_of_long_texts(subject: Subject) -> None:
     """Lengths up to `LONGEST`, of other weights and batches."""
-    model, batch, time = subject.build(dtype, seed=seed), 1 + seed % 3, 1 + 97 * seed % LONGEST
-    state, tokens = started(model, batch, seed), random_tokens(batch, time, seed)
-    found = outcome(model, tokens, state, random_sizes(time, seed, empty=True))
-    assert_same(found, outcome(model, tokens, state, [time]), dtype)
+    for dtype, seed in product(DTYPES, range(20)):
+        model = subject.build(dtype, seed=seed, n_layers=2)
+        batch, time = 1 + seed % 3, 1 + 97 * seed % LONGEST
+        state, tokens = started(model, batch, seed), random_tokens(batch, time, seed)
+        found = outcome(model, tokens, state, random_sizes(time, seed, empty=True))
+        assert_same(found, outcome(model, tokens, state, [time]), dtype)
 
 
 LONG_MEMORY: list[Spec] = [
