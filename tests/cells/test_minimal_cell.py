@@ -16,20 +16,8 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM, Rows
-from tests.contracts.builders import (
-    assert_near,
-    build_model,
-    mitigation_spec,
-    random_tokens,
-)
-from tests.contracts.subjects import (
-    assert_same,
-    outcome,
-    random_masks,
-    read,
-    small_chunks,
-    started,
-)
+from tests.contracts.builders import assert_near, build_model, mitigation_spec, random_tokens
+from tests.contracts.subjects import assert_same, outcome, random_masks, read, small_chunks, started
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 IMPORTS = """

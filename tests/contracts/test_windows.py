@@ -12,12 +12,7 @@ from torch import Tensor
 from longrnn import state as states
 from longrnn.models import RecurrentLM
 from longrnn.state import histories, leaves
-from tests.contracts.builders import (
-    assert_near,
-    build_mitigated,
-    mixer_spec,
-    random_tokens,
-)
+from tests.contracts.builders import assert_near, build_mitigated, mixer_spec, random_tokens
 from tests.contracts.subjects import BACKENDS, cell_leaves, started
 
 pytestmark = pytest.mark.core

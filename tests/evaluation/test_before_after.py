@@ -9,11 +9,7 @@ import pytest
 from longrnn.data import Instruct, Text
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
-from longrnn.evaluation.before_after import (
-    held_out_text,
-    without_failed_passkeys,
-    write_suite,
-)
+from longrnn.evaluation.before_after import held_out_text, without_failed_passkeys, write_suite
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
 from longrnn.hf.opened import open_checkpoint

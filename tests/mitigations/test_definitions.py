@@ -1,7 +1,7 @@
 """Every mitigation, and every pair of them, equals its definition per token, with every gradient.
 
 The tests compare outputs, final states, and gradients of parameters and initial states, for a model
-of two layers and the definitions in `tests/mitigations/definitions.py`.
+of one or two layers and the definitions in `tests/mitigations/definitions.py`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ NORM: Spec = {"kind": "mamba2", "d_state": 3, "head_dim": 16, "norm_eps": 1e-2, 
 PER_CHANNEL = [None, [0.5, 2.0, 1.0, 1.5] * 4]
 FOUR_HEADS: Spec = {"kind": "kda", "n_heads": 4, "key_dim": 3, "value_dim": 2}
 STEPS = {"scale_delta", "scale_decay", "power_decay", "token_filter"}
-HEADS_OF_PAIRS = {"sliding_window": [0, 3], "state_norm": [[0, 1], [1, 1], [1, 2]]}
+HEADS_OF_PAIRS = {"sliding_window": [0, 3], "state_norm": [1, 2]}
 HEADS: list[Spec] = [
     {"layers": [1]},
     {"layers": []},
@@ -222,17 +222,23 @@ CHAINS: list[list[Spec]] = [
 CASES = cases()
 
 
+def layers_of(name: str) -> int:
+    """How many layers a case needs: two where they differ, by numbers or by a choice of heads."""
+    return 2 if name.startswith(("chain", "numbers")) or "{" in name else 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_its_definition(name: str) -> None:
     specs, mixer = CASES[name]
-    assert_as_defined(specs, mixer, seed=len(name), block=["residual", "plain"][len(specs) % 2])
+    how: dict[str, Any] = {"seed": len(name), "n_layers": layers_of(name)}
+    assert_as_defined(specs, mixer, block=["residual", "plain"][len(specs) % 2], **how)
 
 
 @pytest.mark.parametrize(
     "name", [name for name, (specs, _) in CASES.items() if len(specs) == 1][:30]
 )
 def test_float32_equals_the_definition_in_float64(name: str) -> None:
-    assert_as_defined(*CASES[name], torch.float32, seed=len(name))
+    assert_as_defined(*CASES[name], torch.float32, seed=len(name), n_layers=layers_of(name))
 
 
 @pytest.mark.parametrize("mixer", KINDS_OF_CELLS)
@@ -278,11 +284,11 @@ def test_random_chains(seed: int) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
-def test_longer_texts_equal_their_definition(name: str, seed: int) -> None:
+def test_longer_texts_equal_their_definition(name: str) -> None:
     """Other weights, and pieces of more than a chunk of the C++ kernels."""
-    assert_as_defined(*CASES[name], time=150, seed=seed + 10)
+    for seed in range(10, 13):
+        assert_as_defined(*CASES[name], time=150, seed=seed)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "mamba3", "lstm", "gru", "rnn"])
@@ -319,7 +325,7 @@ def test_a_memory_of_any_size_is_limited(spec: Spec, size: float) -> None:
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED_FEW, ids=spec_id)
 def test_truncated_gradients(spec: Spec, mixer: Spec) -> None:
     """Detaching a state removes all earlier gradients, including those through a window."""
-    model = build_mitigated([spec], mixer)
+    model = build_mitigated([spec], mixer, n_layers=1)
     reference, tokens = Reference(model.under(None), [spec]), random_tokens(2, 36)
     plain = random_state(model.under(None), 2)
     with torch.no_grad():

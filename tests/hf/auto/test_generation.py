@@ -13,12 +13,7 @@ from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
 from longrnn.models import generate
 from longrnn.state import clone, expand, take
-from tests.contracts.builders import (
-    VOCAB,
-    assert_trees_equal,
-    mitigation_spec,
-    random_tokens,
-)
+from tests.contracts.builders import VOCAB, assert_trees_equal, mitigation_spec, random_tokens
 from tests.hf.foreign import build_auto
 
 KINDS = ["lstm", "mamba2"]
