@@ -6,12 +6,14 @@ ones.
 
 from __future__ import annotations
 
+import gc
 from typing import IO, Any
 
 import pytest
 import torch
 from hypothesis import settings
 from matplotlib.figure import Figure
+from torch.utils import collect_env
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=200)
@@ -19,6 +21,8 @@ settings.load_profile("repeatable")
 
 # As in the processes that tests start: runs are compared bit for bit.
 torch.set_num_threads(1)
+# lm-eval adds it to every result; it starts a dozen programs, of which pip alone takes a second.
+collect_env.get_pretty_env_info = str
 
 DRAW = Figure.savefig
 
@@ -31,6 +35,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Pictures, most of the time of a short command, are drawn where a marker says so."""
     is_drawn = item.get_closest_marker("pictures") is not None
     Figure.savefig = DRAW if is_drawn else not_drawn  # type: ignore[method-assign, assignment]
+
+
+def pytest_collection_finish() -> None:
+    """Keeps modules and tests, which live until the end, from the garbage collector."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
