@@ -11,9 +11,6 @@ import pytest
 import torch
 
 SMALL = ["--layers", "1", "--d-model", "64", "--vocab", "64", "--repeats", "1"]
-# Of four choices of 4 tokens after 64, the context is read once, and the last tokens are only
-# predicted.
-SAVED = 4 * (64 + 3) / (64 + 4 * 3)
 CASES = [
     ("speed", ["prefill", "--tokens", "64"], "products alone"),
     ("speed", ["decode", "--steps", "2"], "reading the weights"),
@@ -26,7 +23,6 @@ CASES = [
     ("gpu", ["train", "--device", "cpu", "--lengths", "64"], "longrnn, mamba_ssm"),
     ("memory", ["cells", "--long", "4096"], "kda, time per token and peak memory: 4,096:"),
     ("memory", ["train", "--tokens", "64"], "gradient_checkpointing=block"),
-    ("lm_eval", ["--context", "64", "--choice", "4"], f"{SAVED:.2f} times fewer"),
 ]
 
 
