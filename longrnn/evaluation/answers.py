@@ -26,8 +26,6 @@ class Answers(Evaluation[AnswerOptions]):
     generates it. A document is one sample.
     """
 
-    kind = "answers"
-
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         options, first = self.options, models[0]
         for other in models:

@@ -8,9 +8,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from longrnn.evaluation.options import EvaluationOptions
+from longrnn.evaluation.options import EVALUATIONS, EvaluationOptions
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import out_of_reach
+from longrnn.models.base import out_of_reach
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
 from longrnn.results import Result
@@ -74,7 +74,6 @@ class Evaluation(ABC, Generic[OptionsT]):
         options: what is measured; suites and the command line build it.
     """
 
-    kind: ClassVar[str]
     # What the rows of the table are.
     across: ClassVar[str] = "length"
     # Whether the main process measures alone; else items are divided among the processes.
@@ -82,6 +81,11 @@ class Evaluation(ABC, Generic[OptionsT]):
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
+
+    @property
+    def kind(self) -> str:
+        """The name of its options in `EVALUATIONS`."""
+        return next(name for name, kind in EVALUATIONS.items() if isinstance(self.options, kind))
 
     @property
     def title(self) -> str:

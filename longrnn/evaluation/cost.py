@@ -32,7 +32,6 @@ COST_COLUMNS = {
 class Cost(Evaluation[CostOptions]):
     """Speed, size of the state or cache, and on a GPU the peak memory of tensors."""
 
-    kind = "cost"
     # Other processes would slow the measurement down.
     alone = True
 

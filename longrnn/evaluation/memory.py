@@ -39,7 +39,6 @@ BATCH = 4
 class EffectiveMemory(Evaluation[MemoryOptions]):
     """Effective remembrance, see `MemoryOptions`."""
 
-    kind = "memory"
     across = "last tokens kept"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
@@ -105,9 +104,7 @@ def remembrance(model: LanguageModel, texts: Tensor, progress: Progress) -> dict
 
     def chances(start: int) -> Tensor:
         state = model.init_state(len(texts))
-        logits, _ = prefill(
-            model, lambda a, b: texts[:, a:b], start, length, state, progress, items=True
-        )
+        logits, _ = prefill(model, texts[:, start:], state, progress, items=True)
         return torch.softmax(logits.double(), -1).cpu()
 
     whole = chances(0)

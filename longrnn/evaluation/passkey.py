@@ -90,8 +90,6 @@ class Question(NamedTuple):
 class PasskeyRetrieval(Evaluation[PasskeyOptions]):
     """Passkey retrieval, see `PasskeyOptions`."""
 
-    kind = "passkey"
-
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         if self.options.insert_at is not None and self.options.n_keys > 1:
             raise UserError("--insert-at is for one key per prompt: leave --n-keys out")

@@ -28,7 +28,7 @@ from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, bat
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import Window, are_alike, cut_windows, newlines, read_documents
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.overlapping import Overlap, overlapping_losses
+from longrnn.inference.overlapping import overlapping_losses
 from longrnn.intervals import RATIO
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
@@ -47,13 +47,15 @@ MANY_WINDOWS = 64
 class Perplexity(Evaluation[PerplexityOptions]):
     """Loss by position, see `PerplexityOptions`."""
 
-    kind = "perplexity"
-
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         options = self.options
         if (options.context is None) != (options.stride is None):
             raise UserError("overlapping windows need both --context and --stride: give both")
-        Overlap(options.context or 1, options.stride or 1).check()
+        if options.context is not None and (options.stride or 1) > options.context:
+            raise UserError(
+                f"a stride of {options.stride} leaves out tokens between windows of "
+                f"{options.context}: give a --stride of at most the --context"
+            )
         if not options.texts and not options.newlines:
             raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
         longest = options.lengths[-1]
@@ -112,11 +114,16 @@ class Perplexity(Evaluation[PerplexityOptions]):
         options = self.options
         for batch in batches(items, options.batch_size):
             tokens = torch.stack([item.spec.tokens() for item in batch])
-            overlap = Overlap(options.context or batch[0].work, options.stride or batch[0].work)
             nats = torch.zeros(tokens.shape, dtype=torch.float64)
-            for start, part in overlapping_losses(
-                model.model, tokens, overlap, rows=options.batch_size, progress=progress
-            ):
+            losses = overlapping_losses(
+                model.model,
+                tokens,
+                progress,
+                context=options.context or batch[0].work,
+                stride=options.stride or batch[0].work,
+                rows=options.batch_size,
+            )
+            for start, part in losses:
                 nats[:, start + 1 : start + 1 + part.shape[1]] = part
             yield [
                 (item, {"nats": [round(n, 6) for n in sums[item.spec.edges].diff().tolist()]})

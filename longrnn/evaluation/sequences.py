@@ -25,8 +25,6 @@ from longrnn.results import Result
 class Sequences(Evaluation[SequenceOptions]):
     """A task of random sequences, see `SequenceOptions`."""
 
-    kind = "task"
-
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         spec, lengths = self._task(models[0])
         task: Any = TASKS.build(spec, None)

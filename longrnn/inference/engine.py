@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.trie import Ids, read_texts
 from longrnn.models import LanguageModel, generate
-from longrnn.models.base import MAX_LOGITS, out_of_reach
+from longrnn.models.base import MAX_LOGITS
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
@@ -38,13 +37,6 @@ class Score(NamedTuple):
 
     nats: float
     greedy: bool
-
-
-def refuse_long(model: LanguageModel, tokens: int) -> None:
-    """Raises the UserError of `out_of_reach`, before anything is computed or written."""
-    reason = out_of_reach(model, tokens)
-    if reason is not None:
-        raise UserError(reason)
 
 
 @torch.no_grad()

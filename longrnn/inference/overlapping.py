@@ -10,72 +10,44 @@ of fixed-length models" of Hugging Face transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.inference.engine import token_losses
 from longrnn.inference.trie import prefill
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 
 
-class Overlap(NamedTuple):
-    """Overlapping windows.
-
-    Attributes:
-        context: tokens that a window reads.
-        stride: tokens between the starts of two windows.
-    """
-
-    context: int
-    stride: int
-
-    def check(self) -> None:
-        """Refuse windows that would leave tokens out.
-
-        Raises:
-            UserError: the stride is not between 1 and the context.
-        """
-        if not 1 <= self.stride <= self.context:
-            raise UserError(
-                f"a stride of {self.stride} does not fit windows of {self.context} tokens, which "
-                "would leave tokens out: give a stride between 1 and the context"
-            )
-
-
 @torch.no_grad()
 def overlapping_losses(
     model: LanguageModel,
     tokens: Tensor,
-    overlap: Overlap,
+    progress: Progress,
     *,
+    context: int,
+    stride: int,
     rows: int = 1,
-    progress: Progress | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Computes the loss of every token after the first in overlapping windows, in parts.
 
     Args:
         model: reads every window from the initial state.
         tokens: `(b, t + 1)` token ids; the last is only predicted.
-        overlap: the windows.
-        rows: windows in one batch, of all texts together; at least one window of each text.
         progress: counts the scored tokens as steps, and the tokens that are read as units.
+        context: tokens that a window reads.
+        stride: tokens between the starts of two windows, from 1 to the context.
+        rows: windows in one batch, of all texts together; at least one window of each text.
 
     Yields:
         The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
         loss at position i is that of token i + 1.
 
     Raises:
-        UserError: the windows would leave tokens out, or logits are not finite.
+        UserError: logits are not finite.
     """
-    overlap.check()
-    counter = progress or Progress("", 0, unit="tokens", quiet=True)
     texts, length = len(tokens), tokens.shape[1] - 1
-    context, stride = overlap
     # Windows after the first that end inside the text, and the tokens that a last one scores.
     whole = max(0, (length - context) // stride)
     rest, together = length - context - whole * stride, max(1, rows // texts)
@@ -88,13 +60,9 @@ def overlapping_losses(
         part = tokens[:, begin : begin + (count - 1) * stride + size + 1]
         windows, before = part.unfold(1, size + 1, stride).flatten(0, 1), size - scored
         initial = model.init_state(len(windows))
-        _, state = prefill(model, partial(_columns, windows), 0, before, initial, counter, keep=0)
+        _, state = prefill(model, windows[:, :before], initial, progress, keep=0)
         for start, nats in token_losses(model, windows[:, before:], state):
-            counter.advance(nats.numel(), nats.numel())
+            progress.advance(nats.numel(), nats.numel())
             by_text = nats.view(texts, count, -1)
             for which in range(count):
                 yield begin + before + which * stride + start, by_text[:, which]
-
-
-def _columns(tokens: Tensor, start: int, stop: int) -> Tensor:
-    return tokens[:, start:stop]

@@ -6,7 +6,7 @@ read up to the end of the shortest, which then leaves the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -73,23 +73,19 @@ class Remainder(NamedTuple):
 
 def prefill(
     model: LanguageModel,
-    read: Callable[[int, int], Tensor],
-    start: int,
-    stop: int,
+    tokens: Tensor,
     state: LMState,
     progress: Progress,
     *,
     keep: int = 1,
     items: bool = False,
 ) -> tuple[Tensor, LMState]:
-    """Consumes the tokens from `start` up to `stop` of every row, in calls of bounded memory.
+    """Consumes tokens in calls of bounded memory.
 
     Args:
         model: any language model.
-        read: returns the tokens from one position up to another, `(b, t)` int64 on any device.
-        start: position of the first token.
-        stop: position after the last token; nothing is consumed if it equals `start`.
-        state: of `b` rows, before token `start`.
+        tokens: `(b, t)` integers on any device, t >= 0.
+        state: of `b` rows, before the tokens.
         progress: counts the tokens.
         keep: 1 for the logits after the last token, 0 for none.
         items: whether tokens are also the items of the progress bar.
@@ -100,18 +96,17 @@ def prefill(
     Raises:
         UserError: logits that are not finite; names the first such token.
     """
-    logits, before = torch.empty(len(state.position), 0), state
-    for position in range(start, stop, PREFILL_TOKENS):
-        end = min(stop, position + PREFILL_TOKENS)
-        tokens = read(position, end).to(state.position.device)
-        kept, state = model(tokens, state, keep=keep if end == stop else 0)
-        progress.advance(tokens.numel() if items else 0, tokens.numel())
-        if keep and end == stop:
-            logits = kept[:, -1]
-    results = [logits] if keep else [leaf for _, leaf in leaves(state.layers)]
-    if stop > start and not all(bool(result.isfinite().all()) for result in results):
-        explain_nonfinite(model, read(start, stop), before)
-    return logits, state
+    last, before = torch.empty(len(tokens), 0), state
+    if not tokens.shape[1]:
+        return last, state
+    for piece in tokens.split(PREFILL_TOKENS, dim=1):
+        logits, state = model(piece.to(state.position.device), state, keep=keep)
+        progress.advance(piece.numel() if items else 0, piece.numel())
+        last = logits[:, -1] if keep else last
+    results = [last] if keep else [leaf for _, leaf in leaves(state.layers)]
+    if not all(bool(result.isfinite().all()) for result in results):
+        explain_nonfinite(model, tokens, before)
+    return last, state
 
 
 def read_texts(
@@ -156,8 +151,9 @@ def _read_distinct(
     stack = [Branch(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []
     while stack:
         branch = stack.pop()
-        read, fork = _reader([ids[branch.numbers[0]]]), branch.fork
-        _, state = prefill(model, read, branch.read, fork, branch.state, progress, keep=0)
+        fork = branch.fork
+        common = _columns([ids[branch.numbers[0]]], branch.read, fork)
+        _, state = prefill(model, common, branch.state, progress, keep=0)
         for run in _runs(branch, shared):
             if len(run) == 1:
                 remainders.append(Remainder(run[0], ids[run[0]][fork:], state))
@@ -199,8 +195,8 @@ def _read_remainders(
     state, position = join([row.state for row in rows]), 0
     while rows:
         stop = len(rows[0].ids)
-        read = _reader([row.ids for row in rows])
-        logits, state = prefill(model, read, position, stop, state, progress, keep=keep)
+        tokens = _columns([row.ids for row in rows], position, stop)
+        logits, state = prefill(model, tokens, state, progress, keep=keep)
         due = sum(len(row.ids) == stop for row in rows)
         ended = take(state, range(due))
         yield ReadTexts([row.number for row in rows[:due]], logits[:due], ended)
@@ -209,8 +205,6 @@ def _read_remainders(
         rows, position = rows[due:], stop
 
 
-def _reader(texts: list[np.ndarray]) -> Callable[[int, int], Tensor]:
-    """Returns the function that reads the same positions of several texts as a batch."""
-    return lambda start, stop: torch.from_numpy(
-        np.stack([text[start:stop] for text in texts]).astype(np.int64)
-    )
+def _columns(texts: list[np.ndarray], start: int, stop: int) -> Tensor:
+    """Returns the same positions of several texts as a batch, `(b, stop − start)` int32."""
+    return torch.from_numpy(np.stack([text[start:stop] for text in texts]))

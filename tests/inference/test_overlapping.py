@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.inference import trie
-from longrnn.inference.overlapping import Overlap, overlapping_losses
+from longrnn.inference.overlapping import overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from tests.contracts.builders import KINDS_OF_CELLS, build_model, random_tokens
@@ -28,12 +27,14 @@ SHAPES = [
 ]
 
 
-def one_by_one(model: LanguageModel, tokens: Tensor, overlap: Overlap) -> tuple[Tensor, int]:
+def one_by_one(
+    model: LanguageModel, tokens: Tensor, context: int, stride: int
+) -> tuple[Tensor, int]:
     """Return the losses of one text and the tokens that were read, with a loop over its windows."""
     length, scored, read = len(tokens) - 1, 0, 0
     losses = torch.full((length,), float("nan"), dtype=torch.float64)
-    for begin in range(0, length, overlap.stride):
-        end = min(begin + overlap.context, length)
+    for begin in range(0, length, stride):
+        end = min(begin + context, length)
         logits = model(tokens[None, begin:end]).logits[0].double()
         nats = F.cross_entropy(logits, tokens[begin + 1 : end + 1], reduction="none")
         losses[scored:end] = nats[scored - begin :]
@@ -43,13 +44,11 @@ def one_by_one(model: LanguageModel, tokens: Tensor, overlap: Overlap) -> tuple[
     return losses, read
 
 
-def together(
-    model: LanguageModel, tokens: Tensor, overlap: Overlap, **options: int
-) -> tuple[Tensor, int]:
+def together(model: LanguageModel, tokens: Tensor, **options: int) -> tuple[Tensor, int]:
     """Return the losses of `overlapping_losses`, each exactly once, and the tokens read."""
     losses = torch.full((len(tokens), tokens.shape[1] - 1), float("nan"), dtype=torch.float64)
     with Progress("", 0, unit="tokens", quiet=True) as progress:
-        for start, nats in overlapping_losses(model, tokens, overlap, progress=progress, **options):
+        for start, nats in overlapping_losses(model, tokens, progress, **options):
             part = losses[:, start : start + nats.shape[1]]
             assert part.shape == nats.shape
             assert bool(part.isnan().all()), "a token was scored twice"
@@ -66,19 +65,12 @@ def test_windows_equal_a_loop(
     """Every token is scored once, with the loss of a loop, for any batch of texts and windows."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", 6)  # so that windows are scored in parts
     model = build_model(mixer, position="sinusoidal")
-    tokens, overlap = random_tokens(3, length + 1, 1), Overlap(context, stride)
+    tokens = random_tokens(3, length + 1, 1)
     with torch.no_grad():
-        expected = [one_by_one(model, row, overlap) for row in tokens]
+        expected = [one_by_one(model, row, context, stride) for row in tokens]
     for rows in (1, 7, 100):
-        found, read = together(model, tokens, overlap, rows=rows)
+        found, read = together(model, tokens, context=context, stride=stride, rows=rows)
         torch.testing.assert_close(
             found, torch.stack([losses for losses, _ in expected]), rtol=1e-5, atol=1e-6
         )
         assert read == sum(count for _, count in expected)
-
-
-@pytest.mark.parametrize(("context", "stride"), [(8, 9), (8, 0)])
-def test_a_stride_that_leaves_tokens_out_is_refused(context: int, stride: int) -> None:
-    """A stride above the context, or of zero, is refused."""
-    with pytest.raises(UserError, match="stride"):
-        list(overlapping_losses(build_model("rnn"), random_tokens(1, 9), Overlap(context, stride)))

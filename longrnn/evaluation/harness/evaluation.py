@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from itertools import groupby
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -50,8 +50,6 @@ class TaskDocument(NamedTuple):
 
 class HarnessTasks(Evaluation[HarnessOptions]):
     """lm-eval tasks, see `HarnessOptions`."""
-
-    kind = "harness"
 
     def plan(self, models: Sequence[OpenCheckpoint]) -> list[Plan]:
         options = self.options
@@ -111,13 +109,14 @@ class HarnessTasks(Evaluation[HarnessOptions]):
     def _load(self, manager: Any, name: str) -> dict[str, Any]:
         """Return lm-eval's tasks of a name, which has several if it is that of a group."""
         options = self.options
-        with ExitStack() as stack:
-            stack.enter_context(explained())
-            stack.enter_context(own_tokenizers())
-            stack.enter_context(read_from(options.data))
-            stack.enter_context(with_answers())
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(first_samples(name, options.n or RULER_SAMPLES))
+        with (
+            explained(),
+            own_tokenizers(),
+            read_from(options.data),
+            with_answers(),
+            redirect_stdout(io.StringIO()),
+            first_samples(name, options.n or RULER_SAMPLES),
+        ):
             tasks = manager.load([name])["tasks"]
             for task in tasks.values():
                 if options.num_fewshot is not None:
