@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longrnn.diagnostics.attempts import ATTEMPTS, Attempt
+from longrnn.diagnostics.attempts import ATTEMPTS
 from longrnn.diagnostics.job import Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, run
@@ -77,8 +77,9 @@ class Choice:
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
         self.left_out: dict[str, str] = {}
 
-    def attempt(self, name: str, attempt: Attempt, seconds: float) -> None:
-        """Try one thing, if its base was possible and it fits what is left of the budget."""
+    def attempt(self, name: str, seconds: float) -> None:
+        """Try a repair, if its base was possible and it fits what is left of the budget."""
+        attempt = ATTEMPTS[name]
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
         spent = sum(row["seconds"] for row in self.rows.values())
         read = sum(self._tokens(done) for done, row in self.rows.items() if "members" in row)

@@ -19,21 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from longrnn.cells import Cell, Edit, ScanningCell, merge
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
-from longrnn.diagnostics.job import Job, Members
+from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel
+from longrnn.options import Count
 from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
@@ -45,63 +48,72 @@ REPEATED_SEGMENTS = 8
 Additions = list[tuple[Tensor | None, Tensor | None]]
 
 
-def fit_time_scales(
-    job: Job, *, steps: int, rows: int, keys: int, learning_rate: float, progress: Progress
-) -> Members:
-    """Fit additions to the time scales of a model.
+@METHODS.register("fit")
+@dataclass(kw_only=True)
+class TimeScaleFit:
+    """Fits additions to the weights that set the time scales of a model.
 
-    Args:
-        job: the model, without gradients of its own, and the texts.
+    Attributes:
         steps: of the optimizer.
-        rows: streams of text.
-        keys: rows of documents with a key, whose loss is that of the answers.
-        learning_rate: of the rates.
-        progress: counts the steps.
-
-    Returns:
-        The mapping of which `mitigation` makes `time_scales`.
-
-    Raises:
-        UserError: the cells have no such weights, the texts are too short, or the loss is not
-            finite.
+        rows: streams of text that are read at once.
+        keys: rows of documents with a passkey, whose loss is that of the answers, beside them.
+        learning_rate: of the additions to log |A|; that of biases is half of it.
     """
-    model: Any = job.model  # recurrent, or a hybrid
-    device = model.init_state(1).position.device
-    additions = [_additions(cell, device) for cell in model.cells]
-    optimizer = _optimizer(additions, learning_rate)
-    schedule = LambdaLR(optimizer, partial(_factor, steps=steps))
-    fitted = [values for pair in additions for values in pair if values is not None]
-    trained = model.under(None)
-    edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
-    vars(trained).update(_edits=edits)
-    objective, context = Objective(trained), Context(trained.init_state, 0, 0, 1, lambda x: x)
-    starts = [Carry(context), Carry(context)]
-    length = max(job.train_length, math.ceil(job.target_length / steps))
-    text = _stretches(job, rows)
-    with torch.enable_grad(), _frozen(model), _keyed_task(job, keys, length, steps) as task:
-        for step in range(steps):
-            batches = [_text_batch(text, step, length, job.target_length)]
-            if task is not None:
-                how: dict[str, Any] = {"length": length, "seed": 0, "carried": True}
-                batches.append(task.batch(step, range(keys), of=keys, **how))
-            total = 0.0
-            for start, on_host in zip(starts, batches, strict=False):
-                batch = on_host.to(device)
-                output = objective([batch], start.before(batch, step, 0))
-                output.loss.backward()
-                start.after(output.state, 0)
-                total += float(output.loss.detach())
-            if not math.isfinite(total):
-                raise UserError(
-                    f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
-                )
-            torch.nn.utils.clip_grad_norm_(fitted, 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            tokens = sum(batch.tokens.numel() for batch in batches)
-            progress.advance(1, tokens, f"loss {total:.3f}")
-    return [{"kind": "time_scales", **_options(additions)}]
+
+    steps: Count = 300
+    rows: Count = 4
+    keys: Annotated[int, Field(ge=0)] = 0
+    learning_rate: PositiveFloat = 0.05
+
+    def run(self, job: Job, _: str) -> Members:
+        """Return the mapping of which `mitigation` makes `time_scales`.
+
+        Raises:
+            UserError: the cells have no such weights, the texts are too short, or the loss is not
+                finite.
+        """
+        model: Any = job.model  # recurrent, or a hybrid
+        device = model.init_state(1).position.device
+        additions = [_additions(cell, device) for cell in model.cells]
+        optimizer = _optimizer(additions, self.learning_rate)
+        schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
+        fitted = [values for pair in additions for values in pair if values is not None]
+        trained = model.under(None)
+        edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
+        vars(trained).update(_edits=edits)
+        objective, context = Objective(trained), Context(trained.init_state, 0, 0, 1, lambda x: x)
+        starts = [Carry(context), Carry(context)]
+        length = max(job.train_length, math.ceil(job.target_length / self.steps))
+        text = _stretches(job, self.rows)
+        with (
+            torch.enable_grad(),
+            _frozen(model),
+            _keyed_task(job, self.keys, length, self.steps) as task,
+            Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress,
+        ):
+            for step in range(self.steps):
+                batches = [_text_batch(text, step, length, job.target_length)]
+                if task is not None:
+                    how: dict[str, Any] = {"length": length, "seed": 0, "carried": True}
+                    batches.append(task.batch(step, range(self.keys), of=self.keys, **how))
+                total = 0.0
+                for start, on_host in zip(starts, batches, strict=False):
+                    batch = on_host.to(device)
+                    output = objective([batch], start.before(batch, step, 0))
+                    output.loss.backward()
+                    start.after(output.state, 0)
+                    total += float(output.loss.detach())
+                if not math.isfinite(total):
+                    raise UserError(
+                        f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
+                    )
+                torch.nn.utils.clip_grad_norm_(fitted, 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                tokens = sum(batch.tokens.numel() for batch in batches)
+                progress.advance(1, tokens, f"loss {total:.3f}")
+        return [{"kind": "time_scales", **_options(additions)}]
 
 
 def _optimizer(additions: Additions, learning_rate: float) -> torch.optim.Optimizer:

@@ -14,16 +14,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from longrnn.data.batch import UNSCORED
 from longrnn.data.prompts import PasskeyPrompts, draw_needles
-from longrnn.mitigations import mitigation
+from longrnn.diagnostics.job import METHODS, Job, Members
+from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
+from longrnn.options import Count, Share
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 
@@ -32,6 +36,45 @@ OBJECTIVE_TOLERANCE = 0.002
 
 Head = tuple[int, int]
 Chosen = dict[Head, str]
+
+
+@METHODS.register("per_head")
+@dataclass(kw_only=True)
+class PerHeadChoice:
+    """One member per choice that any head has, with these heads.
+
+    Attributes:
+        windows: the maximum number of windows of text of the target length.
+        quantile: share of tokens that `token_filter` leaves out.
+        keys: passkey prompts of the target length whose answers count beside the loss of the text.
+        passes: the maximum number of passes over all windows and prompts.
+    """
+
+    windows: Count = 32
+    quantile: Share | None = None
+    keys: Annotated[int, Field(ge=0)] = 0
+    passes: Annotated[int, Field(ge=5)] = 300
+
+    def run(self, job: Job, _: str) -> Members:
+        trained, length = job.train_length, job.target_length + 1
+        # As many tokens as the search reads.
+        inside = job.inside(self.windows * job.target_length // trained)
+        heads = inside.global_heads()
+        # The mildest first.
+        options: dict[str, dict[str, Any]] = {
+            "none": {},
+            "token_filter": {"threshold": inside.step_quantiles(job.share(self.quantile))},
+            "state_norm": {"threshold": inside.norms.tolist()},
+            "forget_more": {"decay_scale": 1 - 1 / trained, "input_scale": 1.0},
+            "sliding_window": {"window": trained},
+        }
+        cell = type(job.model.cells[0])
+        options = {k: v for k, v in options.items() if MITIGATIONS[k].undefined(cell) is None}
+        texts = job.windows(length, self.windows)
+        pages = job.windows(length, self.keys) if self.keys else texts[:0]
+        rows, targets = keyed_prompts(texts, pages, job.tokenizer)
+        with Progress("per head", self.passes, unit="tokens", quiet=job.quiet) as progress:
+            return search(job.model, rows, targets, options, heads, self.passes, progress)
 
 
 def search(

@@ -31,7 +31,7 @@ from longrnn.diagnostics.job import Job
 from longrnn.diagnostics.states import diagnose
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.run import Outcome, run, run_and_report
+from longrnn.evaluation.run import Outcome, report, run
 from longrnn.evaluation.suites import build_evaluation
 from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
@@ -121,7 +121,10 @@ def repair(
         evaluation.plan(models)  # refuses a short text before anything is tried
     sentences = wrong(choice)
     _say(sentences, quiet)
-    _try_all(choice, 60 * budget, folds_only)
+    for name, attempt in ATTEMPTS.items():
+        if attempt.may_fold or not folds_only:
+            choice.attempt(name, 60 * budget)
+            _say([choice.line(name)], quiet)
     best = choice.best(folds_only=folds_only)
     # A copy, because folding changes weights.
     repaired: Any = copy.deepcopy(job.under(choice.rows[best]["members"]).model)
@@ -133,21 +136,14 @@ def repair(
     reached = quote(checkpoint, best, outcomes, choice, prove) if is_better else NOTHING_HELPS
     sentences.append(reached)
     notes = [*sentences, f"Tried on {', '.join(path.name for path in choose)}:", *choice.lines()]
-    _, files = run_and_report(models, evaluations, folder, quiet=quiet, notes=notes)
+    _, page, *_ = report(models, outcomes, folder, notes)
     for name in (CHECKPOINT, MITIGATION):
         remove(folder / name)  # of an earlier choice
     if not is_better:
-        return Repair(sentences, None, None, None, files[1])
+        return Repair(sentences, None, None, None, page)
     job.write(folder / MITIGATION, choice.rows[best]["members"])
     written = _write(repaired, source.checkpoint, folder / CHECKPOINT)
-    return Repair(sentences, best, written, folder / MITIGATION, files[1])
-
-
-def _try_all(choice: Choice, seconds: float, folds_only: bool) -> None:
-    for name, attempt in ATTEMPTS.items():
-        if attempt.may_fold or not folds_only:
-            choice.attempt(name, attempt, seconds)
-            _say([choice.line(name)], choice.job.quiet)
+    return Repair(sentences, best, written, folder / MITIGATION, page)
 
 
 def _write(repaired: LanguageModel, source: str, folder: Path) -> Path | None:

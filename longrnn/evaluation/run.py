@@ -73,15 +73,26 @@ def run_and_report(
     folder: Path,
     *,
     quiet: bool = False,
-    notes: Sequence[str] = (),
 ) -> tuple[list[Outcome], list[Path]]:
-    """Measure as `run`, and write the report; return the outcomes and the report's files.
-
-    `notes` are sentences at the top of the page.
-    """
+    """Measure as `run`, and write the report; return the outcomes and the report's files."""
     outcomes = run(models, evaluations, folder, quiet=quiet)
-    if not processes.is_main():
-        return outcomes, []
+    return outcomes, report(models, outcomes, folder) if processes.is_main() else []
+
+
+def report(
+    models: Sequence[OpenCheckpoint],
+    outcomes: Sequence[Outcome],
+    folder: Path,
+    notes: Sequence[str] = (),
+) -> list[Path]:
+    """Write the report of outcomes, and return its files; see `write_report`.
+
+    Args:
+        models: that were measured.
+        outcomes: of `run`.
+        folder: created if it does not exist.
+        notes: sentences at the top of the page.
+    """
     about_models = {
         model.name: {
             "fingerprint": model.model.fingerprint(),
@@ -96,10 +107,10 @@ def run_and_report(
             "kind": evaluation.kind,
             **evaluation.options.model_dump(mode="json", exclude_none=True),
         }
-        for evaluation in evaluations
+        for evaluation in (outcome.evaluation for outcome in outcomes)
     }
     tables = [outcome.table for outcome in outcomes]
-    return outcomes, write_report(tables, about_models, about_evaluations, folder, notes)
+    return write_report(tables, about_models, about_evaluations, folder, notes)
 
 
 def run(
