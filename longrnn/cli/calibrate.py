@@ -5,34 +5,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated
 
 import typer
 
-from longrnn.cli.command import Argument
-from longrnn.cli.options import check_place, pick_device, results_folder
+from longrnn.cli.options import Source, TrainLength, check_place, pick_device, results_folder
 from longrnn.errors import UserError
 from longrnn.evaluation.options import TextFile
-from longrnn.options import Options, Tokens
+from longrnn.options import Tokens
 from longrnn.units import format_length
 
 
-class CalibrateOptions(Options):
+class CalibrateOptions(Source, TrainLength):
     """What is calibrated, and on which texts."""
 
-    checkpoint: Annotated[str, Argument("CHECKPOINT")]
-    """Name of an embedded checkpoint, or a folder."""
     texts: list[TextFile]
     """A text to calibrate on, which is not evaluated on; may be given several times."""
     method: str
     """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay, fit or
     per_head; with settings as in 'state_norm(margin=0.7)' or 'per_head(keys=3)'."""
-    train_length: Tokens | None = None
-    """Length that the model was trained on (default: that of its train.yaml)."""
     target_length: Tokens | None = None
     """Length at which the model should work; all methods but state_norm need it."""
-    device: str = "auto"
-    """Where to run: cpu, cuda, cuda:1, auto."""
     output: Path | None = None
     """File to write, ending in .yaml (default: METHOD.yaml, or METHOD-TARGET_LENGTH.yaml, in
     results/calibrate/CHECKPOINT--TEXTS)."""
@@ -49,11 +41,10 @@ def calibrate(options: CalibrateOptions) -> None:
     from longrnn.mitigations import mitigation
 
     checkpoint = options.checkpoint
-    texts = "-".join(text.stem for text in options.texts)
-    folder = results_folder("calibrate", [checkpoint], variant=texts)
+    folder = results_folder("calibrate", [checkpoint], variant=options.texts)
     method = re.sub(r"[^\w.-]+", "-", options.method).strip("-")
-    target = "" if options.target_length is None else f"-{format_length(options.target_length)}"
-    path = options.output or folder / f"{method}{target}.yaml"
+    ending = "" if options.target_length is None else f"-{format_length(options.target_length)}"
+    path = options.output or folder / f"{method}{ending}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--mitigation reads .yaml files, and {path} has another ending: give an --output that "

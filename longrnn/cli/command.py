@@ -75,24 +75,23 @@ def invoke(app: typer.Typer, words: list[str]) -> None:
         raise UserError(f"{error.format_message().rstrip('.')}: see `{path} --help`") from error
 
 
-class Command(TyperCommand):
-    """A command whose help shows arguments and flags without the types that typer writes."""
+class PlainHelp:
+    """Shows arguments and flags in the help without the types that typer writes."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return list(map(_without_type, super().get_params(ctx)))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if isinstance(parameter, TyperArgument) or parameter.is_flag:
+                parameter.display_type_rich = lambda ctx: None
+        return parameters
 
 
-class Group(TyperGroup):
-    """A group of commands; see `Command`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return list(map(_without_type, super().get_params(ctx)))
+class Command(PlainHelp, TyperCommand):
+    """A command."""
 
 
-def _without_type(parameter: Any) -> Any:
-    if isinstance(parameter, TyperArgument) or parameter.is_flag:
-        parameter.display_type_rich = lambda ctx: None
-    return parameter
+class Group(PlainHelp, TyperGroup):
+    """A group of commands."""
 
 
 def _built(kind: type[Options], values: dict[str, Any]) -> Options:

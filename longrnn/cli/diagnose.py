@@ -11,7 +11,7 @@ from pydantic import Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Output, output_folder, pick_device
+from longrnn.cli.options import Model, Output, TrainLength, pick_device
 from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from longrnn.text import Tokenizer
 
 
-class States(Texts):
+class States(Texts, TrainLength):
     """Which texts are read, and where their states are measured."""
 
     length: Tokens = 65536
     """Number of tokens of each text to read."""
-    train_length: Tokens | None = None
-    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 def states(model: Model, states: States, output: Output) -> None:
@@ -49,8 +47,7 @@ def states(model: Model, states: States, output: Output) -> None:
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
     trained = states.train_length or required_training_length(model.checkpoint)
-    texts = "-".join(text.stem for text in states.texts)
-    folder = output_folder(output.output, "states", [model.checkpoint], model.mitigation, texts)
+    folder = output.folder("states", [model.checkpoint], model.mitigation, states.texts)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
     documents = read_documents(states.texts, opened.tokenizer, opened.model)
     if states.newlines:
@@ -92,8 +89,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     from longrnn.reporting.gradients import GRADIENT_COLUMNS, table, write_report
 
     sources = list(dict.fromkeys(gradients.sources))
-    texts = "-".join(text.stem for text in gradients.texts)
-    folder = output_folder(output.output, "gradients", sources, variant=texts)
+    folder = output.folder("gradients", sources, variant=gradients.texts)
     models = [(source, *_open(source)) for source in sources]
     first, _, _, spec = models[0]
     if gradients.texts:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from longrnn.cli.options import Models, Output, output_folder, pick_device
+from longrnn.cli.options import Models, Output, pick_device
 from longrnn.evaluation.options import EVALUATIONS
 from longrnn.options import Options
 from longrnn.processes import start
@@ -32,7 +32,7 @@ def command_of(kind: str) -> Callable[..., None]:
 
     def run(models: Models, options: Any, output: Output) -> None:
         start()
-        _evaluate(kind, models, [options.evaluation()], output, options.variant())
+        evaluate(kind, models, [options.evaluation()], output, options.variant())
 
     run.__doc__ = options_class.__doc__
     run.__annotations__["options"] = options_class
@@ -58,20 +58,21 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
                 evaluation.options.name = f"{Path(name).stem} {evaluation.title}"
             evaluations.append(evaluation)
     variant = "" if names == ["quick"] else "-".join(Path(name).stem for name in names)
-    _evaluate("compare", models, evaluations, output, variant)
+    evaluate("compare", models, evaluations, output, variant)
 
 
-def _evaluate(
+def evaluate(
     command: str,
     models: Models,
     evaluations: Sequence[Evaluation[Any]],
     output: Output,
     variant: str,
 ) -> None:
+    """Measure models in the folder of a command, whose default name has the variant."""
     from longrnn.hf.opened import open_checkpoint
 
     names, mitigation = models.checkpoints, models.mitigation
-    folder = output_folder(output.output, command, names, mitigation, variant)
+    folder = output.folder(command, names, mitigation, variant)
     device = pick_device(models.device)
     opened = [open_checkpoint(name, mitigation, device=device) for name in names]
     measure_and_show(opened, evaluations, folder)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Output, output_folder, pick_device
+from longrnn.cli.evaluate import evaluate
+from longrnn.cli.options import Model, Models, Output, pick_device
 from longrnn.errors import UserError
+from longrnn.evaluation.options import HarnessOptions
 from longrnn.options import Lengths, Options, Tokens
+from longrnn.processes import start
 
 # Options that are not declared here are words of the argument for lm-eval.
 HARNESS_SETTINGS = {"ignore_unknown_options": True}
-# Options of lm-eval that an evaluation by length has, and what the evaluation calls them.
-BY_LENGTH = {
-    "tasks": "tasks",
-    "limit": "n",
-    "num_fewshot": "num_fewshot",
-    "gen_kwargs": "gen_kwargs",
-    "include_path": "include_path",
-    "batch_size": "batch_size",
-}
+# Options of lm-eval that an evaluation by length has.
+BY_LENGTH = ("tasks", "include_path", "num_fewshot", "limit", "gen_kwargs", "batch_size")
 
 
 class Tasks(Options):
@@ -57,8 +52,6 @@ def harness(model: Model, tasks: Tasks, output: Output) -> None:
     """
     if model.checkpoint.startswith("-"):
         raise UserError("give the checkpoint before lm-eval's options: longrnn eval harness NAME …")
-    if find_spec("lm_eval") is None:
-        raise UserError("lm-eval is not installed: pip install lm-eval")
     if tasks.lengths is not None:
         _by_length(model, tasks, output)
         return
@@ -74,11 +67,7 @@ def harness(model: Model, tasks: Tasks, output: Output) -> None:
 
 def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
     """Measure tasks by length, and show the tables."""
-    from longrnn.cli.evaluate import measure_and_show
     from longrnn.evaluation.harness.command import parse
-    from longrnn.evaluation.options import HarnessOptions
-    from longrnn.hf.opened import open_checkpoint
-    from longrnn.processes import start
 
     start()
     model_type = ["--model", "longrnn"]
@@ -91,10 +80,7 @@ def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
             f"--{others[0]} cannot be combined with --lengths: leave one of them out, or use one "
             f"of --{', --'.join(BY_LENGTH)}"
         )
-    values = {BY_LENGTH[name]: value for name, value in changed.items()}
-    options = HarnessOptions(**values, **tasks.model_dump(exclude={"options"}))
-    names = [model.checkpoint]
-    folder = output_folder(output.output, "harness", names, model.mitigation, options.variant())
-    device = pick_device(model.device)
-    opened = [open_checkpoint(name, model.mitigation, device=device) for name in names]
-    measure_and_show(opened, [options.evaluation()], folder)
+    n = changed.pop("limit", None)
+    options = HarnessOptions(n=n, **changed, **tasks.model_dump(exclude={"options"}))
+    models = Models(checkpoints=[model.checkpoint], **model.model_dump(exclude={"checkpoint"}))
+    evaluate("harness", models, [options.evaluation()], output, options.variant())

@@ -12,22 +12,38 @@ from typing import Annotated
 
 from longrnn.cli.command import Argument
 from longrnn.errors import UserError
-from longrnn.options import Options
+from longrnn.options import Options, Tokens
 
 # Characters of the name of a default folder for results; longer ones are cut.
 LONGEST_FOLDER_NAME = 72
 
 
-class Where(Options):
-    """What is done to models, and where."""
+class Device(Options):
+    """Where models run."""
 
-    mitigation: str | None = None
-    """Mitigation of state collapse: 'sliding_window(window=8192)', or a file of `calibrate`."""
     device: str = "auto"
     """Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available."""
 
 
-class Models(Where):
+class Mitigated(Options):
+    """What is done to models."""
+
+    mitigation: str | None = None
+    """Mitigation of state collapse: 'sliding_window(window=8192)', or a file of `calibrate`."""
+
+
+class Source(Device):
+    """One model, without a mitigation."""
+
+    checkpoint: Annotated[str, Argument("CHECKPOINT")]
+    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
+
+
+class Model(Source, Mitigated):
+    """One model."""
+
+
+class Models(Device, Mitigated):
     """Models to evaluate."""
 
     checkpoints: Annotated[list[str], Argument("CHECKPOINT")]
@@ -35,11 +51,11 @@ class Models(Where):
     +MITIGATION or +DTYPE; the others are compared with the first."""
 
 
-class Model(Where):
-    """One model."""
+class TrainLength(Options):
+    """How a model was trained."""
 
-    checkpoint: Annotated[str, Argument("CHECKPOINT")]
-    """Name of an embedded checkpoint, a folder, or organisation/model on the Hub."""
+    train_length: Tokens | None = None
+    """Length that the model was trained on (default: that of its train.yaml)."""
 
 
 class Output(Options):
@@ -48,28 +64,22 @@ class Output(Options):
     output: Path | None = None
     """Folder for the results (default: results/COMMAND/NAMES, with what is measured)."""
 
-
-def output_folder(
-    output: Path | None,
-    command: str,
-    checkpoints: Sequence[str],
-    mitigation: str | None = None,
-    variant: str = "",
-) -> Path:
-    """Return the folder for the results of a command, which is locked until the command ends.
-
-    Args:
-        output: what the user gave; None for the default of `results_folder`.
-        command: see `results_folder`, as are the further arguments.
-
-    Raises:
-        UserError: it cannot be a folder, or another process is writing there.
-    """
-    return lock_output(output or results_folder(command, checkpoints, mitigation, variant))
+    def folder(
+        self,
+        command: str,
+        names: Sequence[str],
+        mitigation: str | None = None,
+        variant: str | Sequence[Path] = "",
+    ) -> Path:
+        """Return the folder, by default that of `results_folder`, locked until the command ends."""
+        return lock_output(self.output or results_folder(command, names, mitigation, variant))
 
 
 def results_folder(
-    command: str, checkpoints: Sequence[str], mitigation: str | None = None, variant: str = ""
+    command: str,
+    checkpoints: Sequence[str],
+    mitigation: str | None = None,
+    variant: str | Sequence[Path] = "",
 ) -> Path:
     """Return the default folder for the results of a command, which a person can type.
 
@@ -79,7 +89,7 @@ def results_folder(
         command: name of the folder above it.
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
         mitigation: applied to all of them, after their own.
-        variant: what is measured, where it is not the default.
+        variant: what is measured, where it is not the default, or the texts that are read.
     """
     from longrnn.hf.names import split_spec
 
@@ -91,7 +101,8 @@ def results_folder(
         if name.startswith("checkpoint-"):  # which the checkpoints of all runs are called
             name = f"{place.parent.name}-{name}"
         parts.append("+".join(filter(None, (name, given, mitigation))))
-    name = "--".join(filter(None, (*parts, variant))).lower()
+    what = variant if isinstance(variant, str) else "-".join(text.stem for text in variant)
+    name = "--".join(filter(None, (*parts, what))).lower()
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
     if len(plain) > LONGEST_FOLDER_NAME:
         digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
@@ -142,6 +153,7 @@ def pick_device(device: str) -> str:
     import torch
 
     from longrnn import processes
+    from longrnn.ops.cpu import missing
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,13 +161,7 @@ def pick_device(device: str) -> str:
         device = f"cuda:{processes.local_rank()}"
     processes.check_device(device)
     if device == "cpu":
-        report_missing_kernels()
+        reason = missing()
+        if reason is not None and sys.stderr.isatty():
+            print(f"note: computing with torch alone, which is slower; {reason}", file=sys.stderr)
     return device
-
-
-def report_missing_kernels() -> None:
-    """Say on a terminal that the compiled kernels are missing, and how to build them."""
-    from longrnn.ops.cpu import missing
-
-    if sys.stderr.isatty() and (reason := missing()) is not None:
-        print(f"note: computing with torch alone, which is slower; {reason}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Output, output_folder
+from longrnn.cli.options import Output
 from longrnn.errors import UserError
 from longrnn.options import Options
 
@@ -44,7 +44,7 @@ def report(report: Report, output: Output) -> None:
         typer.echo(f"{run}: diverged; {reason.read_text().strip()}")
     runs = read_runs([run for run in report.runs if run not in reasons])
     lines = [] if report.baseline is None else differences(runs, report.baseline)
-    folder = output_folder(output.output, "training", [str(run) for run in report.runs])
+    folder = output.folder("training", [str(run) for run in report.runs])
     files = write_report(runs, folder)
     typer.echo("\n".join([summary(runs), *lines, *map(str, files)]))
 

@@ -7,14 +7,12 @@ imported when an evaluation of this kind is built.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from longrnn.bundled import text_path
-from longrnn.errors import UserError
 from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, ascending, listed
 from longrnn.registry import Registry
 from longrnn.units import parse_length
@@ -247,11 +245,6 @@ class HarnessOptions(EvaluationOptions):
     data: Path | None = None
     # Documents in one batch.
     batch_size: Count = 8
-
-    def evaluation(self) -> Evaluation[Any]:
-        if find_spec("lm_eval") is None:
-            raise UserError("lm-eval is not installed: pip install lm-eval")
-        return super().evaluation()
 
 
 @EVALUATIONS.register("cost")
