@@ -15,36 +15,30 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-import time
-from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from longrnn import LanguageModel, load_tokenizer, mitigation, repair
-from longrnn.bundled import bundled
+from longrnn import repair
+from longrnn.bundled import text_path
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import Job
-from longrnn.evaluation.options import PasskeyOptions, PerplexityOptions
+from longrnn.evaluation.options import CostOptions, PasskeyOptions, PerplexityOptions
 from longrnn.evaluation.run import Outcome, run_and_report
-from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.convert import convert
-from longrnn.hf.load import load_editable
 from longrnn.hf.names import embedded
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
+from longrnn.hf.opened import open_checkpoint
 from longrnn.programs import run_to_end
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training
-CURES = {
-    "sliding_window": {"kind": "sliding_window", "window": ROW},
-    "forget_more": {"kind": "forget_more", "decay_scale": 0.98, "input_scale": 1.0},
-}
+CHOOSE, PROVE = text_path("bundled:tom_sawyer"), text_path("bundled:moby_dick")
 # Tokens over which a speed is measured.
 TIMED = 4096
 BROKEN, HOLDING = "passkey-tiny-short", "passkey-tiny"
@@ -67,25 +61,48 @@ def demo(
     loss_and_keys(asked[-1], n, output / "both")
 
 
+def calibrated(job: Job, method: str, file: Path) -> str:
+    """Writes the file of a calibrated mitigation, and returns its name."""
+    job.write(file, calibrate(job, method))
+    return str(file)
+
+
+def values(outcome: Outcome, column: str) -> dict[tuple[str, int | None], float]:
+    """Returns the column whose title ends with these words, by model and row."""
+    cells = [cell for cell in outcome.table.cells if cell.metric.endswith(column)]
+    return {(cell.model, cell.at): cell.estimate.mean for cell in cells if cell.estimate}
+
+
 def collapse(length: int, output: Path) -> None:
     """Loss by position of a model that collapses: plain, and under three mitigations."""
-    plain, tokenizer = load_editable(COLLAPSING), load_tokenizer(COLLAPSING)
-    texts = bundled("eval/data")
-    other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
-    calibrated = calibrate(Job(plain, other, ROW, quiet=True), "state_norm")
-    models: dict[str, LanguageModel] = {"plain": plain}
-    for name, options in (CURES | {"state_norm": calibrated}).items():
-        models[name] = plain.under(mitigation(options))
-    loss = PerplexityOptions(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length]).evaluation()
-    opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
-    (outcome,), (_, report, *_) = run_and_report(opened, [loss], output / "loss")
-    inside, beyond = print_losses(outcome, {name: speed(models[name]) for name in models})
-    worst = max(beyond[name] / inside[name] for name in models if name != "plain")
+    job = Job.open(COLLAPSING, [CHOOSE], ROW, 0, device=None, quiet=True)
+    cures = {
+        "plain": None,
+        "sliding_window": f"sliding_window(window={ROW})",
+        "forget_more": "forget_more(decay_scale=0.98, input_scale=1)",
+        "state_norm": calibrated(job, "state_norm", output / "state_norm.yaml"),
+    }
+    models = [open_checkpoint(COLLAPSING, cure, name=name) for name, cure in cures.items()]
+    loss = PerplexityOptions(texts=[PROVE], lengths=[length]).evaluation()
+    cost = CostOptions(lengths=[TIMED], decode=1).evaluation()
+    (losses, costs), (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
+    nats = {key: bits * math.log(2) for key, bits in values(losses, "by position").items()}
+    speeds = values(costs, "prefill, tokens/s")
+    stops = [at for name, at in nats if name == "plain" and at is not None]
+    rows = [["nats per byte at", *cures]]
+    for start, stop in pairwise(stops):
+        if stop in (ROW, 512, 4096) or stop > 64 * ROW:
+            where = f"{format_length(start)} to {format_length(stop)}"
+            rows.append([where, *(f"{nats[name, stop]:.2f}" for name in cures)])
+    rows.append(["tokens/s", *(f"{speeds[name, TIMED]:,.0f}" for name in cures)])
+    for row in rows:
+        typer.echo("".join(f"{cell:>16}" for cell in row))
+    worst = max(nats[name, length] / nats[name, ROW] for name in cures if name != "plain")
     typer.echo(
         f"{report}\n"
         f"{COLLAPSING}, trained on rows of {ROW} bytes, collapses on a novel that it never saw: "
-        f"its loss is {inside['plain']:.2f} nats per byte at the end of its training length and "
-        f"{beyond['plain']:.2f} at {format_length(length)} bytes. The same weights under a "
+        f"its loss is {nats['plain', ROW]:.2f} nats per byte at the end of its training length and "
+        f"{nats['plain', length]:.2f} at {format_length(length)} bytes. The same weights under a "
         f"mitigation, without training, stay within {worst:.2f} times the loss inside.\n"
     )
 
@@ -95,9 +112,7 @@ def repaired_weights(length: int, output: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    texts = bundled("eval/data")
-    choose, prove = (texts / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick"))
-    done = repair(COLLAPSING, [choose, prove], output, length=length, folds_only=True)
+    done = repair(COLLAPSING, [CHOOSE, PROVE], output, length=length, folds_only=True)
     typer.echo("\n".join([*done.sentences, str(done.report)]))
     if done.checkpoint is None:
         return
@@ -107,7 +122,7 @@ def repaired_weights(length: int, output: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     stock, tokens = AutoModelForCausalLM.from_pretrained(folder), TIMED // 2
-    ids = torch.tensor([list(prove.read_bytes()[: tokens + 1])])
+    ids = torch.tensor([list(PROVE.read_bytes()[: tokens + 1])])
     with torch.no_grad():
         nats = torch.nn.functional.cross_entropy(stock(ids[:, :-1]).logits[0], ids[0, 1:])
     typer.echo(
@@ -116,66 +131,24 @@ def repaired_weights(length: int, output: Path) -> None:
     )
 
 
-def by_position(outcome: Outcome) -> dict[str, dict[int, float]]:
-    """Returns nats per byte between a power of 2 and the one before it, by model and power."""
-    found: dict[str, dict[int, float]] = {}
-    for cell in outcome.table.cells:
-        if cell.metric.endswith("by position") and cell.at and cell.estimate:
-            found.setdefault(cell.model, {})[cell.at] = cell.estimate.mean * math.log(2)
-    return found
-
-
-def print_losses(
-    outcome: Outcome, speeds: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Prints the losses; returns those at the end of the training length, and the last ones."""
-    found = by_position(outcome)
-    stops = list(found["plain"])
-    shown = [stop for stop in stops if stop in (ROW, 512, 4096) or stop > ROW * 64]
-    name_width = 16
-    typer.echo("".join(f"{title:>{name_width}}" for title in ("nats per byte at", *found)))
-    for stop in shown:
-        start = stops[stops.index(stop) - 1]
-        cells = [f"{format_length(start)} to {format_length(stop)}"]
-        cells += [f"{one[stop]:.2f}" for one in found.values()]
-        typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
-    cells = ["tokens/s", *(f"{speeds[name]:,.0f}" for name in found)]
-    typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
-    inside = {name: one[ROW] for name, one in found.items()}
-    return inside, {name: one[stops[-1]] for name, one in found.items()}
-
-
-def speed(model: LanguageModel) -> float:
-    """Tokens per second of a prefill, the better of two."""
-    tokens = torch.randint(256, (1, TIMED), generator=torch.Generator().manual_seed(0))
-    seconds = []
-    for _ in range(2):
-        begun = time.perf_counter()
-        with torch.no_grad():
-            model(tokens, keep=0)
-        seconds.append(time.perf_counter() - begun)
-    return TIMED / min(seconds)
-
-
 def passkeys(asked: list[int], n: int, output: Path) -> None:
     """Keys recalled by a model that forgets, the same repaired, and one that holds."""
     first, last = asked[0], asked[-1]
-    broken, tokenizer = load_editable(BROKEN), load_tokenizer(BROKEN)
-
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
-    write_atomic(output / "filler.txt", FILLER * 400)
-    documents = read_documents([output / "filler.txt"], tokenizer, broken)
+    filler = output / "filler.txt"
+    write_atomic(filler, FILLER * 400)
     target = max(last, 2 * TRAINED)
-    found = calibrate(Job(broken, documents, TRAINED, target, quiet=True), "token_filter")
+    job = Job.open(BROKEN, [filler], TRAINED, target, device=None, quiet=True)
+    repaired = calibrated(job, "token_filter", output / "token_filter.yaml")
     models = [
-        OpenCheckpoint(BROKEN, broken, tokenizer),
-        OpenCheckpoint(REPAIRED, broken.under(mitigation(found)), tokenizer),
+        open_checkpoint(BROKEN),
+        open_checkpoint(BROKEN, repaired, name=REPAIRED),
         open_checkpoint(HOLDING),
     ]
     prompts = PasskeyOptions(lengths=asked, n=n).evaluation()
     (outcome,), (_, report, *_) = run_and_report(models, [prompts], output)
     outcome.table.show()
-    recalled = shares(outcome)
+    recalled = values(outcome, "keys recalled")
 
     def share(name: str, length: int) -> str:
         return f"{recalled[name, length]:.0%} of the keys at {format_length(length)} tokens"
@@ -190,45 +163,33 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
     )
 
 
-def shares(outcome: Outcome) -> dict[tuple[str, int | None], float]:
-    """Returns the share of keys recalled, by model and length."""
-    drawn = [
-        cell for cell in outcome.table.cells if cell.column.drawn and cell.estimate is not None
-    ]
-    return {(cell.model, cell.at): cell.estimate.mean for cell in drawn if cell.estimate}
-
-
 def loss_and_keys(length: int, n: int, output: Path) -> None:
     """Loss and keys of a model that loses both: plain, and repaired for all heads or per head."""
-    plain, tokenizer = load_editable(BOTH), load_tokenizer(BOTH)
-    novel = bundled("eval/data") / "moby_dick_excerpt.txt"
     repairs = {
-        "plain": "none",
+        "plain": None,
         "uniform": f"sliding_window(window={BOTH_ROW})",
         "per head": str(embedded()[BOTH] / "per_head.yaml"),
     }
-    models = [
-        OpenCheckpoint(name, plain.under(mitigation(repair)), tokenizer)
-        for name, repair in repairs.items()
-    ]
+    models = [open_checkpoint(BOTH, spec, name=name) for name, spec in repairs.items()]
     depths = [0.1, 0.3, 0.5, 0.7, 0.9]
-    loss = PerplexityOptions(texts=[novel], lengths=[length]).evaluation()
+    loss = PerplexityOptions(texts=[PROVE], lengths=[length]).evaluation()
     prompts = PasskeyOptions(
-        lengths=[length], n=max(1, n // 5), depths=depths, filler=novel
+        lengths=[length], n=max(1, n // 5), depths=depths, filler=PROVE
     ).evaluation()
     (losses, recalls), (_, report, *_) = run_and_report(models, [loss, prompts], output)
-    recalled = {model: share for (model, _), share in shares(recalls).items()}
+    bits, recalled = values(losses, "by position"), values(recalls, "keys recalled")
+    nats = {name: bits[name, length] * math.log(2) for name in repairs}
+    keys = {name: f"{recalled[name, length]:.0%}" for name in repairs}
     typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
-    nats = {name: found[length] for name, found in by_position(losses).items()}
-    for name, value in nats.items():
-        typer.echo(f"{name:>30}{value:>16.2f}{recalled[name]:>8.0%}")
+    for name in repairs:
+        typer.echo(f"{name:>30}{nats[name]:>16.2f}{keys[name]:>8}")
     typer.echo(
         f"{report}\n"
         f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there. Without training, a "
         f"window on all heads brings the loss to {nats['uniform']:.2f} and recalls "
-        f"{recalled['uniform']:.0%} of the keys; a choice per head, made by `longrnn calibrate` "
+        f"{keys['uniform']} of the keys; a choice per head, made by `longrnn calibrate` "
         f"on another novel, brings it to {nats['per head']:.2f} and recalls "
-        f"{recalled['per head']:.0%}."
+        f"{keys['per head']}."
     )
 
 

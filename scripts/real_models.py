@@ -104,12 +104,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--longest", default="16k", choices=LONG, help="that the transformer reads")
-    parser.add_argument("--only", choices=PARTS, help="one of the two parts")
     args = parser.parse_args()
     studies.text_task([*args.train, *args.text, args.calibration])  # which must exist
-    report = Report(args.output / f"{args.only or 'report'}.md")
-    for part in [args.only] if args.only else PARTS:
-        PARTS[part](args, report)
+    report = Report(args.output / "report.md")
+    lstm(args, report)
+    transformer(args, report)
 
 
 def fetch_smollm(folder: Path) -> Path:
@@ -250,8 +249,6 @@ def compare(
     write_atomic(suite, yaml_text({"evaluations": evaluations}))
     report.command("compare", *models, "--suite", suite, "--output", args.output / name)
 
-
-PARTS = {"lstm": lstm, "transformer": transformer}
 
 if __name__ == "__main__":
     studies.run(main)

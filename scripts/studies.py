@@ -8,22 +8,22 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import longrnn
 from longrnn import LanguageModel, load_tokenizer
+from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.intervals import Estimate
 from longrnn.intervals import mean as estimate
 from longrnn.programs import module_command, module_environment, run_to_end
-
-UNSCORED = -100
+from longrnn.training.optim import decays
 
 
 def differences(values: Sequence[float], others: Sequence[float]) -> Estimate:
@@ -34,6 +34,18 @@ def differences(values: Sequence[float], others: Sequence[float]) -> Estimate:
 def verdict(less: Estimate) -> str:
     """Returns `higher` or `lower` than 0, or `inconclusive` if the interval contains 0."""
     return "higher" if less.low > 0 else "lower" if less.high < 0 else "inconclusive"
+
+
+def compared(
+    found: Mapping[str, Sequence[float]], control: str
+) -> list[tuple[str, Estimate, Estimate, str]]:
+    """Returns names with their means, paired differences from the control, and verdicts."""
+    rows = []
+    for name, values in found.items():
+        less = differences(values, found[control])
+        judged = "control" if name == control else verdict(less)
+        rows.append((name, estimate(values), less, judged))
+    return rows
 
 
 def shown(value: object) -> str:
@@ -66,6 +78,34 @@ def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) ->
     return output
 
 
+def fit(model: nn.Module, loss: Callable[[int], Tensor], *, steps: int, rate: float) -> None:
+    """Trains a model that `longrnn.train` does not know: AdamW, warm-up, cosine, clipping at 1.
+
+    Args:
+        model: what is trained.
+        loss: of a step, counted from 0.
+        steps: of the optimizer.
+        rate: the highest learning rate.
+    """
+    from transformers import get_cosine_schedule_with_warmup
+
+    groups = [
+        {
+            "params": [p for name, p in model.named_parameters() if decays(name, p) is decayed],
+            "weight_decay": 0.1 if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95))
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    for step in range(steps):
+        loss(step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
 def command(*words: str) -> None:
     """Runs a command of longrnn; its errors end the study."""
     line, where = module_command("longrnn.cli", *words), module_environment()
@@ -83,6 +123,23 @@ def text_task(files: Sequence[Path]) -> dict[str, Any]:
         if not file.is_file():
             raise UserError(f"there is no text at {file}: save the book there, or name another")
     return {"kind": "text", "data": [str(file) for file in files]}
+
+
+def stretches(files: Sequence[Path], rows: int, length: int, seed: int) -> Tensor:
+    """Returns stretches of books at random places, `(rows, length)` bytes as int64.
+
+    Raises:
+        UserError: a text is missing, or all of them together are too short.
+    """
+    text_task(files)
+    content = b"".join(file.read_bytes() for file in files)
+    if len(content) < length:
+        raise UserError(
+            f"the books have {len(content):,} bytes and a row {length:,}: give longer ones"
+        )
+    every = torch.frombuffer(bytearray(content), dtype=torch.uint8).unfold(0, length, 1)
+    places = torch.randint(len(every), (rows,), generator=torch.Generator().manual_seed(seed))
+    return every[places].long()
 
 
 def windows(files: Sequence[Path], checkpoint: str, length: int, count: int) -> Tensor:
@@ -108,6 +165,20 @@ def losses(model: LanguageModel, rows: Tensor, batch: int = 16) -> Tensor:
     """Returns the loss of every token after the first, `(rows, length)` float64, in nats."""
     parts = [model.token_losses(part[:, :-1], part[:, 1:])[0] for part in rows.split(batch)]
     return torch.cat(parts).double()
+
+
+def growth(curve: Tensor, trained: int) -> float:
+    """Returns the largest loss beyond the training length, relative to the largest inside.
+
+    Args:
+        curve: `(length,)` losses by position.
+        trained: the training length; losses are means over an eighth of it, so that one token is
+            not a maximum.
+    """
+    width = max(1, trained // 8)
+    means = torch.stack([piece.mean() for piece in curve.split(width)])
+    inside = trained // width
+    return float(means[inside:].max() / means[:inside].max())
 
 
 @torch.inference_mode()

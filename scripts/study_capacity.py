@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import studies
-import torch
 from scipy import stats
 from scipy.optimize import curve_fit
 
@@ -90,10 +89,7 @@ def forget(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
         folder = studies.train("capacity_forget", args.output / name, chosen)
         rows = studies.windows(args.text, str(folder), args.length, args.windows)
         curve = studies.losses(load(folder), rows).mean(0)
-        width = max(1, length // 8)  # so that one token is not a maximum
-        means = torch.stack([piece.mean() for piece in curve.split(width)])
-        inside = length // width
-        ratios[d_state, length, seed] = float(means[inside:].max() / means[:inside].max())
+        ratios[d_state, length, seed] = studies.growth(curve, length)
         return ratios[d_state, length, seed] <= FACTOR
 
     rows = []
@@ -146,11 +142,12 @@ def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
                 name = f"state{d_state}-length{length}-seed{seed}"
                 more = settings("recall", d_state, length, seed, args.more_steps)
                 del more["model.mixer.d_state"]
-                folder = studies.train({"task": {"kind": "passkey"}}, args.output / name, more | {
-                    "init_from": str(start), "learning_rate": 4e-3})  # fmt: skip
+                more |= {"init_from": str(start), "learning_rate": 4e-3}
+                base = {"task": {"kind": "passkey"}}
+                folder = studies.train(base, args.output / name, more)
                 model, reached, cells = load(folder), 0, []
                 for asked, batch in prompts.items():
-                    targets = batch.targets.where(batch.answers(), -100)
+                    targets = batch.targets.where(batch.answers(), studies.UNSCORED)
                     share = studies.right(model, batch.tokens, targets, 8).all(1).double().mean()
                     cells.append(f"{float(share):.2f}")
                     reached = asked if share > RECALLED else reached

@@ -13,7 +13,6 @@ Finished runs are skipped.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 
 from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn.errors import UserError
+from longrnn.files import write_atomic
 
 SETTINGS = ("rnn-16", "rnn-32", "rnn-64", "gru-64", "lstm-64", "mamba2-64", "mlp-8")
 STEP_TOKENS, WINDOW, RATE = 2048, 1024, 2e-3
@@ -41,37 +41,44 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=256, help="of the RNN; sets the parameters")
     args = parser.parse_args()
-    head, tail = split(args)
-    wanted = parameters(model_of("rnn", args.width))
+    head, tail = split(args.text, args.output)
+    held_out = studies.windows([tail], "bytes", WINDOW, (tail.stat().st_size - 1) // WINDOW)
+    task, wanted = studies.text_task([head]), parameters(model_of("rnn", args.width))
     sizes, found = {}, {}
     for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
         for setting in args.setting:
             kind, _, window = setting.partition("-")
-            folder = args.output / f"{setting}-seed{seed}"
             if kind == "mlp":
                 width = fitting(wanted, lambda d: size(Perceptron(d)))
                 sizes[setting] = size(Perceptron(width))
-                rows = read(tail, args.tail_windows)
-                nats = perceptron_loss(head, rows, width, seed, args.steps)
+                nats = perceptron_loss(head, held_out, width, seed, args.steps)
             else:
                 width = fitting(wanted, lambda d, kind=kind: parameters(model_of(kind, d)))
-                sizes[setting] = parameters(model_of(kind, width))
-                config = {"model": model_of(kind, width), "task": studies.text_task([head])}
-                studies.train(config, folder, run_settings(int(window), seed, args.steps))
-                rows = studies.windows([tail], str(folder), WINDOW, args.tail_windows)
-                nats = float(studies.losses(load(folder), rows).mean())
+                config = {"model": model_of(kind, width), "task": task}
+                sizes[setting] = parameters(config["model"])
+                settings = run_settings(int(window), seed, args.steps)
+                folder = studies.train(config, args.output / f"{setting}-seed{seed}", settings)
+                nats = float(studies.losses(load(folder), held_out).mean())
             found.setdefault(setting, []).append(nats)
-    lines = [
-        [name, f"{sizes[name]:,}", studies.estimate(nats), f"{math.exp(sum(nats) / len(nats)):.2f}"]
-        for name, nats in found.items()
+    control = "rnn-64" if "rnn-64" in found else args.setting[0]
+    rows = [
+        [setting, f"{sizes[setting]:,}", f"{math.exp(nats.mean):.2f}", nats, less, verdict]
+        for setting, nats, less, verdict in studies.compared(found, control)
     ]
-    blocks = [studies.table(["setting", "parameters", "nats per character", "perplexity"], lines)]
-    others = [name for name in found if name != "rnn-64" and "rnn-64" in found]
-    less = {name: studies.differences(found[name], found["rnn-64"]) for name in others}
-    judged = [[name, value, studies.verdict(value)] for name, value in less.items()]
-    blocks.append(studies.table(["against rnn-64", "difference in nats", "verdict"], judged))
-    blocks.append(f"**Verdict.** {benefit_of(found)}")
-    studies.record(args.output, "Character language models at equal size and steps", *blocks)
+    titles = [
+        "setting",
+        "parameters",
+        "perplexity",
+        "nats per character",
+        f"minus {control}",
+        "verdict",
+    ]
+    studies.record(
+        args.output,
+        "Character language models at equal size and steps",
+        studies.table(titles, rows),
+        f"**Verdict.** {benefit_of(found)}",
+    )
 
 
 def benefit_of(found: dict[str, list[float]]) -> str:
@@ -87,18 +94,17 @@ def benefit_of(found: dict[str, list[float]]) -> str:
     return f"Windows of 64 lower the loss of the RNN by {studies.shown(benefit)} nats, {said}."
 
 
-def split(args: Namespace) -> tuple[Path, Path]:
-    """Writes the first nine tenths and the rest of the text, and returns both files."""
-    studies.text_task([args.text])
-    text = args.text.read_text(encoding="utf-8")
-    cut = text.find("\n", int(0.9 * len(text))) + 1
-    args.tail_windows = (len(text[cut:].encode()) - 1) // WINDOW
-    if cut == 0 or args.tail_windows == 0:
-        raise UserError(f"the last tenth of {args.text} is too short: give a longer text")
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name, part in (("head", text[:cut]), ("tail", text[cut:])):
-        (args.output / f"{name}.txt").write_text(part, encoding="utf-8")
-    return args.output / "head.txt", args.output / "tail.txt"
+def split(text: Path, folder: Path) -> tuple[Path, Path]:
+    """Writes the first nine tenths of a text and the rest, and returns both files."""
+    studies.text_task([text])
+    whole = text.read_text(encoding="utf-8")
+    cut = whole.find("\n", int(0.9 * len(whole))) + 1
+    parts = {"head.txt": whole[:cut], "tail.txt": whole[cut:]}
+    if cut == 0 or len(parts["tail.txt"].encode()) <= WINDOW:
+        raise UserError(f"the last tenth of {text} is too short: give a longer text")
+    for name, part in parts.items():
+        write_atomic(folder / name, part)
+    return folder / "head.txt", folder / "tail.txt"
 
 
 def run_settings(window: int, seed: int, steps: int) -> dict[str, Any]:
@@ -129,7 +135,7 @@ def parameters(model: dict[str, Any]) -> int:
 
 
 def size(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def fitting(wanted: int, count: Callable[[int], int]) -> int:
@@ -154,31 +160,18 @@ class Perceptron(nn.Module):
         return F.cross_entropy(self(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def read(file: Path, count: int) -> Tensor:
-    """Returns the first windows of a text as bytes, `(count, WINDOW + 1)`."""
-    tokens = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
-    return tokens[: count * WINDOW + 1].unfold(0, WINDOW + 1, WINDOW)
-
-
-def perceptron_loss(head: Path, rows: Tensor, width: int, seed: int, steps: int) -> float:
+def perceptron_loss(head: Path, held_out: Tensor, width: int, seed: int, steps: int) -> float:
     """Trains the baseline with as many characters per step, and returns its loss in nats."""
     torch.manual_seed(seed)
-    model = Perceptron(width)
-    text = torch.frombuffer(bytearray(head.read_bytes()), dtype=torch.uint8)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, RATE, total_steps=steps, pct_start=0.1
+    model, rows, first = Perceptron(width), STEP_TOKENS // 256, 10**6 * seed
+    studies.fit(
+        model,
+        lambda step: model.loss(studies.stretches([head], rows, 257, first + step)),
+        steps=steps,
+        rate=RATE,
     )
-    for _ in range(steps):
-        starts = torch.randint(len(text) - 257, (STEP_TOKENS // 256,)).tolist()
-        loss = model.loss(torch.stack([text[k : k + 257].long() for k in starts]))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
     with torch.no_grad():
-        return float(model.loss(rows))
+        return float(model.loss(held_out))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import studies
-import torch
 
 from longrnn import load
 from longrnn.errors import UserError
@@ -49,24 +48,23 @@ def main() -> None:
     rows = {**dict.fromkeys(args.policy, trained)}
     rows |= {f"zero-{format_length(length)}": length for length in args.row_lengths}
     if "zero" not in args.policy or reach < 2 * trained:
-        raise UserError("the others are compared with zero, beyond the training length: name zero "
-                        "in --policy, and give a longer --length")  # fmt: skip
-    if any(args.step_tokens % length for length in rows.values()):
-        raise UserError(f"{args.step_tokens} tokens of a step are not a whole number of rows: "
-                        "give --step-tokens and lengths that divide")  # fmt: skip
-    task = studies.text_task(args.train)
-    base = args.base or str(
-        studies.train(
-            "books_256",
-            args.output / "base",
-            {
-                "task": task,
-                "max_steps": args.base_steps,
-                "warmup_steps": min(100, args.base_steps // 2),
-                "length.max": trained,
-            },
+        raise UserError(
+            "the others are compared with zero, beyond the training length: name zero in --policy, "
+            "and give a longer --length"
         )
-    )
+    if any(args.step_tokens % length for length in rows.values()):
+        raise UserError(
+            f"{args.step_tokens} tokens of a step are not a whole number of rows: give "
+            "--step-tokens and lengths that divide"
+        )
+    task = studies.text_task(args.train)
+    start = {
+        "task": task,
+        "max_steps": args.base_steps,
+        "warmup_steps": min(100, args.base_steps // 2),
+        "length.max": trained,
+    }
+    base = args.base or str(studies.train("books_256", args.output / "base", start))
     short = min(INSIDE, reach * args.windows // trained)
     inside = studies.windows(args.text, base, trained, short)
     beyond = studies.windows(args.text, base, reach, args.windows)
@@ -77,11 +75,9 @@ def main() -> None:
         """Returns the loss in short windows, by span of long ones, and largest beyond / inside."""
         model = load(checkpoint)
         by_position = studies.losses(model, beyond).mean(0)
-        width = max(1, trained // 8)
-        means = torch.stack([piece.mean() for piece in by_position.split(width)])
-        ratio = means[trained // width :].max() / means[: trained // width].max()
         by_span = [float(by_position[a:b].mean()) for a, b in spans]
-        return [float(studies.losses(model, inside).mean()), *by_span, float(ratio)]
+        loss_inside = float(studies.losses(model, inside).mean())
+        return [loss_inside, *by_span, studies.growth(by_position, trained)]
 
     found = {"base": [measured(base)]}
     for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
@@ -109,15 +105,15 @@ def main() -> None:
         less = [studies.differences(ours, zero) for ours, zero in pairs]
         lines.append([f"{name} − zero", len(runs), *less])
         verdicts.append(f"{name} {studies.verdict(less[-2])}")
-    head = [f"{format_length(a)} to {format_length(b)}" for a, b in spans]
+    columns = [f"{format_length(start)} to {format_length(stop)}" for start, stop in spans]
+    columns = [f"windows of {format_length(trained)}", *columns, "largest beyond / inside"]
     studies.record(
         args.output,
         f"Initial states of training rows, {format_length(trained)} tokens each",
-        studies.table(["start", "seeds", f"windows of {format_length(trained)}", *head,
-               "largest beyond / inside"], lines),
+        studies.table(["start", "seeds", *columns], lines),
         "**Verdict.** Loss in the last span, compared with zero states: "
         f"{'; '.join(verdicts) or 'nothing to compare'}.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

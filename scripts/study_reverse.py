@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from studies import differences, estimate, options, record, right, run, table, train, verdict
+from studies import compared, options, record, right, run, table, train
 from torch import Tensor
-from torch.nn import functional as F
 
 from longrnn import TASKS, LMState, load
 from longrnn.errors import UserError
@@ -85,19 +84,9 @@ def trained(
     return train("reverse_study", args.output / f"{cell}-{encoding}-{vocab}-seed{seed}", settings)
 
 
-def compared(found: dict[str, list[float]], what: str) -> tuple[list[list[object]], list[str]]:
-    """Returns rows of means and of differences from the control, and the verdicts."""
-    rows, verdicts = [], []
-    for encoding, values in found.items():
-        less = differences(values, found[CONTROL])
-        judged = "control" if encoding == CONTROL else verdict(less)
-        rows.append([what, encoding, estimate(values), less, judged])
-        if encoding not in (CONTROL, "none"):
-            verdicts.append(judged)
-    return rows, verdicts
-
-
-def verdict_of(verdicts: list[str]) -> str:
+def verdict_of(rows: list[list[object]]) -> str:
+    """Counts the verdicts in the last column, of encodings with positions."""
+    verdicts = [row[-1] for row in rows if row[1] not in (CONTROL, "none")]
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
     return (
         f"**Verdict.** Of {len(verdicts)} comparisons of a positional encoding with the {CONTROL} "
@@ -109,23 +98,23 @@ HEAD = ["of", "encoding", "mean [95 % interval over seeds]", f"minus {CONTROL}",
 
 
 def encodings(args: Namespace) -> list[str]:
-    rows, verdicts = [], []
+    """Compares the accuracy on unseen sequences, by cell and vocabulary."""
+    rows = []
     for cell, vocab in product(args.cell or CELLS, args.vocab_sizes or [256]):
         task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
         batch = task.sample(TESTED, length=args.length)
         found = {}
         for encoding in args.encoding:
             runs = [trained(args, cell, encoding, vocab, seed) for seed in range(args.seeds)]
-            shares = [right(load(one), batch.tokens, batch.targets).double() for one in runs]
+            shares = [right(load(run), batch.tokens, batch.targets).double() for run in runs]
             found[encoding] = [float(share.mean()) for share in shares]
-        more, judged = compared(found, f"{cell}, V = {vocab:,}")
-        rows, verdicts = rows + more, verdicts + judged
-    return ["Token accuracy on unseen sequences.", table(HEAD, rows), verdict_of(verdicts)]
+        rows += [[f"{cell}, V = {vocab:,}", *row] for row in compared(found, CONTROL)]
+    return ["Token accuracy on unseen sequences.", table(HEAD, rows), verdict_of(rows)]
 
 
 def rare(args: Namespace) -> list[str]:
     """Compares the stability of the gradient, by condition and checkpoint."""
-    rows, verdicts = [], []
+    rows = []
     for cell, vocab in product(args.cell or ["lstm"], args.vocab_sizes or [256]):
         kind = "reverse_dual_frequency"
         task: Any = TASKS.build({"kind": kind, "vocab_size": vocab})
@@ -144,19 +133,18 @@ def rare(args: Namespace) -> list[str]:
                     value = float(stability(model, tokens).mean())
                     found.setdefault(key, {}).setdefault(encoding, []).append(value)
         for (step, condition), values in sorted(found.items()):
-            more, judged = compared(values, f"{cell}, {step}, {condition}")
-            rows, verdicts = rows + more, verdicts + judged
+            rows += [[f"{cell}, {step}, {condition}", *row] for row in compared(values, CONTROL)]
     about = (
         "Stability of the gradient J of the last output in the state after the first token: the "
         "cosine of J between two inputs with the same first token, weighted by norms; 1 if the "
         "other tokens do not change it."
     )
-    return [about, table(HEAD, rows), verdict_of(verdicts)]
+    return [about, table(HEAD, rows), verdict_of(rows)]
 
 
 def triplets(task: Any, ids: Any, n: int, length: int, draw: torch.Generator) -> Tensor:
     """Returns pairs of inputs with the same first token, `(n, 2, 2 · length)`."""
-    (low, high), (start, stop) = ((one.start, one.stop) for one in ids)
+    (low, high), (start, stop) = ((part.start, part.stop) for part in ids)
     first = torch.randint(low, high, (n, 1, 1), generator=draw).expand(n, 2, 1)
     rest = torch.randint(start, stop, (n, 2, length - 1), generator=draw)
     inputs = torch.cat([first, rest], dim=2)
@@ -177,17 +165,18 @@ def stability(model: Any, inputs: Tensor) -> Tensor:
         for index in range(y.shape[-1]):
             total = y[:, 0, index].sum()
             grads = torch.autograd.grad(total, z, retain_graph=True, materialize_grads=True)
-            one, other = (
+            first, second = (
                 torch.cat([g.flatten(1) for g in grads], 1).view(len(part), 2, -1).unbind(1)
             )
-            products = products + (one * other).sum(1)
-            weights = weights + one.norm(dim=1) * other.norm(dim=1)
+            products = products + (first * second).sum(1)
+            weights = weights + first.norm(dim=1) * second.norm(dim=1)
         found.append(torch.where(weights > 0, products / weights, 0.0))
     return torch.cat(found)
 
 
 def vocabularies(args: Namespace) -> list[str]:
-    sizes, rows, verdicts = args.vocab_sizes or [256, 1024, 4096, 16_384], [], []
+    """Compares how the loss grows with the vocabulary."""
+    sizes, rows = args.vocab_sizes or [256, 1024, 4096, 16_384], []
     if len(sizes) < 2:
         raise UserError("a slope needs two vocabularies: give --vocab-sizes such as 256,1024")
     for cell in args.cell or ["mamba2"]:
@@ -196,23 +185,18 @@ def vocabularies(args: Namespace) -> list[str]:
             curve = [loss(args, cell, encoding, vocab, seed) for vocab in sizes]
             slope = np.polyfit([math.log2(vocab) for vocab in sizes], curve, 1)[0]
             found.setdefault(encoding, []).append(float(slope))
-        more, judged = compared(found, cell)
-        rows, verdicts = rows + more, verdicts + judged
+        rows += [[cell, *row] for row in compared(found, CONTROL)]
     about = f"Slope of the loss in nats per doubling of the vocabulary, V in {sizes}."
-    return [about, table(HEAD, rows), verdict_of(verdicts)]
+    return [about, table(HEAD, rows), verdict_of(rows)]
 
 
 def loss(args: Namespace, cell: str, encoding: str, vocab: int, seed: int) -> float:
-    """Trains one model and returns its loss on unseen sequences."""
+    """Trains one model and returns its loss on unseen sequences, in nats per scored token."""
     model = load(trained(args, cell, encoding, vocab, seed))
     task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
     batch = task.sample(TESTED, length=args.length)
-    total = []
-    with torch.inference_mode():
-        for tokens, targets in zip(batch.tokens.split(64), batch.targets.split(64), strict=True):
-            logits = model(tokens).logits.flatten(0, 1)
-            total.append(float(F.cross_entropy(logits, targets.flatten())))
-    return sum(total) / len(total)
+    losses, _ = model.token_losses(batch.tokens, batch.targets)
+    return float(losses.double().sum() / (batch.targets >= 0).sum())
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ A long stream is one window: `--length 1M --windows 1`. Passkeys under mitigatio
 
 from __future__ import annotations
 
-import json
+from argparse import Namespace
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import studies
 
-from longrnn import load, mitigation
+from longrnn import evaluate
 from longrnn.errors import UserError
 from longrnn.units import format_length, parse_length
 
@@ -27,30 +28,30 @@ from longrnn.units import format_length, parse_length
 INSIDE = 64
 
 
-def settings(trained: int) -> Mapping[str, Mapping[str, str | None]]:
-    """Returns what to try of each mitigation: a specification, or a method to calibrate with."""
-    search = "calibrate {}(windows=1, steps=20)"
-    slow = {f"{k}x": f"forget_more(decay_scale={1 - 1 / (k * trained)})" for k in (1, 4)}
+def settings(trained: int) -> dict[str, str | None]:
+    """Returns what is tried: mitigations with their options, or methods of `longrnn calibrate`."""
     return {
-        "none": {"": None},
-        "state_norm": {
-            f"{m}x": f"calibrate state_norm(windows=16, margin={m})" for m in ("0.7", "1", "1.5")
+        "none": None,
+        **{
+            f"state_norm {margin}x": f"calibrate state_norm(windows=16, margin={margin})"
+            for margin in (0.7, 1, 1.5)
         },
-        "forget_more": slow | {"published": "forget_more(decay_scale=0.9999,input_scale=0.75)"},
-        "sliding_window": {
-            f"{k}x": f"sliding_window(window={k * trained})" for k in (1, 4, 16)
+        **{
+            f"forget_more {k}x": f"forget_more(decay_scale={1 - 1 / (k * trained)})" for k in (1, 4)
         },
-        "token_filter": {
-            name: f"calibrate token_filter(quantile={share})"
-            for name, share in (("half", 0.5), ("nine-tenths", 0.9))
+        "forget_more published": "forget_more(decay_scale=0.9999,input_scale=0.75)",
+        **{f"sliding_window {k}x": f"sliding_window(window={k * trained})" for k in (1, 4, 16)},
+        "token_filter half": "calibrate token_filter(quantile=0.5)",
+        "token_filter nine-tenths": "calibrate token_filter(quantile=0.9)",
+        **{
+            f"{kind} search": f"calibrate {kind}(windows=1, steps=20)"
+            for kind in ("scale_delta", "scale_decay", "power_decay")
         },
-        "scale_delta": {"search": search.format("scale_delta"), "4": "scale_delta(scale=0.25)"},
-        "scale_decay": {"search": search.format("scale_decay")}
-        | {k: f"scale_decay(scale={k})" for k in ("4", "16")},
-        "power_decay": {
-            "search": search.format("power_decay"), "half": "power_decay(scale=0.5)",
-        },
-    }  # fmt: skip
+        "scale_delta 4": "scale_delta(scale=0.25)",
+        "scale_decay 4": "scale_decay(scale=4)",
+        "scale_decay 16": "scale_decay(scale=16)",
+        "power_decay half": "power_decay(scale=0.5)",
+    }
 
 
 def main() -> None:
@@ -65,73 +66,68 @@ def main() -> None:
     parser.add_argument("--target", default="8k", help="length to calibrate for")
     parser.add_argument("--method", nargs="+", help="mitigations to try (default: all)")
     args = parser.parse_args()
-    trained, length = args.train_length, args.length
+    trained, length, output = args.train_length, args.length, args.output
     if length < 2 * trained:
         raise UserError(f"states collapse beyond {trained:,} tokens: give a longer --length")
-    name = args.checkpoint
-    plain = load(name)
-    tried = {m: s for m, s in settings(trained).items() if m in ("none", *(args.method or [m]))}
-    short = min(INSIDE, length * args.windows // trained)
-    texts = {
-        "choice": studies.windows(args.choice, name, length, 1),
-        "inside": studies.windows(args.text, name, trained, short),
-        "beyond": studies.windows(args.text, name, length, args.windows),
+    studies.text_task([*args.calibration, *args.choice, *args.text])  # which must exist
+    tried = {
+        label: mitigated(args, label, spec)
+        for label, spec in settings(trained).items()
+        if not args.method or label.split()[0] in ("none", *args.method)
     }
+    on_choice = losses(output / "choice", tried, texts=args.choice, lengths=[length], windows=1)
+    best = {"none": "none"}  # label of each mitigation
+    for label in sorted(tried, key=lambda label: on_choice[label][0].estimate.mean):
+        best.setdefault(label.split()[0], label)
+    chosen = {label: tried[label] for label in best.values()}
     edges = [trained * 2**k for k in range(40) if trained * 2**k < length] + [length]
-    spans = list(pairwise(edges))
-
-    def measured(method: str, setting: str, part: str) -> list[list[float]]:
-        """Returns the losses of each window: of the whole one inside, by span otherwise."""
-        spec = tried[method][setting]
-        label = f"{method}-{setting}" if setting else method
-        kept = args.output / part / f"{label}-{format_length(length)}.json"
-        if kept.exists():
-            return json.loads(kept.read_text())
-        if spec is not None and spec.startswith("calibrate "):
-            file = args.output / f"{label}.yaml"
-            if not file.exists():
-                target = [] if method == "state_norm" else ["--target-length", args.target]
-                given = [value for text in args.calibration for value in ("--text", str(text))]
-                lengths = ["--train-length", str(trained), *target]
-                how = ["--method", spec.removeprefix("calibrate "), "--output", str(file)]
-                studies.command("--quiet", "calibrate", name, *given, *lengths, *how)
-            spec = str(file)
-        model = plain if spec is None else plain.under(mitigation(spec))
-        found = studies.losses(model, texts[part])
-        parts = [(0, trained)] if part == "inside" else spans
-        rows = [[float(row[a:b].mean()) for a, b in parts] for row in found]
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(rows))
-        return rows
-
-    def chosen(method: str) -> str:
-        sums = {s: sum(map(sum, measured(method, s, "choice"))) for s in tried[method]}
-        return min(sums, key=sums.__getitem__)
-
-    head = [f"{format_length(a)} to {format_length(b)}" for a, b in spans]
+    short = {"lengths": [trained], "windows": min(INSIDE, length * args.windows // trained)}
+    inside = losses(output / "inside", chosen, texts=args.text, **short)
+    long = {"lengths": edges, "windows": args.windows}
+    beyond = losses(output / "beyond", chosen, texts=args.text, **long)
     rows, verdicts = [], {}
-    none = [row[-1] for row in measured("none", "", "beyond")]
-    for method in tried:
-        setting = chosen(method)
-        inside = [row[0] for row in measured(method, setting, "inside")]
-        beyond = measured(method, setting, "beyond")
-        less = studies.differences([row[-1] for row in beyond], none)
-        cells = [studies.estimate(column) for column in zip(*beyond, strict=True)]
-        rows.append([f"{method} {setting}".strip(), studies.estimate(inside), *cells, less])
-        verdicts[method] = studies.verdict(less)
-    lower = [method for method, verdict in verdicts.items() if verdict == "lower"]
-    title = f"Mitigations of state collapse: {name}, trained on {format_length(trained)}"
+    for label in chosen:
+        cells = [*inside[label], *beyond[label][1:]]
+        less = cells[-1].difference
+        rows.append([label, *(cell.estimate for cell in cells), less or ""])
+        verdicts[label] = studies.verdict(less) if less else "none"
+    lower = [label for label, verdict in verdicts.items() if verdict == "lower"]
+    others = [label for label in chosen if label not in ("none", *lower)]
+    spans = [f"{format_length(start)} to {format_length(stop)}" for start, stop in pairwise(edges)]
+    head = ["mitigation", f"windows of {format_length(trained)}", *spans, "last minus none"]
     studies.record(
-        args.output,
-        title,
-        studies.table(
-            ["mitigation", f"windows of {format_length(trained)}", *head, "last minus none"], rows
-        ),
-        "Loss in nats per token with 95 % intervals over windows; differences are paired.",
-        f"**Verdict.** In the last span the loss is lower than without with: "
+        output,
+        f"Mitigations of state collapse: {args.checkpoint}, trained on {format_length(trained)}",
+        studies.table(head, rows),
+        "Bits per byte with 95 % intervals over windows; differences are paired.",
+        "**Verdict.** In the last span the loss is lower than without with: "
         f"{', '.join(lower) or 'none of them'}; inconclusive or higher: "
-        f"{', '.join(m for m in verdicts if m not in ('none', *lower)) or 'none of them'}.",
+        f"{', '.join(others) or 'none of them'}.",
     )
+
+
+def mitigated(args: Namespace, label: str, spec: str | None) -> str:
+    """Returns the name of the checkpoint under a mitigation, which is calibrated if need be."""
+    if spec is None:
+        return args.checkpoint
+    if spec.startswith("calibrate "):
+        file = args.output / f"{label.replace(' ', '-')}.yaml"
+        if not file.exists():
+            texts = [word for text in args.calibration for word in ("--text", str(text))]
+            target = [] if label.startswith("state_norm") else ["--target-length", args.target]
+            how = ["--method", spec.removeprefix("calibrate "), "--output", str(file), *target]
+            trained = ["--train-length", str(args.train_length)]
+            studies.command("--quiet", "calibrate", args.checkpoint, *texts, *how, *trained)
+        spec = str(file)
+    return f"{args.checkpoint}+{spec}"
+
+
+def losses(folder: Path, models: Mapping[str, str], **options: Any) -> dict[str, list[Any]]:
+    """Measures models, by label; returns the cells of their loss up to each length."""
+    names = [*models.values()]
+    cells = evaluate(names, {"kind": "perplexity", **options}, folder, quiet=False)
+    spans = [cell for cell in cells if cell.metric == "perplexity, bits per byte"]
+    return {label: [cell for cell in spans if cell.model == models[label]] for label in models}
 
 
 if __name__ == "__main__":
