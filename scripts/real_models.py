@@ -19,6 +19,7 @@ trains the models for half a day, 800 `--steps` of both in three hours, and the 
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -84,15 +85,14 @@ class Report:
         self.blocks.append(text)
         write_atomic(self.file, "\n\n".join(self.blocks) + "\n")
 
-    def command(self, *words: str | Path) -> None:
-        """Run a command of longrnn; an error is noted, and the script goes on."""
-        line = module_command("longrnn.cli", *map(str, words))
+    def command(self, line: str) -> None:
+        """Run a command of longrnn, as in a shell; an error is noted, and the script goes on."""
+        command = module_command("longrnn.cli", *shlex.split(line))
         done = subprocess.run(
-            line, env=module_environment(), stdout=subprocess.PIPE, text=True, check=False
+            command, env=module_environment(), stdout=subprocess.PIPE, text=True, check=False
         )
         failed = f"\n(exit code {done.returncode})" if done.returncode else ""
-        shown = " ".join(f'"{word}"' if "(" in str(word) else str(word) for word in words)
-        self.note(f"```\n$ longrnn {shown}\n{done.stdout.rstrip()}{failed}\n```")
+        self.note(f"```\n$ longrnn {line}\n{done.stdout.rstrip()}{failed}\n```")
 
 
 def main() -> None:
@@ -158,33 +158,30 @@ def lstm(args: Namespace, report: Report) -> None:
         report.note(f"Skipped: {error}. Give its folder as --charrnn.")
         return
     if not model.exists():
-        options = ["--to", "ours", "--from", "tensorflow", "--names", "charrnn"]
-        report.command("convert", source, model, *options)
-    report.command("info", model)
-    sampled = ["--max-new-tokens", "200", "--temperature", "0.6", "--seed", "0"]
-    report.command("generate", model, "--prompt", "She looked at ", *sampled)
+        report.command(f"convert {source} {model} --to ours --from tensorflow --names charrnn")
+    report.command(f"info {model}")
+    sampled = "--max-new-tokens 200 --temperature 0.6 --seed 0"
+    report.command(f"generate {model} --prompt 'She looked at ' {sampled}")
     folder.mkdir(exist_ok=True)
     text, other = (fitted(name, folder, model) for name in (args.text[0], args.calibration))
     limits = args.output / "state_norm.yaml"
     if not limits.exists():
-        options = ["--method", "state_norm", "--train-length", "1k", "--output", limits]
-        report.command("calibrate", model, "--text", other, *options)
-    repaired = [f"{model}+{repair}" for repair in [*LSTM_REPAIRS, limits]]
-    where = ["--text", text, "--output", args.output / "lstm"]
+        how = "--method state_norm --train-length 1k"
+        report.command(f"calibrate {model} --text {other} {how} --output {limits}")
     size = len(text.read_text())
     ends = ",".join(end for end in ENDS if parse_length(end) < size)
-    report.command("eval", "perplexity", model, *repaired, *where, "--lengths", ends)
+    repaired = " ".join(f"'{model}+{repair}'" for repair in [*LSTM_REPAIRS, limits])
+    losses, output = f"eval perplexity {model}", f"--output {args.output}"
+    report.command(f"{losses} {repaired} --text {text} --lengths {ends} {output}/lstm")
     # Each block of 16k is read afresh: without a collapse, it has the same losses.
-    fresh = [*where[:2], "--context", "16k", "--stride", "16k", "--output", args.output / "fresh"]
-    report.command("eval", "perplexity", model, *fresh, "--lengths", ends)
-    short = ["--lengths", "256,1k,16k", "--windows", "4", "--output", args.output / "lstm-short"]
-    short += ["--text", text, "--text", other]
-    report.command("eval", "perplexity", model, *repaired, *short)
+    afresh = "--context 16k --stride 16k"
+    report.command(f"{losses} --text {text} {afresh} --lengths {ends} {output}/fresh")
+    short = f"--text {other} --lengths 256,1k,16k --windows 4"
+    report.command(f"{losses} {repaired} --text {text} {short} {output}/lstm-short")
     for name in (model, "collapse-tiny"):
-        memory = ["--positions", "256,1k,4k", "--output", args.output / f"memory-{Path(name).name}"]
-        report.command("diagnose", "memory", name, "--text", text, *memory)
-        gradients = ["--length", "256", "--output", args.output / f"gradients-{Path(name).name}"]
-        report.command("diagnose", "gradients", name, "--text", text, *gradients)
+        where, place = f"{name} --text {text}", Path(name).name
+        report.command(f"diagnose memory {where} --positions 256,1k,4k {output}/memory-{place}")
+        report.command(f"diagnose gradients {where} --length 256 {output}/gradients-{place}")
 
 
 def trained(args: Namespace, report: Report, tokenizer: Path) -> dict[str, Path]:
@@ -192,7 +189,8 @@ def trained(args: Namespace, report: Report, tokenizer: Path) -> dict[str, Path]
     width, layers, steps, kinds = SIZES[args.small]
     corpus = args.output / "corpus"
     if not corpus.exists():
-        report.command("data", "build", "--out", corpus, "--tokenizer", tokenizer, *args.train)
+        books = " ".join(map(str, args.train))
+        report.command(f"data build --out {corpus} --tokenizer {tokenizer} {books}")
     runs = {}
     for kind in kinds:
         model = {"d_model": width, "n_layers": layers, "mixer": MIXERS[kind]}
@@ -200,7 +198,7 @@ def trained(args: Namespace, report: Report, tokenizer: Path) -> dict[str, Path]
         config = {"model": model, "task": task, "tokenizer": str(tokenizer), **RUN}
         output = args.output / f"{kind}-{layers}-layers"
         runs[kind] = studies.train(config, output, {"max_steps": args.steps or steps})
-        report.command("info", output)
+        report.command(f"info {output}")
     return runs
 
 
@@ -225,11 +223,9 @@ def transformer(args: Namespace, report: Report) -> None:
     short = [{**SUITE[0], "texts": paths(texts)}, *SUITE[1:]]
     compare(args, report, "compare", [smollm, *ours, *repaired], short)
     if runs:
-        read = [word for text in texts for word in ("--text", text)]
-        read += ["--lengths", "256,1k,4k,16k,64k", "--windows", "2"]
-        report.command(
-            "eval", "perplexity", *ours, *repaired, *read, "--output", args.output / "long"
-        )
+        lengths = ["256", "1k", "4k", "16k", "64k"]
+        long = {"kind": "perplexity", "texts": paths(texts), "windows": 2, "lengths": lengths}
+        compare(args, report, "long", [*ours, *repaired], [long])
     lengths = list(LONG[: LONG.index(args.longest) + 1])
     loss = {"kind": "perplexity", "texts": paths(args.text[:1]), "windows": 1, "lengths": lengths}
     cost = {"kind": "cost", "lengths": lengths}
@@ -247,7 +243,8 @@ def compare(
     """Compare models by a suite, which is written."""
     suite = args.output / f"{name}.yaml"
     write_atomic(suite, yaml_text({"evaluations": evaluations}))
-    report.command("compare", *models, "--suite", suite, "--output", args.output / name)
+    names = " ".join(f"'{model}'" for model in models)
+    report.command(f"compare {names} --suite {suite} --output {args.output / name}")
 
 
 if __name__ == "__main__":
