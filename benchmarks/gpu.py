@@ -28,11 +28,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import MIXER, build, draw, transformers_twin
+from benchmarks.speed import our_step
 from benchmarks.timing import parser, write_json
 from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
 from longrnn.files import one_line
-from longrnn.ops.loss import weighted_cross_entropy
-from longrnn.state import detach
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("torch", "fla", "mamba_ssm")
@@ -155,24 +154,10 @@ def train(args: argparse.Namespace) -> Figures:
 
 def step_time(args: argparse.Namespace, backend: str, length: int, narrow: bool) -> list[float]:
     """Returns the time of a step, under autocast to bfloat16 if `narrow`."""
-    model = build(args, backend).to(args.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model = build(args, backend).to(args.device)
     ids = draw(args.vocab, ROWS * length + 1)[0].to(args.device)
     tokens, targets = ids[:-1].view(ROWS, length), ids[1:].view(ROWS, length)
-    weights = torch.full(targets.shape, 1 / targets.numel(), device=args.device)
-    state = model.init_state(ROWS)
-
-    def step() -> None:
-        nonlocal state
-        with torch.autocast(args.device, torch.bfloat16, enabled=narrow):
-            hidden, after = model.hidden(tokens, state)
-            loss = weighted_cross_entropy(hidden, model.head.weight, targets, weights).loss
-        state = detach(after)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return [milliseconds(step, args)]
+    return [milliseconds(our_step(model, tokens, targets, carry=True, narrow=narrow), args)]
 
 
 CASES = {"kernels": kernels, "models": models, "train": train}

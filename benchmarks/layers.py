@@ -1,114 +1,120 @@
-"""Layers of longrnn and of transformers of the same sizes, and what bounds their speed."""
+"""Layers and models of longrnn and of transformers of the same sizes, and what bounds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from benchmarks.models import MIXER, products_of, read_weights
-from longrnn.cells import KDA, Cell, GatedDeltaNet, Mamba, Mamba2, Mamba3
+from benchmarks.models import MIXER, build, products, read_weights, transformers_twin
+from longrnn import RecurrentConfig, RecurrentLM
+from longrnn.cells import KDA, Cell, GatedDeltaNet, Mamba3
 from longrnn.hf.foreign_load import quietly
+from longrnn.hf.layouts import as_hugging_face
 
+BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
 # Length of keys and values of the cells with the delta rule.
 HEAD = 128
 
 
-class TimedLayer(NamedTuple):
-    """A layer to time.
+class Timed(NamedTuple):
+    """A layer or a model to time, beside that of transformers.
 
     Attributes:
-        title: name of the cell.
-        ours: the layer of longrnn.
-        theirs: that of transformers; None if transformers has none.
-        cache: an empty one for it.
+        title: of the layer or the model.
+        ours: of longrnn, by name; all have the weights of the first.
+        theirs: of transformers; None if it has none.
+        cache: an empty one for `theirs`.
+        our_options: of every call of ours.
+        their_options: of every call of theirs.
     """
 
     title: str
-    ours: Cell
+    ours: Mapping[str, RecurrentLM | Cell]
     theirs: nn.Module | None = None
     cache: Any = None
+    our_options: Mapping[str, Any] = {}
+    their_options: Mapping[str, Any] = {}
 
-    def prefill(self, text: Tensor) -> Mapping[str, Callable[[], object]]:
-        """Returns functions that read `text` `(1, t, d)`, by name."""
-        calls: dict[str, Callable[[], object]] = {
-            "longrnn": partial(self.ours, text, self.ours.init_state(1))
+    def prefill(self, text: Tensor) -> Mapping[str, Callable[[], Any]]:
+        """Returns functions that read `text` `(b, t)` or `(b, t, d)`, by name."""
+        calls: dict[str, Callable[[], Any]] = {
+            name: partial(module, text, module.init_state(len(text)), **self.our_options)
+            for name, module in self.ours.items()
         }
         if self.theirs is not None:
-            calls["transformers"] = partial(self.theirs, text)
-        calls["products alone"] = partial(products_of, self.ours, text.shape[1])
+            calls["transformers"] = partial(self.theirs, text, **self.their_options)
+        calls["products alone"] = partial(products, self.ours["longrnn"], text.shape[1])
         return calls
 
-    def decoding(self, text: Tensor, steps: int) -> Mapping[str, Callable[[], object]]:
-        """Returns functions that read so many tokens one at a time after `text`, by name."""
-        tokens = text[:, :steps].split(1, dim=1)
-        start = self.ours(text, self.ours.init_state(1))[1]
+    def decoding(self, text: Tensor, tokens: Tensor) -> Mapping[str, Callable[[], object]]:
+        """Returns functions that read `tokens` one at a time after `text`, by name."""
+        pieces = tokens.split(1, dim=1)
 
-        def decode() -> None:
-            state = start
-            for token in tokens:
-                _, state = self.ours(token, state)
+        def ours(module: RecurrentLM | Cell, state: Any) -> None:
+            for piece in pieces:
+                _, state = module(piece, state, **self.our_options)
 
-        calls: dict[str, Callable[[], object]] = {"longrnn": decode}
+        def theirs(module: nn.Module) -> None:
+            for piece in pieces:
+                module(piece, cache_params=self.cache, **self.their_options)
+
+        calls: dict[str, Callable[[], object]] = {}
+        for name, module in self.ours.items():
+            _, after = module(text, module.init_state(len(text)), **self.our_options)
+            calls[name] = partial(ours, module, after)
         if self.theirs is not None:
-            layer, cache = self.theirs, self.cache
-            layer(text, cache_params=cache)
-
-            def decode_theirs() -> None:
-                for token in tokens:
-                    layer(token, cache_params=cache)
-
-            calls["transformers"] = decode_theirs
-        calls["reading the weights"] = partial(read_weights, self.ours, steps)
+            self.theirs(text, cache_params=self.cache, **self.their_options)
+            calls["transformers"] = partial(theirs, self.theirs)
+        steps = tokens.shape[1]
+        calls["reading the weights"] = partial(read_weights, self.ours["longrnn"], steps)
         return calls
 
 
-def mamba(d_model: int) -> TimedLayer:
-    """A Mamba-1 with the weights of a `MambaMixer`."""
-    from transformers import DynamicCache, MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
+def timed_model(args: argparse.Namespace, dtype: torch.dtype) -> Timed:
+    """A Mamba-1 or 2 with two backends, beside the model of transformers with its weights."""
+    from transformers import DynamicCache
 
-    config = MambaConfig(hidden_size=d_model, num_hidden_layers=1)
-    theirs, cell = MambaMixer(config, 0).eval(), Mamba(d_model, d_model)
-    cell.load_state_dict(theirs.state_dict())
-    return TimedLayer("Mamba-1", cell, theirs, DynamicCache(config=config))
-
-
-def mamba2(d_model: int) -> TimedLayer:
-    """A Mamba-2 of the shape of the published models."""
-    from transformers import DynamicCache, Mamba2Config
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-    sizes = {name: size for name, size in MIXER.items() if name != "kind"}
-    config = Mamba2Config(
-        hidden_size=d_model,
-        num_hidden_layers=1,
-        num_heads=2 * d_model // MIXER["head_dim"],
-        head_dim=MIXER["head_dim"],
-        n_groups=1,
-    )
-    theirs = Mamba2Mixer(config, 0).eval()
-    cache = DynamicCache(config=config)
-    return TimedLayer("Mamba-2", Mamba2(d_model, d_model, **sizes), theirs, cache)
+    ours = {name: build(args, backend).to(dtype) for name, backend in BACKENDS.items()}
+    theirs = transformers_twin(ours["longrnn"])
+    cache = DynamicCache(config=theirs.config)
+    return Timed(args.cell, ours, theirs, cache, {"keep": 1}, {"logits_to_keep": 1})
 
 
-def mamba3(d_model: int) -> TimedLayer:
+def mamba_layer(title: str, mixer: dict[str, Any], d_model: int) -> Timed:
+    """A Mamba-1 or 2, beside the same layer of transformers with its weights."""
+    from transformers import DynamicCache
+
+    model = RecurrentLM(RecurrentConfig(8, d_model, 1, mixer)).eval()
+    twin: Any = as_hugging_face(model).eval()
+    layer, cache = twin.backbone.layers[0].mixer, DynamicCache(config=twin.config)
+    return Timed(title, {"longrnn": model.cells[0]}, layer, cache)
+
+
+def mamba3(d_model: int) -> Timed:
     """A Mamba-3 of the same shape; transformers has none."""
-    return TimedLayer("Mamba-3", Mamba3(d_model, d_model, d_state=128, head_dim=64))
+    return Timed("Mamba-3", {"longrnn": Mamba3(d_model, d_model, d_state=128, head_dim=64)})
 
 
-def gated_deltanet(d_model: int) -> TimedLayer:
+def unwrap(module: Any, *names: str) -> None:
+    """Replaces functions that Triton kernels would compute by their definitions in torch."""
+    for name in names:
+        function = getattr(module, name)
+        setattr(module, name, getattr(function, "__wrapped__", function))
+
+
+def gated_deltanet(d_model: int) -> Timed:
     """A Gated DeltaNet as in Qwen3-Next."""
     from transformers import DynamicCache, Qwen3NextConfig
 
     with quietly():
         from transformers.models.qwen3_next import modeling_qwen3_next as module
 
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-        rule = getattr(module, name)  # wrapped, so that Triton kernels take its place
-        setattr(module, name, getattr(rule, "__wrapped__", rule))
+    unwrap(module, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     heads = max(2, d_model // 64)
     keys = heads // 2
     cell = GatedDeltaNet(
@@ -124,19 +130,17 @@ def gated_deltanet(d_model: int) -> TimedLayer:
         linear_value_head_dim=HEAD,
     )
     theirs = module.Qwen3NextGatedDeltaNet(config, 0)
-    return TimedLayer("Gated DeltaNet", cell, theirs, DynamicCache(config=config))
+    return Timed("Gated DeltaNet", {"longrnn": cell}, theirs, DynamicCache(config=config))
 
 
-def kda(d_model: int) -> TimedLayer:
+def kda(d_model: int) -> Timed:
     """A Kimi Delta Attention as in Kimi Linear."""
     from transformers import DynamicCache, KimiLinearConfig
 
     with quietly():
         from transformers.models.kimi_linear import modeling_kimi_linear as module
 
-    for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-        rule = getattr(module, name)
-        setattr(module, name, getattr(rule, "__wrapped__", rule))
+    unwrap(module, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
     heads = max(1, d_model // HEAD)
     config = KimiLinearConfig(
         hidden_size=d_model,
@@ -148,13 +152,14 @@ def kda(d_model: int) -> TimedLayer:
     )
     theirs = module.KimiLinearDeltaAttention(config, 0).eval()
     cell = KDA(d_model, d_model, n_heads=heads, key_dim=HEAD, value_dim=HEAD)
-    return TimedLayer("Kimi Delta Attention", cell, theirs, DynamicCache(config=config))
+    cache = DynamicCache(config=config)
+    return Timed("Kimi Delta Attention", {"longrnn": cell}, theirs, cache)
 
 
-LAYERS: Mapping[str, Callable[[int], TimedLayer]] = {
-    "mamba": mamba,
-    "mamba2": mamba2,
-    "mamba3": mamba3,
-    "gated_deltanet": gated_deltanet,
-    "kda": kda,
-}
+LAYERS: Sequence[Callable[[int], Timed]] = (
+    partial(mamba_layer, "Mamba-1", {"kind": "mamba"}),
+    partial(mamba_layer, "Mamba-2", MIXER),
+    mamba3,
+    gated_deltanet,
+    kda,
+)

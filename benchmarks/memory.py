@@ -3,12 +3,11 @@
 | case | what is measured |
 | --- | --- |
 | prefill | peak of a process that reads a short prompt and of one that reads a long one |
-| stream | the same for a stream that a mitigated model reads in pieces |
 | cells | time per token and peak memory of a long text in pieces, for every cell |
 | train | bytes of live tensors per token of a training step, with and without checkpointing |
 
 Example:
-    python -m benchmarks.memory prefill stream
+    python -m benchmarks.memory prefill
     python -m benchmarks.memory cells --layers 2 --d-model 128 --vocab 256 --long 1048576
     python -m benchmarks.memory train --layers 12 --d-model 512 --vocab 8192
 """
@@ -20,7 +19,6 @@ import json
 import resource
 import subprocess
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,34 +28,20 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import build, draw
 from benchmarks.timing import clock, parser, write_json
-from longrnn import MIXERS, mitigation
+from longrnn import MIXERS
 from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.programs import module_command, module_environment
 
-MEASURED = ("prefill", "stream", "cells", "train")
-STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
 PIECE = 4096
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__, repeats=1)
-    options.add_argument("cases", nargs="+", choices=MEASURED, metavar="CASE")
+    options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
     options.add_argument("--tokens", type=int, default=4096, help="length of the short prompt, row")
     options.add_argument("--long", type=int, default=65_536, help="length of the long prompt")
-    options.add_argument("--spec", default="", help=argparse.SUPPRESS)  # of child processes
-    options.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--child", type=int, help=argparse.SUPPRESS)  # tokens of a child process
     return options.parse_args()
-
-
-def peak_of(args: argparse.Namespace) -> float:
-    """Returns the peak memory of this process in MiB after reading `--child` tokens in pieces."""
-    model, state = build(args), None
-    if args.spec:
-        model = model.under(mitigation(args.spec))
-    with torch.inference_mode():
-        for piece in draw(args.vocab, args.child).split(PIECE if args.spec else args.child, dim=1):
-            state = model(piece, state, keep=1).state
-    return peak()
 
 
 def peak() -> float:
@@ -81,7 +65,7 @@ def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
         Tokens read, microseconds per token since the last entry, and the peak memory so far in
         MiB, four times as many tokens per entry.
     """
-    model, state, found = build(args), None, list[tuple[int, float, float]]()
+    model, state, entries = build(args), None, list[tuple[int, float, float]]()
     pieces = draw(args.vocab, args.child).split(PIECE, dim=1)
     with torch.inference_mode():
         model(pieces[0], keep=0)
@@ -90,9 +74,9 @@ def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
             state = model(piece, state, keep=0).state
             if count * PIECE == due:
                 seconds = (clock() - start) / (due - last)
-                found.append((due, 1e6 * seconds, peak()))
+                entries.append((due, 1e6 * seconds, peak()))
                 start, last, due = clock(), due, 4 * due
-    return found
+    return entries
 
 
 def cells(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,16 +89,11 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
+def prefill(args: argparse.Namespace) -> dict[str, float]:
     """Returns the peaks of processes that read the short and the long prompt, in MiB."""
-    found = {}
-    for spec in STREAMED if case == "stream" else ("",):
-        lengths = args.tokens, args.long
-        short, long = (child(args, case, length, "--spec", spec) for length in lengths)
-        name = spec or "prefill"
-        print(f"{name}: {short:.0f} MiB at {args.tokens:,} tokens, {long:.0f} at {args.long:,}")
-        found[name] = {"short": short, "long": long, "ratio": long / short}
-    return found
+    short, long = (child(args, "prefill", length) for length in (args.tokens, args.long))
+    print(f"prefill: {short:.0f} MiB at {args.tokens:,} tokens, {long:.0f} at {args.long:,}")
+    return {"short": short, "long": long, "ratio": long / short}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -127,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known = {one.untyped_storage()._cdata: 0 for one in known}
+        self._known = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -168,18 +147,22 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+CASES = {"prefill": prefill, "cells": cells, "train": training}
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    if args.child:
-        print(json.dumps(reading(args) if args.cases == ["cells"] else peak_of(args)))
-        return
-    figures = {}
-    for case in args.cases:
-        measure = {"train": training, "cells": cells}.get(case, partial(peaks, case=case))
-        figures[case] = measure(args)
-    if args.json:
-        write_json(args.json, figures)
+    if args.child and args.cases == ["cells"]:
+        print(json.dumps(reading(args)))
+    elif args.child:
+        with torch.inference_mode():
+            build(args)(draw(args.vocab, args.child), keep=1)
+        print(peak())
+    else:
+        figures = {case: CASES[case](args) for case in args.cases}
+        if args.json:
+            write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn import RecurrentConfig, RecurrentLM
+from longrnn.hf.layouts import as_hugging_face
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
 # Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.
@@ -37,36 +38,8 @@ def draw(vocab: int, length: int) -> Tensor:
 
 
 def transformers_twin(model: RecurrentLM) -> Any:
-    """Returns the Hugging Face model of the same shape with the same weights, of both Mambas."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
-
-    config = model.config
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.n_layers,
-        "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": True,
-    }
-    heads = {
-        "num_heads": MIXER["expand"] * config.d_model // MIXER["head_dim"],
-        "head_dim": MIXER["head_dim"],
-        "state_size": MIXER["d_state"],
-        "n_groups": MIXER["n_groups"],
-    }
-    twin: Any = (
-        MambaForCausalLM(MambaConfig(**sizes))
-        if config.mixer["kind"] == "mamba"
-        else Mamba2ForCausalLM(Mamba2Config(**sizes, **heads))
-    )
-    renamed = {
-        name.replace("embedding.", "backbone.embeddings.")
-        .replace("blocks.", "backbone.layers.")
-        .replace("head.", "lm_head."): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    renamed["backbone.norm_f.weight"] = renamed.pop("norm.weight")
-    twin.load_state_dict(renamed)
+    """Returns the Hugging Face model with the same weights, of both Mambas."""
+    twin: Any = as_hugging_face(model)
     return twin.eval().to(model.embedding.weight.dtype)
 
 
@@ -89,11 +62,17 @@ def transformer(vocab: int) -> Any:
     ).eval()
 
 
-def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
-    """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
+def products(module: nn.Module, length: int, piece: int = 1024) -> None:
+    """Computes only the matrix products with weights: a lower bound on the time of a prefill.
+
+    A model computes those of its blocks for pieces of the tokens, and those of its head for one.
+    """
+    if not isinstance(module, RecurrentLM):
+        products_of(module, length)
+        return
     for start in range(0, length, piece):
-        products_of(model.blocks, min(piece, length - start))
-    products_of(model.head, 1)
+        products_of(module.blocks, min(piece, length - start))
+    products_of(module.head, 1)
 
 
 def products_of(module: nn.Module, length: int) -> None:
@@ -152,8 +131,8 @@ class Llama(NamedTuple):
         done = subprocess.run(
             [*command, "--no-warmup"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
         )
-        (found,) = json.loads(done.stdout)
-        return found["avg_ns"] / 1e9, _processor_time() - before
+        (result,) = json.loads(done.stdout)
+        return result["avg_ns"] / 1e9, _processor_time() - before
 
 
 def _processor_time() -> float:

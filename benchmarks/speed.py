@@ -37,19 +37,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.layers import LAYERS
-from benchmarks.models import (
-    Llama,
-    build,
-    draw,
-    products,
-    products_of,
-    read_weights,
-    transformer,
-    transformers_twin,
-)
+from benchmarks.layers import LAYERS, timed_model
+from benchmarks.models import Llama, build, draw, products_of, transformer, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
-from longrnn import RecurrentLM, load, mitigation
+from longrnn import load, mitigation
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.models import TrainableLM
 from longrnn.ops.loss import weighted_cross_entropy
@@ -58,7 +49,6 @@ from tests.hf.foreign import VOCAB, architecture
 
 DTYPES = ("float32", "bfloat16")
 HYBRIDS = ("falcon_h1", "granitemoehybrid", "qwen3_next", "kimi_linear")
-BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
 # Lengths of the texts that a question follows.
 STORED = (1024, 4096, 16_384)
 Figures = dict[str, Any]
@@ -87,25 +77,14 @@ def llama_timers(args: argparse.Namespace, part: str, dtype: str, tokens: int) -
     return Llama(args.llama_bench, args.gguf).timers(part, dtype, tokens)
 
 
-def backends(args: argparse.Namespace, dtype: str) -> dict[str, RecurrentLM]:
-    """Returns models with the same weights, one per backend."""
-    return {name: build(args, one).to(getattr(torch, dtype)) for name, one in BACKENDS.items()}
-
-
 @torch.inference_mode()
 def prefill(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     tokens = draw(args.vocab, args.tokens)
     for dtype in args.dtypes:
-        models = backends(args, dtype)
-        twin = transformers_twin(models["longrnn"])
+        calls = timed_model(args, getattr(torch, dtype)).prefill(tokens)
         if dtype == "float32":
-            ours, theirs = models["longrnn"](tokens, keep=1), twin(tokens, logits_to_keep=1)
-            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
-        calls: dict[str, Callable[[], object]] = {
-            name: lambda model=model: model(tokens, keep=1) for name, model in models.items()
-        }
-        calls["transformers"] = lambda twin=twin: twin(tokens, logits_to_keep=1)
-        calls["products alone"] = lambda model=models["longrnn"]: products(model, args.tokens)
+            ours, theirs = calls["longrnn"]().logits, calls["transformers"]().logits
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
         title = f"prefill of {args.tokens:,} tokens, {dtype}"
         timers = llama_timers(args, "prefill", dtype, args.tokens)
         yield title, report(title, args.tokens, interleaved(calls, args.repeats, timers))
@@ -113,32 +92,9 @@ def prefill(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 @torch.inference_mode()
 def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    tokens, prompt = (draw(args.vocab, n).expand(args.rows, -1) for n in (args.steps, 8))
-
-    def ours(model: RecurrentLM) -> Callable[[], None]:
-        start = model(prompt, keep=1).state
-
-        def run() -> None:
-            state = start
-            for token in tokens.split(1, dim=1):
-                state = model(token, state, keep=1).state
-
-        return run
-
+    prompt, tokens = (draw(args.vocab, n).expand(args.rows, -1) for n in (8, args.steps))
     for dtype in args.dtypes:
-        models = backends(args, dtype)
-        twin = transformers_twin(models["longrnn"])
-        cache = twin(prompt, use_cache=True).cache_params
-
-        def theirs(twin: Any = twin, cache: Any = cache) -> None:
-            for token in tokens.split(1, dim=1):
-                twin(token, cache_params=cache, use_cache=True)
-
-        calls: dict[str, Callable[[], object]] = {
-            name: ours(model) for name, model in models.items()
-        }
-        calls["transformers"] = theirs
-        calls["reading the weights"] = partial(read_weights, models["longrnn"], args.steps)
+        calls = timed_model(args, getattr(torch, dtype)).decoding(prompt, tokens)
         title = f"decoding of {args.rows} rows, {dtype}"
         timers = llama_timers(args, "decode", dtype, args.steps) if args.rows == 1 else {}
         count = args.rows * args.steps
@@ -161,18 +117,33 @@ def optimizer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[],
 
 
 def our_step(
-    model: TrainableLM, tokens: Tensor, targets: Tensor, *, carry: bool = False
+    model: TrainableLM,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    carry: bool = False,
+    narrow: bool = False,
 ) -> Callable[[], float]:
-    """Returns a training step of a model of longrnn from zero or carried states."""
+    """Returns a training step of a model of longrnn.
+
+    Args:
+        model: what is trained.
+        tokens: `(b, t)`.
+        targets: `(b, t)`.
+        carry: whether a step starts from the states that the last one ended with, not from zero.
+        narrow: whether it runs under autocast to bfloat16.
+    """
     state, model = model.init_state(len(tokens)), model.train()
-    weights = torch.full((targets.numel(),), 1 / targets.numel())
+    weights = torch.full((targets.numel(),), 1 / targets.numel(), device=targets.device)
 
     def loss() -> Tensor:
         nonlocal state
-        hidden, after = model.hidden(tokens, state)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=narrow):
+            hidden, after = model.hidden(tokens, state)
+            factors = model.logit_factors(hidden.flatten(0, 1))
+            value = weighted_cross_entropy(*factors, targets.flatten(), weights).loss
         state = detach(after) if carry else state
-        factors = model.logit_factors(hidden.flatten(0, 1))
-        return weighted_cross_entropy(*factors, targets.flatten(), weights).loss
+        return value
 
     return optimizer_step(model, loss)
 
@@ -249,7 +220,7 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         largest = [a.maximum(b) for a, b in zip(largest, norms, strict=True)]
 
     def limited(factor: float) -> Any:
-        threshold = [(factor * one).tolist() for one in largest]
+        threshold = [(factor * norms).tolist() for norms in largest]
         return model.under(mitigation({"kind": "state_norm", "threshold": threshold}))
 
     variants = {
@@ -288,13 +259,13 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 @torch.inference_mode()
 def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    for build_layer in LAYERS.values():
+    for build_layer in LAYERS:
         timed = build_layer(args.d_model)
         text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
         prefill = timed.prefill(text)
         name = f"{timed.title} layer, prefill of {text.shape[1]:,} tokens"
         yield name, report(name, text.shape[1], interleaved(prefill, args.repeats))
-        decoding = timed.decoding(text, args.steps)
+        decoding = timed.decoding(text, text[:, : args.steps])
         name = f"{timed.title} layer, decoding"
         yield name, report(name, args.steps, interleaved(decoding, args.repeats))
 
@@ -339,8 +310,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     figures: Figures = {"shape": [args.layers, args.d_model, args.vocab], "repeats": args.repeats}
     for name in args.cases:
-        for title, found in CASES[name](args):
-            figures[title] = found
+        for title, result in CASES[name](args):
+            figures[title] = result
             if args.json:
                 write_json(args.json, figures)
 

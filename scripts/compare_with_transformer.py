@@ -90,7 +90,7 @@ def main() -> None:
 
 def build(name: str, size: str, vocabulary: int) -> Any:
     """Returns one of the models, with random weights."""
-    width = dict(zip(NAMES, SIZES[size], strict=True))[name]
+    width = SIZES[size][NAMES.index(name)]
     if name == "transformer":
         from transformers import LlamaConfig, LlamaForCausalLM
 
