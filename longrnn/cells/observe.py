@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ def watch(modules: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[No
 
 
 @contextmanager
-def with_hooks(module: nn.Module, hooks: OrderedDict[int, Callable[..., Any]]) -> Iterator[None]:
+def with_hooks(module: nn.Module, hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
     """A context in which a module has these forward hooks.
 
     For the computation in a backward pass, at which those of the forward pass have been removed.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ class _Packed:
             return
         packed = map(_layer, blocks, edits or [None] * len(blocks))
         layers = [layer for layer in packed if layer is not None]
-        shapes = {tuple(leaf.shape for leaf in block.mixer.state_like()) for block in blocks}
+        cells: list[Any] = [block.mixer for block in blocks]
+        shapes = {tuple(leaf.shape for leaf in cell.state_like()) for cell in cells}
         if len(layers) == len(blocks) and len(shapes) == 1:
             memory = cpu.joined([layer.content for layer in layers])
             self.layers = cpu.PackedLayers(memory, layers)
