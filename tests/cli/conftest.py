@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import typer
+import yaml
 
 from longrnn.cli.app import run
 from longrnn.config import build_config
@@ -23,6 +24,7 @@ from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
 from tests.hf.foreign import causal, with_bytes
 from tests.hf.test_rnn_weights import TorchModel
+from tests.texts import DATA
 from tests.training.runs import LSTM, tiny, train, write_config
 
 
@@ -110,39 +112,13 @@ def commands(
             yield from commands(command, name, groups=groups)
 
 
-KNOWN = "format: longrnn-mitigation-1\nfingerprint: aa\nlength: 256\ntext_sha256: [aa]\n"
-
-
 @pytest.fixture(scope="session")
 def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the inputs that commands name."""
     root = tmp_path_factory.mktemp("inputs")
-    files = {
-        "book.txt": "It was a dark and stormy night. " * 64,
-        "filler.txt": "The grass is green. The sky is blue. The sun is yellow. " * 39,
-        "empty.txt": "",
-        "bytes.txt": b"a\xff",
-        "binary": b"text\0",
-        "file": "x",
-        "foreign/corpus.json": "{}",
-        "nothing/page.pdf": b"pdf",
-        "words.yaml": "just words",
-        "open.yaml": "a: [",
-        "dollar.yaml": 'seed: "${a"',
-        "bad.yaml": "evaluations: [{kind: paskey}]",
-        "mine.yaml": "evaluations: [{kind: passkey, lengths: [180], depths: [0, 1], n: 2}]",
-        "c.yaml": "seed: 0",
-        "binary.yaml": b"\xff\x00\x01",
-        "empty.yaml": "",
-        "empty_list.yaml": KNOWN + "mitigation: []\n",
-        "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
-        "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
-        "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
-        "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
-        "other.yaml": KNOWN + "mitigation: [{kind: forget_more}]\n",
-        "diagnosis.yaml": "collapsing: [[0, 4]]\n",
-        "healthy.yaml": "collapsing: []\n",
-    }
+    files = yaml.safe_load((DATA / "inputs.yaml").read_text())
+    files["book.txt"] = "It was a dark and stormy night. " * 64
+    files["filler.txt"] = "The grass is green. The sky is blue. The sun is yellow. " * 39
     for name, content in files.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
