@@ -24,8 +24,9 @@ from tests.training.runs import ENVIRONMENT
 SERVER = multiprocessing.get_context("forkserver")
 # Most of what a command imports; building an optimizer imports torch._dynamo.
 SERVER.set_forkserver_preload(
-    ["longrnn.training.train", "longrnn.cli.app", "yaml", "torch._dynamo"]
-    + ["longrnn.evaluation.passkey", "scipy.stats", "matplotlib.pyplot", "pydantic"]
+    ["longrnn.training.train", "longrnn.training.finetune", "longrnn.cli.app", "torch._dynamo"]
+    + ["longrnn.evaluation.run", "longrnn.evaluation.before_after", "longrnn.evaluation.perplexity"]
+    + ["longrnn.reporting.evaluations", "matplotlib.backends.backend_agg", "jinja2", "transformers"]
 )
 LIMIT = 100  # seconds that anything may take
 
