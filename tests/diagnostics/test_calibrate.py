@@ -186,16 +186,16 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
     model, tokens = build(), windows(TARGET + 1)
     assert len(tokens) == 2
     plain, better = mean_loss(model, tokens), []
-    for steps in (1, 4, 20):
+    for steps in (1, 4, 4, 12):
         method = f"{kind}(steps={steps})"
         (member,) = calibrate(Job(model, documents, **LENGTHS, quiet=True), method)
-        assert calibrate(Job(model, documents, **LENGTHS, quiet=True), method) == [member]
         assert member["kind"] == kind
         assert len(member["scale"]) == 2
         better.append(plain - mean_loss(model.under(mitigation(member)), tokens))
         assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
     assert min(better) >= 0
     assert better == sorted(better)
+    assert better[1] == better[2], "the same steps give the same result"
     assert better[-1] > 1e-6, "nothing was found"
 
 
@@ -347,7 +347,7 @@ def test_keys_choose_the_filter_per_head(tmp_path: Path) -> None:
     model = load_editable("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     method = "per_head(windows=1, keys=2)"
-    lengths: dict[str, Any] = {"train_length": 256, "target_length": 8192}
+    lengths: dict[str, Any] = {"train_length": 256, "target_length": 2048}
     (member,) = calibrate(Job(model, texts, **lengths, quiet=True), method)
     assert member["kind"] == "token_filter"
     assert member["heads"] == [[0, 1]]
