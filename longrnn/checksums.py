@@ -7,11 +7,23 @@ are as other programs write and read them. A folder without it is read without v
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from longrnn.errors import UserError
-from longrnn.files import one_line, read_json, sha256, write_atomic
+from longrnn.files import (
+    new_folder,
+    one_line,
+    partial_path,
+    read_json,
+    remove,
+    sha256,
+    sync_folder,
+    write_atomic,
+)
+from longrnn.locks import locked
 
 CHECKSUMS = "checksums.json"
 # What loading a model reads; pickles only where there are no safetensors.
@@ -33,6 +45,37 @@ def write_checksums(folder: Path, patterns: Iterable[str] = READ) -> None:
         if path.is_file() and path.name != CHECKSUMS and any(map(path.match, patterns))
     }
     write_atomic(folder / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+
+
+@contextmanager
+def complete_folder(
+    destination: Path, instead: str, *, patterns: Iterable[str] = READ
+) -> Iterator[Path]:
+    """A new folder that appears with all of its files and their checksums, or not at all.
+
+    Args:
+        destination: the folder, which does not exist or is empty.
+        instead: what to do if it is in use, for the error message.
+        patterns: of the names of the files that are listed in `checksums.json`.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        UserError: the destination is in use.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination} exists already: {instead}")
+    draft = partial_path(destination.absolute())
+    with locked(destination, instead=instead):
+        new_folder(draft)  # in place of what a killed process left
+        try:
+            yield draft
+            write_checksums(draft, patterns)
+            os.rename(draft, destination)
+        finally:
+            remove(draft)
+    sync_folder(destination.parent)
 
 
 def remove_checksums(folder: Path) -> None:

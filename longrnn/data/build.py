@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longrnn.checksums import write_checksums
+from longrnn.checksums import complete_folder
 from longrnn.data.sources import documents, sources
 from longrnn.data.stream import (
     DOCUMENTS,
@@ -30,7 +29,7 @@ from longrnn.data.stream import (
     read_header,
 )
 from longrnn.errors import UserError
-from longrnn.files import file_name, naming, new_folder, partial_path, sync_folder, write_atomic
+from longrnn.files import file_name, naming, write_atomic
 from longrnn.locks import locked
 from longrnn.progress import Progress
 from longrnn.text import Reading, Tokenizer
@@ -110,8 +109,6 @@ def build(
     with locked(folder, instead="choose another --out", wait=wait):
         if (folder / HEADER).is_file() and read_header(folder).identity == identity:
             return read_header(folder)
-        if folder.exists():
-            raise UserError(f"{folder} exists and is not overwritten: choose another --out")
         header = Header(
             tokenizer=name,
             fingerprint=tokenizer.fingerprint(),
@@ -120,18 +117,9 @@ def build(
             dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
             sources=[*map(str, listed)],
         )
-        partial = partial_path(folder)
-        if partial.exists():
-            print(f"the build of {folder} was interrupted: it starts again", file=sys.stderr)
-        new_folder(partial)
-        try:
-            _write(header, listed, tokenizer, partial, reading, quiet)
-            write_atomic(partial / HEADER, json.dumps(asdict(header), indent=2) + "\n")
-            write_checksums(partial, ("*",))
-            os.rename(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        sync_folder(folder.parent)
+        with complete_folder(folder, "choose another --out", patterns=("*",)) as draft:
+            _write(header, listed, tokenizer, draft, reading, quiet)
+            write_atomic(draft / HEADER, json.dumps(asdict(header), indent=2) + "\n")
     return header
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longrnn.checksums import write_checksums
+from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
-from longrnn.files import new_folder, partial_path, sync_folder, write_atomic
+from longrnn.files import write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load
 from longrnn.hf.names import NONE, CheckpointName, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
-from longrnn.locks import locked
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import read_config, save_model
 from longrnn.models.fold import fold
@@ -91,7 +87,7 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
         )
     config = None if to == OURS or is_hybrid else LAYOUTS[to].write(model)
     folder = folder_of(checkpoint)
-    with complete_folder(destination) as draft:
+    with complete_folder(destination, "choose another folder") as draft:
         tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
         if is_hybrid:
             from longrnn.hf.hybrid.trainable import write_hybrid
@@ -104,30 +100,6 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
         else:
             write_atomic(draft / "config.json", config)
             LAYOUTS[to].save(model, draft)
-
-
-@contextmanager
-def complete_folder(destination: Path) -> Iterator[Path]:
-    """A new folder that appears with all of its files and their checksums, or not at all.
-
-    Yields:
-        The folder to write into.
-
-    Raises:
-        UserError: the destination is in use.
-    """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} exists already: give a new folder")
-    draft = partial_path(destination.absolute())
-    with locked(destination, instead="choose another folder"):
-        new_folder(draft)  # in place of that of a conversion that was killed
-        try:
-            yield draft
-            write_checksums(draft)
-            os.rename(draft, destination)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(destination.parent)
 
 
 def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:

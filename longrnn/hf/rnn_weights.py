@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longrnn.bundled import find
+from longrnn.checksums import complete_folder
 from longrnn.config import build_config
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
-from longrnn.hf.convert import complete_folder
 from longrnn.hf.tokenizer import character_level
 from longrnn.models.checkpoint import build_model, cast_weights, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -130,7 +130,7 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
         model = _model(tensors, options)
     except (ValueError, RuntimeError, IndexError) as error:  # of tensors of another shape
         raise UserError(f"{source} cannot be converted: {one_line(error)}") from error
-    with complete_folder(destination) as draft:
+    with complete_folder(destination, "choose another folder") as draft:
         if options.characters is not None:
             beside = source if source.is_dir() else source.parent
             character_level(beside / options.characters, options.replace).save(draft)
