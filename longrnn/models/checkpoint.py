@@ -174,7 +174,7 @@ def build_model(
     # On the meta device, so that the sizes in a damaged file allocate no memory.
     with torch.device("meta"), _ShapesAlone():
         model = RecurrentLM(config)
-    _check_weights(model.state_dict(), given)
+    check_weights(model.state_dict(), given)
     model.load_state_dict(given, strict=True, assign=True)
     embedding, head = model.embedding.weight, model.head.weight
     is_equal = head.dtype == embedding.dtype and torch.equal(head, embedding)
@@ -206,8 +206,13 @@ class _ShapesAlone(TorchFunctionMode):
         return func(*args, **values)
 
 
-def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
-    """Raises a ValueError that names the first weight that does not fit."""
+def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    """Raises a ValueError that names the first weight that does not fit.
+
+    Args:
+        expected: the state dict of a model, perhaps on the meta device.
+        weights: what is to be loaded into it, by the same names.
+    """
     for name in [*expected, *weights]:
         if name not in weights:
             raise ValueError(f"it has no {name}")

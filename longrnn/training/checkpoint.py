@@ -25,6 +25,7 @@ from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.models import TrainableLM
+from longrnn.models.checkpoint import check_weights
 from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import gathered, sharded_like
@@ -159,12 +160,14 @@ def restore(
     adapters = lora.has_adapters(model)
     target, parameters = model.state_dict(), dict(model.named_parameters())
     read = models.read_weights(model, folder)
-    misfit = _misfit(read, target, is_whole=not adapters)
-    if misfit is not None:
+    expected = {name: like for name, like in target.items() if name in read or not adapters}
+    try:
+        check_weights(expected, read)
+    except ValueError as error:
         raise UserError(
-            f"{folder} does not fit the model of this run ({misfit}): leave the model as it was, "
+            f"{folder} does not fit the model of this run ({error}): leave the model as it was, "
             f"or start a new run from it with init_from={folder}"
-        )
+        ) from error
     weights = {name: sharded_like(whole, target[name]) for name, whole in read.items()}
     model.load_state_dict(weights, strict=not adapters)
     for name, values in content["optimizer"].items():
@@ -175,26 +178,6 @@ def restore(
             for key, value in values.items()
         }
     return content, read_tensors(folder / f"carry-{processes.rank()}.pt")
-
-
-def _misfit(
-    read: Mapping[str, Tensor], target: Mapping[str, Tensor], *, is_whole: bool
-) -> str | None:
-    """Which stored tensor does not fit a model, in words; None if all do.
-
-    Args:
-        read: of a checkpoint; one of adapters holds the trained weights only.
-        target: of the model.
-        is_whole: whether all tensors of the model are needed.
-    """
-    for name in [*read, *(target if is_whole else ())]:
-        there, here = (
-            " × ".join(map(str, tensors[name].shape)) if name in tensors else "missing"
-            for tensors in (read, target)
-        )
-        if there != here:
-            return f"{name} is {there} there and {here} here"
-    return None
 
 
 def _write(path: Path, content: Any) -> None:
