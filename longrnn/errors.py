@@ -1,9 +1,10 @@
-"""The error that a user can cause, the search for the name they meant, and SIGTERM."""
+"""The errors that a user can cause, the search for the name they meant, and SIGTERM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 # As many known names are listed in an error.
 LISTED = 16
@@ -44,3 +45,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
         some = get_close_matches(name, names, n=LISTED // 2, cutoff=0)
         return f"{len(names)} are known, such as {', '.join(some)}"
     return f"known: {', '.join(names)}"
+
+
+def require(package: str, purpose: str) -> None:
+    """Check that an optional package is installed.
+
+    Args:
+        package: its name, under which it is imported and pip installs it.
+        purpose: what needs it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise UserError(
+            f"{purpose} needs the package {package}, which is not installed: pip install {package}"
+        )

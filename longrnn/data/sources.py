@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longrnn.errors import UserError
+from longrnn.errors import UserError, require
 from longrnn.files import one_line, read_text
 from longrnn.text import Reading, Tokenizer
 
@@ -170,13 +170,9 @@ def _rows(source: Path | str, reading: Reading) -> Iterator[Mapping[str, Any]]:
             yield {reading.text_column: read_text(source)[0]}
             return
         options = {"path": kind, "data_files": str(source), "split": "train"}
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "tables and datasets need the datasets library, which is not installed: pip install "
-            "datasets"
-        ) from error
+    require("datasets", f"{source} (a table or dataset)")
+    import datasets
+
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield from datasets.load_dataset(**options, streaming=True)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longrnn.errors import UserError
+from longrnn.errors import require
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
@@ -49,8 +48,7 @@ def load_transformer(
     """
     place, options = folder, {"dtype": dtype or "auto"}
     if folder.suffix == GGUF:
-        if find_spec("gguf") is None:
-            raise UserError(f"{folder} needs the package gguf, which is missing: pip install gguf")
+        require("gguf", str(folder))
         place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
     with quietly(), wide_weights(str(config.get("model_type"))), _reading_gguf_once(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(

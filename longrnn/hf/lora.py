@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError, nearest, require
 from longrnn.files import read_json, write_atomic
 from longrnn.hf.layouts import LAYOUTS, as_hugging_face
 from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
@@ -72,7 +71,7 @@ def add_adapters(
     Raises:
         UserError: PEFT is not installed, or a name matches nothing.
     """
-    _require_peft()
+    require("peft", "an adapter")
     from peft import LoraConfig, inject_adapter_in_model
 
     inside: Any = Shell(model)
@@ -184,7 +183,7 @@ def merge_adapter(
         UserError: PEFT is not installed, or the adapter is of other weights.
         Exception: of PEFT, torch and safetensors, for a damaged one.
     """
-    _require_peft()
+    require("peft", "an adapter")
     known = _check_base(folder, base.fingerprint())
     weights = load_file(folder / ADAPTER_WEIGHTS)
     if not isinstance(base, RecurrentLM):
@@ -250,8 +249,3 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
             base: Any = layer.get_base_layer()
             base.weight = nn.Parameter(base.weight.detach().clone())
     adapted.merge_and_unload()
-
-
-def _require_peft() -> None:
-    if find_spec("peft") is None:
-        raise UserError("adapters need PEFT, which is not installed: pip install peft")

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn import processes
 from longrnn.config import flat
-from longrnn.errors import UserError
+from longrnn.errors import UserError, require
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
@@ -48,11 +47,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         UserError: the processes cannot be joined, or the tracker's package is missing.
     """
-    if config.report_to != "none" and find_spec(config.report_to) is None:
-        raise UserError(
-            f"report_to={config.report_to} needs a package that is not installed: "
-            f"pip install {config.report_to}"
-        )
+    if config.report_to != "none":
+        require(config.report_to, f"report_to={config.report_to}")
     AcceleratorState._reset_state()  # an earlier run of this process may have another precision
     sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
     try:
