@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.errors import UserError
 from longrnn.hf.auto_generation import StateCache, cache_of
-from longrnn.hf.auto_inputs import Backbone, check_arguments, labels_without_padding, rows_of
+from longrnn.hf.auto_inputs import Backbone, check_arguments, predicted_labels, rows_of
 from longrnn.state import LMState
 
 
@@ -71,8 +71,6 @@ class RecurrentForward:
                 the device of the tokens.
         """
         check_arguments(kwargs)
-        if kwargs.get("output_attentions"):
-            raise UserError("a recurrent model has no attentions: leave out output_attentions")
         cache = cache_of(past_key_values, state)
         read = input_ids if inputs_embeds is None else inputs_embeds
         if read is None or (input_ids is not None and inputs_embeds is not None):
@@ -106,7 +104,7 @@ class RecurrentForward:
             if logits.shape[1] != time:
                 raise UserError("labels need all logits: leave out logits_to_keep")
             if is_token is not None:
-                labels, kwargs = labels_without_padding(is_token, labels, kwargs)
+                kwargs["shift_labels"] = predicted_labels(is_token, labels, kwargs)
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
         cache.update_state(before, read if is_token is None else read[is_token][None], time, after)
         if use_cache is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 # The same, lengths that follow from that, and arguments of the loss.
 KNOWN_ARGUMENTS = {
     *PACKING, "max_length_q", "max_length_k",
-    "num_items_in_batch", "ignore_index", "shift_labels", "output_attentions",
+    "num_items_in_batch", "ignore_index", "shift_labels",
 }  # fmt: skip
 # Arguments of other models, and what to do instead.
 INSTEAD = {
+    "output_attentions": "leave it out, as there are none",
     "cache_params": "give the cache as past_key_values",
     "output_router_logits": "leave it out, as the loss of routers is not computed "
     "(router_aux_loss_coef=0 for TRL)",
@@ -55,9 +56,10 @@ class Backbone:
         return getattr(self._whole.model, name)
 
 
-def check_arguments(names: Iterable[str]) -> None:
-    """Refuses arguments that would have no effect."""
-    for name in sorted({*names} - KNOWN_ARGUMENTS):
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuses arguments that would have no effect, unless they ask for nothing."""
+    asked = {name for name, value in given.items() if value is not None and value is not False}
+    for name in sorted(asked - KNOWN_ARGUMENTS):
         parameters = {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"}
         remedy = INSTEAD.get(name) or nearest(name, KNOWN_ARGUMENTS | parameters)
         raise UserError(f"{name} is not an argument of a recurrent model: {remedy}")
@@ -171,15 +173,18 @@ def _by_token(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     return values.expand(shape)
 
 
-def labels_without_padding(
-    is_token: Tensor, labels: Tensor | None, kwargs: dict[str, Any]
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Labels, and arguments of the loss, in which no label follows padding."""
-    ignored = kwargs.get("ignore_index", -100)
-    if labels is not None:
-        after_padding = nn.functional.pad(~is_token[:, :-1], (1, 0))
-        labels = labels.masked_fill(after_padding, ignored)
-    if kwargs.get("shift_labels") is not None:
-        shifted = kwargs["shift_labels"].masked_fill(~is_token, ignored)
-        kwargs = kwargs | {"shift_labels": shifted}
-    return labels, kwargs
+def predicted_labels(
+    is_token: Tensor, labels: Tensor | None, arguments: Mapping[str, Any]
+) -> Tensor:
+    """The label that each token predicts, `(b, t)`; the ignored one at padding.
+
+    Args:
+        is_token: `(b, t)` bool, false at padding.
+        labels: `(b, t)`, of the tokens themselves; None if `arguments` has `shift_labels`.
+        arguments: of the loss.
+    """
+    ignored, predicted = arguments.get("ignore_index", -100), arguments.get("shift_labels")
+    if predicted is None:
+        assert labels is not None
+        predicted = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+    return predicted.masked_fill(~is_token, ignored)
