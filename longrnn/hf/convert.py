@@ -11,7 +11,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load
-from longrnn.hf.names import NONE, CheckpointName, base_of, is_adapter, resolve
+from longrnn.hf.names import NONE, CheckpointName, base_folder
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import read_config, save_model
@@ -47,18 +47,10 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
 
 def layout_of(checkpoint: str) -> str:
     """Return the name of the layout of a checkpoint; `hf` for Hugging Face models of any kind."""
-    config = read_config(folder_of(checkpoint))
+    config = read_config(base_folder(checkpoint))
     if config.get("model_type") == "longrnn":
         return OURS
     return next((name for name, known in LAYOUTS.items() if known.is_described(config)), "hf")
-
-
-def folder_of(checkpoint: str) -> Path:
-    """Return the folder with the tokenizer of a checkpoint, for an adapter that of its base."""
-    folder = resolve(checkpoint)
-    while is_adapter(folder):
-        folder = resolve(base_of(folder))
-    return folder
 
 
 def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, to: str) -> None:
@@ -86,7 +78,7 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             f"{checkpoint}+MITIGATION with longrnn; {checkpoint}+{NONE} leaves it out"
         )
     config = None if to == OURS or is_hybrid else LAYOUTS[to].write(model)
-    folder = folder_of(checkpoint)
+    folder = base_folder(checkpoint)
     with complete_folder(destination, "choose another folder") as draft:
         tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
         if is_hybrid:

@@ -26,6 +26,7 @@ from longrnn.hf.layouts import LAYOUTS, as_hugging_face
 from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
 from longrnn.models.checkpoint import build_model, cast_weights
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.models.trainable import TrainableLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,14 +57,13 @@ class Shell(nn.Module):
 
 
 def add_adapters(
-    model: nn.Module, *, r: int, alpha: float, targets: Sequence[str], full: Sequence[str]
+    model: TrainableLM, *, r: int, targets: Sequence[str], full: Sequence[str]
 ) -> None:
     """Adds adapters to a model, whose other parameters are frozen.
 
     Args:
         model: changed in place.
-        r: rank of the adapters.
-        alpha: they are scaled by alpha / r.
+        r: rank of the adapters, which are scaled by 2.
         targets: last names of linear modules, such as `in_proj`; or whole names, also those of the
             checkpoint's layout.
         full: last names of parameters, or of modules, that are trained as a whole.
@@ -74,8 +74,9 @@ def add_adapters(
     require("peft", "an adapter")
     from peft import LoraConfig, inject_adapter_in_model
 
+    model.base_fingerprint = model.fingerprint()
     inside: Any = Shell(model)
-    layout = LAYOUTS.get(str(getattr(model, "base_layout", None)))
+    layout = LAYOUTS.get(str(model.base_layout))
     if layout is not None:
         targets = [layout.renamed(name, to_ours=True) for name in targets]
     names = [name for name, part in inside.named_modules() if isinstance(part, nn.Linear)]
@@ -87,7 +88,7 @@ def add_adapters(
                 whole = "is not linear: add it to peft.full, which trains it as a whole"
                 remedy = whole if name in known else f"is unknown: {nearest(name, valid)}"
                 raise UserError(f"peft.{option}: {name!r} {remedy}")
-    options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
+    options = LoraConfig(r=r, lora_alpha=2 * r, target_modules=list(targets))  # type: ignore[arg-type]
     inject_adapter_in_model(options, inside)
     model.peft_config = inside.peft_config
     for name, parameter in inside.named_parameters():
@@ -100,36 +101,28 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
     """What `save_adapter` wrote, under the names of the model's state dict.
 
     Raises:
         UserError: it is the adapter of another base than the model's.
     """
-    _check_base(folder, str(model.base_fingerprint))
+    _check_base(folder, model.base_fingerprint)
     ours = {_saved_name(model, name): name for name, _ in model.named_parameters()}
     stored = load_file(folder / ADAPTER_WEIGHTS)
     return {ours.get(name, name): tensor for name, tensor in stored.items()}
 
 
 def save_adapter(
-    model: nn.Module,
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    *,
-    base: str,
-    base_fingerprint: str,
-    mitigation: str | None,
+    model: TrainableLM, folder: Path, weights: Mapping[str, Tensor], *, base: str
 ) -> None:
-    """Writes an adapter as PEFT writes it.
+    """Writes an adapter as PEFT writes it, with the mitigation under which it was trained.
 
     Args:
         model: with adapters.
         folder: created if it does not exist.
         weights: the whole state dict of the model.
-        base: name or path of the base model.
-        base_fingerprint: of its weights in float32.
-        mitigation: under which the adapter was trained.
+        base: name or path of the base model, whose weights were in float32.
     """
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     tensors = {
@@ -143,7 +136,7 @@ def save_adapter(
     layout = LAYOUTS.get(str(model.base_layout))
     if layout is not None:
         config["target_modules"] = sorted(map(layout.renamed, config["target_modules"]))
-    record = {"fingerprint": base_fingerprint, "mitigation": mitigation}
+    record = {"fingerprint": model.base_fingerprint, "mitigation": model.trained_under}
     remove_checksums(folder)
     write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / ADAPTER, json.dumps(config, indent=2, default=sorted) + "\n")  # of sets

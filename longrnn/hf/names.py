@@ -169,6 +169,18 @@ def base_of(folder: Path) -> str:
     return base
 
 
+def base_folder(checkpoint: str) -> Path:
+    """Return the folder of a checkpoint, for an adapter that of its base model.
+
+    Raises:
+        UserError: as `resolve` and `base_of`.
+    """
+    folder = resolve(checkpoint)
+    while is_adapter(folder):
+        folder = resolve(base_of(folder))
+    return folder
+
+
 def training_length(checkpoint: str) -> int | None:
     """Returns the training length in tokens from a checkpoint's train.yaml; None without it.
 

@@ -18,7 +18,7 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import layout_of
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import base_of, is_adapter, resolve, split_spec
+from longrnn.hf.names import base_folder, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
@@ -50,13 +50,9 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         plain = _plain(loaded, config.init_from)
     check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
-        plain.base_fingerprint = plain.fingerprint()
-        folder = resolve(split_spec(str(config.init_from))[0])
-        while is_adapter(folder):
-            folder = resolve(base_of(folder))
+        folder = base_folder(split_spec(str(config.init_from))[0])
         plain.base_layout = layout_of(read_config(folder))
-        adapters = config.peft.model_dump()
-        lora.add_adapters(plain, alpha=2 * config.peft.r, **adapters)
+        lora.add_adapters(plain, **config.peft.model_dump())
     plain = _with_window(plain, loaded, config)
     model: Any = plain.under(None if loaded is None else loaded.mitigation)
     if config.mitigation is not None:
@@ -175,10 +171,7 @@ def save(
     """
     spec = model.trained_under
     if lora.has_adapters(model):
-        fingerprint = str(model.base_fingerprint)
-        lora.save_adapter(
-            model, folder, weights, base=str(base), base_fingerprint=fingerprint, mitigation=spec
-        )
+        lora.save_adapter(model, folder, weights, base=str(base))
         return
     if not isinstance(model, RecurrentLM):
         from longrnn.hf.hybrid.trainable import save_hybrid

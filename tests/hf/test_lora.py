@@ -110,13 +110,13 @@ def test_an_adapter_of_a_model_of_transformers_is_merged(
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
     """With its mitigation and the parameters that were trained as a whole; it can be saved."""
     model: Any = load(f"{base}+none")
-    known = {"base": str(base), "base_fingerprint": model.fingerprint(), "mitigation": WINDOW}
     whole = ["A_log", "embedding"]  # the tied head has an adapter, and is trained as a whole too
-    lora.add_adapters(model, r=2, alpha=4, targets=["in_proj", "head"], full=whole)
+    lora.add_adapters(model, r=2, targets=["in_proj", "head"], full=whole)
     with torch.no_grad():
         for one in model.parameters():
             one += 0.1 * one.requires_grad
-    lora.save_adapter(model, tmp_path / "adapter", model.state_dict(), **known)
+    model.trained_under = WINDOW
+    lora.save_adapter(model, tmp_path / "adapter", model.state_dict(), base=str(base))
     wanted = model.under(mitigation(WINDOW))(TOKENS).logits
     for name in ("adapter", "saved"):
         narrow = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="bfloat16")

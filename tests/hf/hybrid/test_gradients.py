@@ -90,7 +90,7 @@ def adapted(kind: str) -> HybridLM:
     model = double.__wrapped__(kind)  # another one
     inside = [pair for cell in model.cells for pair in cell.named_modules()]
     linear = {name.rpartition(".")[2] for name, part in inside if isinstance(part, nn.Linear)}
-    add_adapters(model, r=2, alpha=4, targets=sorted(linear), full=[])
+    add_adapters(model, r=2, targets=sorted(linear), full=[])
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.1 * weight.requires_grad
