@@ -40,13 +40,13 @@ def states(model: Model, states: States, output: Output) -> None:
     """
     from longrnn.diagnostics.states import diagnose
     from longrnn.evaluation.texts import newlines, read_documents
-    from longrnn.hf.names import required_training_length
+    from longrnn.hf.names import training_length
     from longrnn.hf.opened import open_checkpoint
     from longrnn.reporting.states import summary, write_report
 
     if not states.texts and not states.newlines:
         raise UserError("give --text FILE, --newlines, or both")
-    trained = states.train_length or required_training_length(model.checkpoint)
+    trained = states.train_length or training_length(model.checkpoint)
     folder = output.folder("states", [model.checkpoint], model.mitigation, states.texts)
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
     documents = read_documents(states.texts, opened.tokenizer, opened.model)

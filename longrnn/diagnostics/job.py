@@ -15,7 +15,7 @@ from longrnn.diagnostics.observe import GLOBAL, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.hf.load import load_editable
-from longrnn.hf.names import required_training_length
+from longrnn.hf.names import training_length
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
@@ -95,7 +95,7 @@ class Job(NamedTuple):
         quiet: bool,
     ) -> Self:
         """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
-        trained = train_length or required_training_length(checkpoint)
+        trained = train_length or training_length(checkpoint)
         model, tokenizer = load_editable(checkpoint, device=device), load_tokenizer(checkpoint)
         documents = read_documents(texts, tokenizer, model)
         return cls(model, documents, trained, target_length, tokenizer, quiet)

@@ -25,6 +25,7 @@ from longrnn.files import write_atomic
 from longrnn.hf.cell_names import CELLS, MODEL_TYPES, NATIVE_LAYERS
 from longrnn.models.checkpoint import build_model, read_weights, rename_weights
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.options import Count, validated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,12 +131,10 @@ def _read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
     options: Any = {ours.get(key, key): given[key] for key in given if key not in without_effect}
     whole = NATIVE_DEFAULTS | dict(config)
     model = {name: whole.get(theirs) for name, (theirs, _) in MODEL.items()}
-    size, multiple = whole.get("vocab_size"), whole["pad_vocab_size_multiple"]
-    if not isinstance(size, int) or not isinstance(multiple, int) or multiple < 1:
-        raise UserError(
-            f"{source} has vocab_size = {size!r} and pad_vocab_size_multiple = {multiple!r}: give "
-            "whole numbers of at least 1"
-        )
+    size, multiple = (
+        validated(Count, whole.get(name), f"{source}, {name}")
+        for name in ("vocab_size", "pad_vocab_size_multiple")
+    )
     model["vocab_size"] = -(-size // multiple) * multiple
     return _configuration(model | {"norm_eps": NATIVE_EPS}, kind, options, source)
 

@@ -181,8 +181,8 @@ def base_folder(checkpoint: str) -> Path:
     return folder
 
 
-def training_length(checkpoint: str) -> int | None:
-    """Returns the training length in tokens from a checkpoint's train.yaml; None without it.
+def training_length(checkpoint: str) -> int:
+    """Return the training length in tokens from a checkpoint's train.yaml.
 
     If a run carried its state, this is the length of one segment.
 
@@ -190,16 +190,11 @@ def training_length(checkpoint: str) -> int | None:
         checkpoint: name, folder, or `CHECKPOINT+MITIGATION`.
 
     Raises:
-        UserError: train.yaml is damaged.
+        UserError: train.yaml is missing or damaged, or does not have the length.
     """
     folder = resolve(split_spec(checkpoint)[0])
     source = str(folder / RECORDED)
-    return validated(dict[str, Tokens], read_recorded(folder).get("length", {}), source).get("max")
-
-
-def required_training_length(checkpoint: str) -> int:
-    """Returns the `training_length`, or raises a UserError if it is not known."""
-    length = training_length(checkpoint)
-    if length is None:
+    lengths = validated(dict[str, Tokens], read_recorded(folder).get("length", {}), source)
+    if "max" not in lengths:
         raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
-    return length
+    return lengths["max"]
