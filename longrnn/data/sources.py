@@ -64,13 +64,8 @@ def _files_in(folder: Path) -> list[Path]:
     distinct: dict[Path, Path] = {}
     for name in sorted(map(Path, glob("**", root_dir=folder, recursive=True))):
         file = (folder / name).resolve()
-        if name.suffix.lower() not in IN_FOLDERS or file.is_dir():
-            continue
-        if not file.exists():
-            raise UserError(
-                f"{folder / name} is a link to a missing file: remove it, or restore the file"
-            )
-        distinct.setdefault(file, folder / name)
+        if name.suffix.lower() in IN_FOLDERS and not file.is_dir():
+            distinct.setdefault(file, folder / name)
     return [*distinct.values()]
 
 
