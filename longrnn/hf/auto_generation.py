@@ -125,25 +125,14 @@ class RecurrentGeneration:
     def _prepare_attention_mask_for_generation(  # pyright: ignore
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Takes the pad token for padding, but not at the end of one prompt, nor in a draft.
-
-        Raises:
-            UserError: one of several prompts ends in it.
-        """
+        """Takes the pad token for padding, but not at the end of one prompt, nor in a draft."""
         mask: Tensor = super()._prepare_attention_mask_for_generation(  # pyright: ignore
             inputs_tensor, generation_config, model_kwargs
         )
         if generation_config.is_assistant:
             return torch.ones_like(mask)
         is_last = mask.flip(1).cumsum(1).flip(1) == 0
-        if len(mask) == 1:
-            return mask.masked_fill(is_last, 1)
-        if bool(is_last.any()):
-            raise UserError(
-                "prompts end in the pad token: if it is text, give an attention_mask of ones; else "
-                "set padding_side='left' in the tokenizer"
-            )
-        return mask
+        return mask.masked_fill(is_last, 1) if len(mask) == 1 else mask
 
     def _prepare_cache_for_generation(  # pyright: ignore
         self, config: Any, model_kwargs: dict[str, Any], *rest: Any
@@ -163,8 +152,9 @@ class RecurrentGeneration:
             )
         if mask is not None and not bool(mask[:, -1].all()):
             raise UserError(
-                "the attention_mask has padding on the right, and a row is continued after its "
-                "last column: set padding_side='left' in the tokenizer"
+                "the attention_mask has padding on the right, or several prompts end in the pad "
+                "token, and a row is continued after its last column: set padding_side='left' in "
+                "the tokenizer, or give an attention_mask of ones if the pad token is text"
             )
         if config.use_cache is not False:
             given = model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None)
