@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from longrnn.cells.observe import decay_sums
 from longrnn.data.batch import UNSCORED
-from longrnn.errors import UserError
 from longrnn.models import LanguageModel
+from longrnn.models.base import require_cells
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 
@@ -81,12 +81,7 @@ def observe(
     Raises:
         UserError: a model without cells of longrnn, or logits that are not finite.
     """
-    if not model.cells:
-        kind = getattr(model, "kind", type(model).__name__)
-        raise UserError(
-            f"the states of a {kind} cannot be read: give a model of longrnn, or a hybrid with "
-            "recurrent layers"
-        )
+    require_cells(model)
     targets = F.pad(tokens[:, 1:], (0, 1), value=UNSCORED)
     state, position = model.init_state(len(tokens)), 0
     device = state.position.device

@@ -31,7 +31,7 @@ from longrnn.hf.names import (
 )
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
-from longrnn.models.base import NO_CELLS
+from longrnn.models.base import require_cells
 from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.units import parse_length
@@ -181,8 +181,7 @@ def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> 
             f"{name} is a model under {model.mitigation}, and this needs it without: give "
             f"{name}+{NONE}"
         )
-    if not model.cells:
-        raise UserError(f"{name} cannot be used here: {NO_CELLS}")
+    require_cells(model, name)
     return model
 
 

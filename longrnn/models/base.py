@@ -24,10 +24,6 @@ from longrnn.state import LMState, PyTree, described
 
 # Logits, over all rows and tokens, that one call of `token_losses` may hold.
 MAX_LOGITS = 2**25
-NO_CELLS = (
-    "longrnn computes no recurrence of this model: give a checkpoint of longrnn, or a hybrid with "
-    "recurrent layers; CHECKPOINT+beyond and --chunk-select work for any model"
-)
 
 
 class LMOutput(NamedTuple):
@@ -144,8 +140,7 @@ class LanguageModel(nn.Module, ABC):
         if mitigation is None:
             vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
-        if not self.cells:
-            raise UserError(NO_CELLS)
+        require_cells(self)
         before = [] if self.mitigation is None else [self.mitigation]
         whole = Chain([*before, build_mitigation(mitigation)])
         # The plain model is what numbers are calibrated for.
@@ -168,6 +163,24 @@ class LanguageModel(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return "" if self.mitigation is None else f"mitigation={self.mitigation}"
+
+
+def require_cells(model: LanguageModel, name: str = "this model") -> None:
+    """Refuse a model without cells of longrnn.
+
+    Args:
+        model: any language model.
+        name: what an error calls it.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not model.cells:
+        raise UserError(
+            f"{name} cannot be used here, because longrnn computes no recurrence of it: give a "
+            "checkpoint of longrnn, or a hybrid with recurrent layers; CHECKPOINT+beyond and "
+            "--chunk-select work for any model"
+        )
 
 
 def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from longrnn.hf.names import base_folder, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
+from longrnn.models.base import require_cells
 from longrnn.models.checkpoint import load_model, read_config, save_model
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
@@ -66,11 +67,7 @@ def _plain(loaded: Any, name: str) -> Any:
     """A loaded model without its mitigation, in float32."""
     if isinstance(loaded, RecurrentLM):
         return loaded.under(None).float()
-    if not loaded.cells:
-        raise UserError(
-            f"init_from={name} is a Hugging Face {loaded.kind} without recurrent layers that "
-            "longrnn computes: train it with Hugging Face's Trainer"
-        )
+    require_cells(loaded, f"init_from={name}")
     from longrnn.hf.hybrid.trainable import trainable
 
     return trainable(loaded)

@@ -218,7 +218,7 @@ def not_differentiable(theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "damage", "message"),
     [
-        ("llama", {}, None, "without recurrent layers"),
+        ("llama", {}, None, "no recurrence"),
         ("xlstm", {"attention_window": 16}, None, "attention_window"),
         ("falcon_h1", {"attention_window": 999}, None, "128 tokens"),
         ("falcon_h1", {"peft": {"targets": ["conv1d"]}}, None, "peft.full"),
