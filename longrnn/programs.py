@@ -133,9 +133,7 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
             f"folder, then: {again}",
             REFUSED,
         )
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
-    ):
+    if is_out_of_memory(error):
         size = _SIZE.search(str(error))
         wanted = "" if size is None else f" for {float(size[1]):,.15g} {size[2]}"
         return (
@@ -147,6 +145,12 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
         f"unexpected {type(error).__name__}{detail}; run again with {DEBUG}=1 for the traceback",
         UNEXPECTED,
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is a failed allocation, by Python or by torch on any device."""
+    is_of_torch = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError) or is_of_torch
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

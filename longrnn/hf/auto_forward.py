@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from longrnn.errors import UserError
 from longrnn.hf.auto_generation import StateCache, cache_of
 from longrnn.hf.auto_inputs import Backbone, check_arguments, predicted_labels, rows_of
+from longrnn.models.trainable import OFFLOADED
 from longrnn.state import LMState
 
 
@@ -77,10 +78,7 @@ class RecurrentForward:
             raise UserError("give either input_ids, (batch, time), or inputs_embeds, with a width")
         devices = {*getattr(self, "hf_device_map", {}).values()}
         if len(devices) > 1 or self.get_input_embeddings().weight.is_meta:
-            raise UserError(
-                "weights of this model are offloaded to the disk or the CPU, where its recurrence "
-                "cannot read them: load it without device_map, max_memory and cpu_offload"
-            )
+            raise UserError(OFFLOADED)
         time = read.shape[1]
         model = self.language_model
         before = cache.before(len(read)) or model.init_state(len(read))

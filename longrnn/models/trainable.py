@@ -15,10 +15,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
+
+OFFLOADED = (
+    "weights of this model are offloaded to the disk or the CPU, where its recurrence cannot read "
+    "them: load it without device_map, max_memory and cpu_offload"
+)
 
 
 class TrainableLM(LanguageModel):
@@ -107,7 +113,12 @@ class TrainableLM(LanguageModel):
             rows: see `forward`.
             observe: an empty list, which is filled with the vectors before and after each block of
                 the last `keep` tokens, `(b, t, d)`; the last entry is the head's input.
+
+        Raises:
+            UserError: as `forward`, or weights that accelerate has offloaded.
         """
+        if self.head.weight.is_meta and not tokens.is_meta:
+            raise UserError(OFFLOADED)
         embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
         if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)

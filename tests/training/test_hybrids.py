@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -16,6 +17,7 @@ from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.model import HybridLM
+from longrnn.hf.hybrid.trainable import trainable
 from longrnn.state import detach
 from longrnn.text import ByteTokenizer
 from longrnn.training.batches import segments
@@ -242,6 +244,14 @@ def test_a_model_that_cannot_be_trained_is_refused(
     settings = config(base, tmp_path / "run", **changes)
     with pytest.raises(UserError, match=message):
         build(settings, TASKS.build(settings.task, ByteTokenizer()))
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_missing_gradient(tmp_path: Path) -> None:
+    model: Any = load(hybrid(tmp_path, "falcon_h1"))
+    failure = torch.OutOfMemoryError("CUDA out of memory")
+    model.model.model.final_layernorm.register_forward_hook(Mock(side_effect=failure))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainable(model)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from longrnn.hf.foreign import MITIGATION_KEY
 from longrnn.hf.foreign_load import quietly
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.programs import is_out_of_memory
 from longrnn.text import Tokenizer
 
 # What `HybridLM` puts in front of the names of weights.
@@ -47,6 +48,8 @@ def trainable(model: HybridLM) -> HybridLM:
         loss = first.logits.sum() + second.logits.sum()
         torch.autograd.grad(loss, weights)
     except RuntimeError as error:  # also a NotImplementedError
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"this {model.kind} cannot be trained here, because its gradients cannot be "
             f"computed ({one_line(error)}): train it with the Trainer of Hugging Face, or train "

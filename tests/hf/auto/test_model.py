@@ -234,6 +234,8 @@ def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
     model = LongRNNForCausalLM.from_pretrained(tmp_path, **kwargs)
     if how == "cpu_offload":
         accelerate.cpu_offload(model, torch.device("cpu"))
+        with pytest.raises(UserError, match="offload"):
+            model.model(random_tokens(1, 3))
     if how == "disk_offload":
         accelerate.disk_offload(model, str(tmp_path / "offload"), torch.device("cpu"))
     with pytest.raises(UserError, match="offload"):
