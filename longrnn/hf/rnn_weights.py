@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,6 @@ class WeightNames(Options):
     transposed: bool = False
 
 
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    # A checkpoint of a training run may hold the state dict beside other things.
-    inner = [part for part in content.values() if isinstance(part, Mapping)]
-    dicts = [part for part in inner if part and all(map(torch.is_tensor, part.values()))]
-    return dict(dicts[0] if len(dicts) == 1 else content)
-
-
 def _read_folder(path: Path) -> dict[str, Tensor]:
     """Read one file of float32 numbers per tensor, as `manifest.json` lists them."""
     arrays = {
@@ -95,9 +88,12 @@ def _read_folder(path: Path) -> dict[str, Tensor]:
 READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     ".safetensors": load_file,
     ".npz": lambda path: {name: torch.from_numpy(array) for name, array in np.load(path).items()},
-    **dict.fromkeys((".pt", ".pth", ".bin"), _read_pickle),
+    **dict.fromkeys(
+        (".pt", ".pth", ".bin"), partial(torch.load, map_location="cpu", weights_only=True)
+    ),
     "": _read_folder,
 }
+LIBRARIES = ("torch", "tensorflow")
 
 
 def convert_rnn(source: Path, destination: Path, *, library: str, names: str | None = None) -> None:
@@ -118,7 +114,7 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     if library not in LIBRARIES:
         raise UserError(f"unknown library {library!r}: {nearest(library, LIBRARIES)}")
     tensors = _read(source)
-    known = LIBRARIES[library](tensors)
+    known = _names_in_torch(tensors) if library == "torch" else {"transposed": True}
     if names is not None:
         known |= read_mapping(
             find(names, FILES_OF_NAMES), f"see {FILES_OF_NAMES}", kind="file of names"
@@ -154,7 +150,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"file that ends in {', '.join(filter(None, READERS))}; write a pickle of a whole "
             "model again as torch.save(model.state_dict(), …)"
         ) from error
-    if not tensors or not all(map(torch.is_tensor, tensors.values())):
+    if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} is not a state dict: save the tensors by name, without others")
     return tensors
 
@@ -184,13 +180,6 @@ def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "bias": [name for name in biases if _name(name, 0) in tensors],
         **{option: found[0] for option, found in candidates.items() if len(found) == 1},
     }
-
-
-# What is known of the weights of a library without a file of names.
-LIBRARIES: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Any]]] = {
-    "torch": _names_in_torch,
-    "tensorflow": lambda tensors: {"transposed": True},
-}
 
 
 def _model(tensors: Mapping[str, Tensor], names: WeightNames) -> RecurrentLM:

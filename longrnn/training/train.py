@@ -80,8 +80,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
         quiet: print nothing.
 
     Raises:
-        UserError: the folder has no run, a checkpoint is to be continued in its own folder, or an
-            override cannot change a run that has begun.
+        UserError: the folder has no run, a run is to continue in another folder or a checkpoint in
+            its own, or an override cannot change a run that has begun.
     """
     is_branch = checkpoint.CHECKPOINT_NAME.fullmatch(folder.name) is not None
     home = folder.parent if is_branch else folder
@@ -91,14 +91,11 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
             f"{folder} holds no run (it has no train.yaml): give the output_dir of one, or start "
             "one with `longrnn train CONFIG`"
         )
-    before = configured(recorded | {"output_dir": str(home)}, ())
-    given = [override for override in overrides if override.startswith("output_dir=")]
-    if is_branch and not given:
-        raise UserError(f"a run that continues {folder} needs a folder: add output_dir=FOLDER")
-    if given and not is_branch:
+    before = configured(recorded | {"output_dir": str(home)})
+    if is_branch != any(override.startswith("output_dir=") for override in overrides):
         raise UserError(
-            f"a resumed run stays in its folder: leave out {given[0]}, or continue one of its "
-            f"checkpoints there, as in --resume {folder}/checkpoint-00000500"
+            "a resumed run stays in its folder, and one of its checkpoints continues in another: "
+            "give --resume RUN, or --resume RUN/checkpoint-00000500 output_dir=FOLDER"
         )
     now = configured(before, overrides)
     # The base of an adapter is read again, and may be in another place.
