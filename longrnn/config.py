@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError
-from longrnn.options import validated
 from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 
 TRAIN = "configs/train"
-C = TypeVar("C")
 RECORDED = "train.yaml"  # where a run records its configuration
 
 
@@ -27,23 +25,6 @@ def load_config(path: str | Path) -> dict[str, Any]:
     """
     remedy = f"see {bundled(TRAIN)} for ones that run"
     return read_mapping(find(path, TRAIN), remedy, kind="configuration file")
-
-
-def build_config(
-    kind: type[C], values: Any, overrides: Sequence[str] = (), *, source: str = "configuration"
-) -> C:
-    """A configuration from nested values.
-
-    Args:
-        kind: a pydantic model, or a dataclass whose `__pydantic_config__` forbids unknown keys.
-        values: a mapping.
-        overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
-        source: names the values in errors.
-
-    Raises:
-        UserError: an unknown key (the nearest is named), or a value that is not valid.
-    """
-    return validated(kind, overridden(values, overrides), source)
 
 
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

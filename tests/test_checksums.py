@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn.checksums import CHECKSUMS, damage, read_checksums, write_checksums
-from longrnn.config import build_config
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
@@ -36,7 +35,7 @@ __all__ = ["cli"]
 
 def model() -> RecurrentLM:
     torch.manual_seed(0)
-    return RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+    return RecurrentLM(RecurrentConfig(**MAMBA2))
 
 
 def flips(path: Path, n: int) -> Iterator[tuple[int, int]]:

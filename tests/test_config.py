@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from longrnn.cells import MIXERS
-from longrnn.config import build_config, dump_config, load_config
+from longrnn.config import dump_config, load_config, overridden
 from longrnn.errors import UserError
-from longrnn.options import Options
+from longrnn.options import Options, validated
 from longrnn.training.config import configured
 from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 from tests.refusals import naming
@@ -35,7 +35,7 @@ class Outer(Options):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Outer:
-    return build_config(Outer, load_config(path), overrides)
+    return validated(Outer, overridden(load_config(path), overrides), "it")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -79,7 +79,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match=naming(Path(path).name)):
             load(path)
     with pytest.raises(UserError, match="somewhere"):
-        build_config(Outer, None, source="somewhere")
+        validated(Outer, None, "somewhere")
 
 
 def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longrnn.cells import MIXERS
-from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.hf.cell_names import CELLS, MODEL_TYPES, NATIVE_LAYERS
@@ -228,7 +227,7 @@ def _configuration(
     defaults = _defaults(kind)
     changed = {name: value for name, value in given.items() if value != defaults.get(name, name)}
     mixer = {"mixer": {"kind": kind, **changed}}
-    return build_config(RecurrentConfig, {**config, **mixer}, source=source)
+    return validated(RecurrentConfig, {**config, **mixer}, source)
 
 
 def _defaults(kind: str) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from longrnn.bundled import find
 from longrnn.checksums import complete_folder
-from longrnn.config import build_config
+from longrnn.config import overridden
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.hf.tokenizer import character_level
 from longrnn.models.checkpoint import build_model, cast_weights, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.options import Options
+from longrnn.options import Options, validated
 from longrnn.yaml import read_mapping
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
         )
     if "input" not in known:
         raise UserError(f"{source} needs a file of names (--names): see those in {FILES_OF_NAMES}")
-    options = build_config(WeightNames, known, source=names or str(source))
+    options = validated(WeightNames, overridden(known, ()), names or str(source))
     try:
         model = _model(tensors, options)
     except (ValueError, RuntimeError, IndexError) as error:  # of tensors of another shape

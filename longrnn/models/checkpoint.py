@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from longrnn.checksums import remove_checksums, write_checksums
-from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import read_json, write_atomic
 from longrnn.models.base import LanguageModel
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.options import validated
 
 ModelT = TypeVar("ModelT", bound=LanguageModel)
 CHECKPOINT_FORMAT = 2
@@ -133,7 +133,7 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     """
     description, source = read_config(folder), str(folder / "config.json")
     options = {name: description[name] for name in OPTIONS if name in description}
-    config = build_config(RecurrentConfig, options, source=source)
+    config = validated(RecurrentConfig, options, source)
     # transformers writes `model.` in front of all names.
     tensors = rename_weights(read_weights(folder), lambda name: name.removeprefix("model."))
     model = build_model(config, tensors, backend=backend)

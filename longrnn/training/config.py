@@ -21,12 +21,12 @@ from pydantic import (
 )
 
 from longrnn.cells import MIXERS
-from longrnn.config import build_config, flat, load_config, overridden
+from longrnn.config import flat, load_config, overridden
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
-from longrnn.options import Count, Options, Seed, Share, Tokens
+from longrnn.options import Count, Options, Seed, Share, Tokens, validated
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.training.initial_states import INITIAL_STATES
@@ -162,7 +162,7 @@ class TrainConfig(Options, validate_default=True):
     @classmethod
     def _check_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         if value:
-            build_config(RecurrentConfig, value, source="model")
+            validated(RecurrentConfig, value, "model")
         return value
 
     @field_validator("initial_state")
@@ -237,7 +237,7 @@ def configured(
         source: what errors call it.
 
     Raises:
-        UserError: no such file, or as `longrnn.config.build_config`.
+        UserError: no such file, or as `longrnn.options.validated`.
     """
     if isinstance(config, TrainConfig):
         if not overrides:
@@ -247,7 +247,7 @@ def configured(
         config, source = load_config(config), str(config)
     values = overridden(config, overrides)
     _drop_meaningless(values, {override.partition("=")[0] for override in overrides})
-    return build_config(TrainConfig, values, source=source)
+    return validated(TrainConfig, values, source)
 
 
 def _drop_meaningless(values: dict[str, Any], given: set[str]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from longrnn.config import build_config
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf import lora
@@ -24,6 +23,7 @@ from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
 from longrnn.models.base import require_cells
 from longrnn.models.checkpoint import load_model, read_config, save_model
+from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 
@@ -44,7 +44,7 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
     loaded: Any = None
     if config.init_from is None:
         options = {"vocab_size": task.vocab_size, **config.model}
-        plain: Any = RecurrentLM(build_config(RecurrentConfig, options, source="model"))
+        plain: Any = RecurrentLM(validated(RecurrentConfig, options, "model"))
     else:
         begins = origin is None or config.peft is not None
         loaded = load(config.init_from if begins else str(origin))

@@ -18,7 +18,6 @@ import typer
 import yaml
 
 from longrnn.cli.app import run
-from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
@@ -43,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `text` (a byte-level model) and `backwards` (a short run on reverse)."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    save_model(RecurrentLM(build_config(RecurrentConfig, LSTM)), root / "text")
+    save_model(RecurrentLM(RecurrentConfig(**LSTM)), root / "text")
     train(tiny("reverse", root / "backwards", max_steps=4))
     return root
 

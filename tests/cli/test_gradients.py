@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.config import build_config
 from longrnn.diagnostics import gradients
 from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM
@@ -37,7 +36,7 @@ def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     found = head_of(tmp_path / "out")["models"]
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(build_config(RecurrentConfig, {"vocab_size": 9, **config.model}))
+    expected = RecurrentLM(RecurrentConfig(**{"vocab_size": 9} | config.model))
     with torch.no_grad():
         expected.get_parameter(name).fill_(0.05)
     assert list(found) == ["c.yaml", orthogonal]
@@ -67,7 +66,7 @@ def test_each_model_reads_a_text_with_its_own_tokenizer(
 ) -> None:
     """Models with different tokenizers are measured on the same text."""
     bpe, read = trained_bpe(), []
-    save_model(RecurrentLM(build_config(RecurrentConfig, LSTM | {"vocab_size": 600})), Path("bpe"))
+    save_model(RecurrentLM(RecurrentConfig(**LSTM | {"vocab_size": 600})), Path("bpe"))
     bpe.save(Path("bpe"))
 
     def record(model: RecurrentLM, task: Any, length: int) -> Any:

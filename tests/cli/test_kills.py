@@ -41,15 +41,14 @@ COMMANDS = dict(table((DATA / "kills.txt").read_text(), {}))
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, configurations and texts for the commands."""
-    from longrnn.config import build_config
     from longrnn.models import RecurrentConfig, RecurrentLM
     from longrnn.models.checkpoint import save_model
     from tests.training.runs import LSTM, MAMBA2
 
     folder = tmp_path_factory.mktemp("shelf")
     torch.manual_seed(0)
-    save_model(RecurrentLM(build_config(RecurrentConfig, LSTM)), folder / "model")
-    save_model(RecurrentLM(build_config(RecurrentConfig, MAMBA2)), folder / "mamba2")
+    save_model(RecurrentLM(RecurrentConfig(**LSTM)), folder / "model")
+    save_model(RecurrentLM(RecurrentConfig(**MAMBA2)), folder / "mamba2")
     rng = random.Random(0)
     words = [f"{rng.choice('bdklmnprst')}{rng.choice('aeiou')}" for _ in range(3000)]
     (folder / "text.txt").write_text(" ".join(words))

@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from longrnn.cli.app import app
-from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI, commands, contents, table
@@ -45,7 +44,7 @@ def places(models: Path, tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "suite.yaml").write_text(
         "evaluations:\n- {kind: passkey, lengths: [160], depths: [1.0], n: 1}\n"
     )
-    mamba = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+    mamba = RecurrentLM(RecurrentConfig(**MAMBA2))
     save_model(mamba, tmp_path / "mamba")
     config = tiny("reverse", tmp_path / "run", max_steps=2, length={"max": 4})
     return {

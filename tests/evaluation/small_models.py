@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.config import build_config
 from longrnn.data.prompts import QUESTION
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.options import EvaluationOptions
@@ -83,7 +82,7 @@ def small_model(
     config = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1} | changes
     config.setdefault("mixer", {"kind": "lstm"})
     torch.manual_seed(seed)
-    model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
+    model = RecurrentLM(RecurrentConfig(**config)).eval()
     if folder is not None:
         save_model(model, folder)
     source = None if folder is None else CheckpointName(str(folder))

@@ -12,7 +12,7 @@ import torch
 
 from longrnn import RecurrentConfig, RecurrentLM
 from longrnn import train as train_run
-from longrnn.config import build_config, dump_config
+from longrnn.config import dump_config
 from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
 from longrnn.training import checkpoint
@@ -93,7 +93,7 @@ def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:
         del values["model"]
     if "warmup_steps" not in changes:
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"])
-    return build_config(TrainConfig, values)
+    return TrainConfig(**values)
 
 
 def write_config(config: TrainConfig, path: Path) -> Path:
@@ -183,7 +183,7 @@ def sick(folder: Path, fault: str, kind: str = "reverse", token: int = 3) -> str
     changes |= {"vocab_size": 9} if kind == "reverse" else {}
     # Without norms, which would make the large numbers small again.
     changes |= {"mixer": MAMBA2["mixer"], "block": "plain"} if fault == "forwards" else {}
-    model = RecurrentLM(build_config(RecurrentConfig, {**KINDS[kind]["model"], **changes}))
+    model = RecurrentLM(RecurrentConfig(**KINDS[kind]["model"] | changes))
     with torch.no_grad():
         if fault == "forwards":
             # The recurrence multiplies three numbers of this order.

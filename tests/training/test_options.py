@@ -11,7 +11,6 @@ import torch
 
 from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn import train as train_run
-from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig, configured
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
@@ -21,7 +20,7 @@ from tests.training.runs import MAMBA2, tiny, train
 
 
 def rates(**options: Any) -> list[float]:
-    config = build_config(TrainConfig, {"learning_rate": 1.0, "max_steps": 10, **options})
+    config = TrainConfig(**{"learning_rate": 1.0, "max_steps": 10} | options)
     return [round(learning_rate(step, config), 6) for step in range(10)]
 
 
@@ -37,8 +36,8 @@ def test_schedules() -> None:
     assert cosine[2:] == [round(0.5 * (1 + math.cos(math.pi * k / 8)), 6) for k in range(8)]
     stable = rates(lr_scheduler_type="linear", decay_steps=4, **warm)
     assert stable == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    assert build_config(TrainConfig, {"max_steps": 5000}).warmup_steps == 100
-    assert build_config(TrainConfig, {"max_steps": 50, "decay_steps": 48}).warmup_steps == 2
+    assert TrainConfig(max_steps=5000).warmup_steps == 100
+    assert TrainConfig(max_steps=50, decay_steps=48).warmup_steps == 2
 
 
 def test_overrides_drop_what_has_no_meaning_with_them() -> None:
@@ -53,11 +52,11 @@ def test_overrides_drop_what_has_no_meaning_with_them() -> None:
 
 def test_parameters_by_pattern() -> None:
     """Factors of the learning rate, frozen parameters, weight decay, and filled values."""
-    model = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+    model = RecurrentLM(RecurrentConfig(**MAMBA2))
     scale = {"*.A_log": 5, "blocks.0.*": 2, "blocks.0.*.A_log": 0}
     values = {"learning_rate_scale": scale, "weight_decay": 0.3, "learning_rate": 0.5}
     values |= {"adam_beta2": 0.7, "adam_epsilon": 1e-5}
-    config = build_config(TrainConfig, values)
+    config = TrainConfig(**values)
     optimizer = build_optimizer(model, config)
     set_learning_rate(optimizer, 500, config)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -76,7 +75,7 @@ def test_parameters_by_pattern() -> None:
     assert named["blocks.1.mixer.A_log"].unique().tolist() == [4.0]
     for key, value in (("learning_rate_scale", {"*.A_lag": 1}), ("learning_rate_scale", {"*": 0})):
         with pytest.raises(UserError, match=naming(key)):
-            build_optimizer(model, build_config(TrainConfig, {key: value}))
+            build_optimizer(model, TrainConfig(**{key: value}))
 
 
 def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
