@@ -31,6 +31,7 @@ from longrnn.checksums import damage, read_checksums
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.files import read_json
+from longrnn.options import validated
 from longrnn.units import counted
 
 HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin", "scored.bin"
@@ -153,12 +154,8 @@ def read_header(folder: Path) -> Header:
     Raises:
         UserError: it is not one of a corpus.
     """
-    try:
-        return Header(**read_json(folder / HEADER))
-    except TypeError as error:  # other keys
-        raise UserError(
-            f"{folder / HEADER} does not describe a corpus: choose another folder"
-        ) from error
+    path = folder / HEADER
+    return validated(Header, read_json(path), str(path))
 
 
 def _divided(spans: Whole, part: Part, may_cut: bool) -> Whole:

@@ -22,7 +22,7 @@ from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
 from longrnn.models.base import require_cells
-from longrnn.models.checkpoint import load_model, read_config, save_model
+from longrnn.models.checkpoint import read_config, save_model
 from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
@@ -145,8 +145,6 @@ def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
     """
     if lora.has_adapters(model):
         return lora.read_weights(model, folder)
-    if isinstance(model, RecurrentLM):
-        return load_model(folder).state_dict()
     return load(folder).state_dict()
 
 

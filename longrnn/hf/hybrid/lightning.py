@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longrnn.cells.edit import Steps
-from longrnn.hf.hybrid.layer_cell import LayerCell
+from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.edit import Steps
-from longrnn.hf.hybrid.layer_cell import LayerCell
+from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.edit import Steps
 from longrnn.cells.scanning import inverse_softplus
-from longrnn.hf.hybrid.layer_cell import LayerCell
+from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs

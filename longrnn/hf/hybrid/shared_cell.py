@@ -1,4 +1,4 @@
-"""`SharedCell`: a cell on the weights of a Hugging Face layer."""
+"""`SharedCell` and `LayerCell`: cells on the weights of a Hugging Face layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from longrnn.cells import ScanningCell
+import torch
+from torch import Tensor
+
+from longrnn.cells import Cell, ScanningCell
 
 
 class UnsupportedLayerError(ValueError):
@@ -49,3 +52,25 @@ class SharedCell(ScanningCell):
         if name == "in_proj":
             return partial(self._family.project, self.layer)
         return super().__getattr__(name)
+
+
+class LayerCell(ScanningCell):
+    """A scanning cell whose weights are those of a Hugging Face layer; nothing is copied.
+
+    Args:
+        layer: the layer.
+        width: of its input and output.
+    """
+
+    layer: Any
+    repeats = False
+    # Packed rows are read document by document, which suits any state.
+    run_packed = Cell.run_packed
+
+    def __init__(self, layer: Any, width: int) -> None:
+        super().__init__(width, width)
+        self.layer = layer
+
+    def wide_dtype(self, weight: Tensor) -> torch.dtype:
+        """The dtype of states, for weights like the given one."""
+        return torch.promote_types(weight.dtype, torch.float32)
