@@ -70,12 +70,20 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 class Piece(NamedTuple):
-    """A part of a document: a text to tokenize, or tokens; `ends`: whether it is the last part."""
+    """A part of a document.
+
+    Attributes:
+        text: to tokenize; empty if there are `ids`.
+        ends: whether it is the last part.
+        is_answer: whether all tokens of the text belong to an answer.
+        ids: of a conversation, which its template has tokenized.
+        scored: which of them belong to an answer.
+    """
 
     text: str
     ends: bool = True
     is_answer: bool = False
-    ids: Sequence[int] | None = None
+    ids: Sequence[int] = ()
     scored: Sequence[bool] = ()
 
 
@@ -101,12 +109,9 @@ def documents(
     has_end = (reading.append_eos or reading.instruct) and tokenizer.eos_id is not None
     end = [tokenizer.eos_id] if has_end else []
     while group := list(islice(pieces, TOGETHER)):
-        made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
-        for piece in group:
-            piece_ids = piece.ids
-            if piece_ids is None:
-                piece_ids = next(made)
-                piece_ids = [*piece_ids, *end] if piece_ids and piece.ends else piece_ids
+        encoded = tokenizer.encode_many([piece.text for piece in group])
+        for piece, text_ids in zip(group, encoded, strict=True):
+            piece_ids = piece.ids or ([*text_ids, *end] if text_ids and piece.ends else text_ids)
             marks = piece.scored or [piece.is_answer] * len(piece_ids)
             ids.append(np.array(piece_ids, dtype=np.int64))
             scored.append(np.array(marks, dtype=bool))
