@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
-    field_validator,
     model_validator,
 )
 
@@ -36,6 +36,9 @@ HELD_OUT = "held_out"
 No = BeforeValidator(lambda value: "no" if value is False else value)
 Recomputed = BeforeValidator(lambda value: {True: "block", False: "no"}.get(value, value))
 Rate = Annotated[FiniteFloat, Field(ge=0)]
+# With the default of every option that is left out.
+TaskOptions = Annotated[dict[str, Any], AfterValidator(TASKS.complete)]
+StateOptions = Annotated[dict[str, Any], AfterValidator(INITIAL_STATES.complete)]
 # Mappings with a `kind`, and the registry with the options of each.
 REGISTRIES: dict[str, Registry[Any]] = {
     "model.position": POSITIONS,
@@ -44,6 +47,15 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "validation": TASKS,
     "initial_state": INITIAL_STATES,
 }
+
+
+def _valid_model(options: dict[str, Any]) -> dict[str, Any]:
+    validated(RecurrentConfig, options, "model")
+    return options
+
+
+def _described(given: Any) -> str | None:
+    return given if given in (None, "none") else mitigation(given).describe()
 
 
 class RowLength(Options):
@@ -71,10 +83,10 @@ class TrainConfig(Options, validate_default=True):
 
     output_dir: str = Field("runs/train", min_length=1)
     """Where checkpoints, metrics and the final model go."""
-    model: dict[str, Any] = Field({})
+    model: Annotated[dict[str, Any], AfterValidator(_valid_model)] = Field({})
     """The recurrent model to build, by the keys of `RecurrentConfig`; `vocab_size` is that of the
     task by default. Not with `init_from`."""
-    task: dict[str, Any] = Field({"kind": "passkey"})
+    task: TaskOptions = Field({"kind": "passkey"})
     """What to train on: `{kind: NAME, option: value, …}`."""
     tokenizer: str | None = None
     """`bytes`, a checkpoint or a path; for tasks that read text. By default that of `init_from`, or
@@ -83,7 +95,7 @@ class TrainConfig(Options, validate_default=True):
     """A checkpoint to start from; its weights are trained in float32."""
     length: RowLength = Field(default_factory=RowLength)
     """Lengths of rows."""
-    initial_state: dict[str, Any] = Field({"kind": "zero"})
+    initial_state: StateOptions = Field({"kind": "zero"})
     """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
     option: value, …}`."""
     attention_window: Tokens | None = None
@@ -128,13 +140,13 @@ class TrainConfig(Options, validate_default=True):
     """Larger gradients are scaled down to this norm; .inf for no limit."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """At a step whose loss or gradient is not finite: stop, or skip it and count."""
-    mitigation: Any = None
+    mitigation: Annotated[Any, AfterValidator(_described)] = None
     """A mitigation under which the model is trained and validated, such as
     `sliding_window(window=8192)`, or `none`; saved with the model. By default that of
     `init_from`."""
     peft: Adapters | None = None
     """Trains adapters on `init_from`."""
-    validation: dict[str, Any] | Literal["held_out"] | None = None
+    validation: TaskOptions | Literal["held_out"] | None = None
     """Held-out data, as a task; or `held_out`: a part of the documents of `task`, which then
     trains on the others. Its rows start from the zero state."""
     eval_steps: Count = 500
@@ -158,27 +170,9 @@ class TrainConfig(Options, validate_default=True):
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """A tracker that gets the same rows."""
 
-    @field_validator("model")
-    @classmethod
-    def _check_model(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if value:
-            validated(RecurrentConfig, value, "model")
-        return value
-
-    @field_validator("initial_state")
-    @classmethod
-    def _complete(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return INITIAL_STATES.complete(value)
-
-    @field_validator("mitigation")
-    @classmethod
-    def _described(cls, value: Any) -> str | None:
-        return value if value in (None, "none") else mitigation(value).describe()
-
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        """Refuses keys that contradict one another, and completes the tasks."""
-        self.task = TASKS.complete(self.task)
+        """Refuses keys that contradict one another, and divides the documents."""
         if self.validation == HELD_OUT:
             if "part" not in self.task:
                 raise UserError(
@@ -187,8 +181,6 @@ class TrainConfig(Options, validate_default=True):
                 )
             self.validation = {**self.task, "part": HELD_OUT}
             self.task = {**self.task, "part": "training"}
-        elif isinstance(self.validation, dict):
-            self.validation = TASKS.complete(self.validation)
         stable = self.max_steps - (self.decay_steps or 0)
         if self.warmup_steps is None:
             self.warmup_steps = max(0, min(100, self.max_steps // 10, stable))
@@ -262,15 +254,15 @@ def _drop_meaningless(values: dict[str, Any], given: set[str]) -> None:
         spec: Any = values
         for name in prefix.split("."):
             spec = spec.get(name) if isinstance(spec, dict) else None
-        kind = spec.get("kind") if isinstance(spec, dict) else None
-        if not isinstance(kind, str) or kind not in family:
+        member = family.get(str(spec.get("kind"))) if isinstance(spec, dict) else None
+        if member is None:
             continue
         if f"{prefix}.kind" in given:
-            for option in spec.keys() - {"kind", *keyword_options(family[kind])}:
+            for option in spec.keys() - {"kind", *keyword_options(member)}:
                 if f"{prefix}.{option}" not in given:
                     del spec[option]
         changed = {prefix, f"{prefix}.kind"} & given
-        if family is INITIAL_STATES and changed and not INITIAL_STATES[kind].streams:
+        if family is INITIAL_STATES and changed and not INITIAL_STATES[spec["kind"]].streams:
             dropped.add("segments_per_step")
     steps = values.get("max_steps")
     if "max_steps" in given and isinstance(steps, int):
