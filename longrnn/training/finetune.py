@@ -49,14 +49,13 @@ def finetuning(
         "init_from": checkpoint,
         "task": task,
         "length": {"max": length},
-        "initial_state": {"kind": initial_state},
     }
-    if initial_state != "carry":
-        del values["segments_per_step"]
     if validation:
         values["validation"] = {**task, "data": list(validation)}
     if torch.cuda.is_available():
         values |= {"mixed_precision": "bf16", "gradient_checkpointing": "block"}
+    # As an override, it drops the options that another state does not have.
+    overrides = [f"initial_state.kind={initial_state}", *overrides]
     config = configured(values, overrides, source="longrnn finetune")
     for key in {"eval_steps", "save_steps"} - given:
         setattr(config, key, min(getattr(config, key), max(1, config.max_steps // 5)))
