@@ -34,6 +34,7 @@ from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import require_cells
 from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.programs import is_out_of_memory
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ SIZES = re.compile(
     r'num_attention_heads|vocab_size)": (-?\d+)'
 )
 SUFFIXES = (".safetensors", ".bin")
-# Errors that say nothing about the files.
-NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError, PermissionError)
+DAMAGED = (
+    "it is incomplete, damaged or not what its config.json says; copy it again, pickles as "
+    "safetensors"
+)
 
 
 def load(
@@ -107,16 +110,12 @@ def load(
             if str(folder) in str(error):
                 raise
             raise UserError(f"{folder} cannot be loaded: {error}") from error
-        except NOT_DAMAGE as error:
-            raise UserError(
-                f"{folder} cannot be loaded here ({_short(error)}): install or permit what is "
-                "missing, or use a machine with more memory"
-            ) from error
         except Exception as error:  # damaged files raise errors of many kinds
-            raise UserError(
-                f"{folder} cannot be loaded ({_short(error)}): it is incomplete, damaged or not "
-                "what its config.json says; copy it again, pickles as safetensors"
-            ) from error
+            remedy = DAMAGED
+            if isinstance(error, ImportError | PermissionError) or is_out_of_memory(error):
+                remedy = "install or permit what is missing, or use a machine with more memory"
+            cause = shorten(one_line(error), 160, placeholder=" …")
+            raise UserError(f"{folder} cannot be loaded ({cause}): {remedy}") from error
         finally:
             verified.result()  # a wrong checksum is the cause of any other error
     if device is not None:
@@ -131,10 +130,6 @@ def load(
         recorded = getattr(stored.config, MITIGATION_KEY, None)
         parts = split(recorded) if parts is None and recorded else parts
     return model if parts is None else mitigated(model, parts)
-
-
-def _short(error: Exception) -> str:
-    return shorten(one_line(error), 160, placeholder=" …")
 
 
 def mitigated(model: Any, parts: Sequence[str]) -> Model:
