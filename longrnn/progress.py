@@ -56,10 +56,6 @@ class Progress(tqdm):
             bar_format=BAR_FORMAT,
         )
 
-    def __bool__(self) -> bool:
-        """True, also for a total of 0, for which a bar of tqdm is false."""
-        return True
-
     def advance(self, steps: int, units: int, note: str = "") -> None:
         """Counts `steps` of the total, which took `units`; `note` is shown beside the rate."""
         self.done += steps
