@@ -23,7 +23,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, or no YAML.
     """
-    remedy = f"see {bundled(TRAIN)} for ones that run"
+    remedy = f"see {bundled(TRAIN)} for configurations that run"
     return read_mapping(find(path, TRAIN), remedy, kind="configuration file")
 
 

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
             tokens; by default the mean over a row's scored tokens.
         answer: `(b, t)` bool, the places that `Task.score` evaluates; by default all scored ones.
         query_length: the last `query_length` tokens run on a fork of the state; the carried state
-            is the one before them.
+            is the state before them.
         repeat: `(b,)` int64, repetitions of the tokens before the query in the carried state; by
             default 1.
         is_token: `(b, t)` bool, false for the padding at the end of a row, which does not change
@@ -82,7 +82,7 @@ def row_starts(tokens: Tensor, begins: Tensor | bool = True) -> Tensor:
 
     Args:
         tokens: `(b, t)`.
-        begins: `(b,)` bool or one for all rows, whether a row begins anew.
+        begins: `(b,)` bool, or one value for all rows, whether a row begins anew.
     """
     starts = torch.zeros(tokens.shape, dtype=torch.bool)
     starts[:, 0] = begins

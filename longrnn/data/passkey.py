@@ -155,7 +155,7 @@ class Passkey(PasskeyPrompts, Task):
 
     def _queried(self, rng: random.Random, count: int) -> list[int]:
         """Indices of the keys that are queried in a text of `count` keys, in their order."""
-        # A sample of one would draw other numbers than the recorded runs with one query did.
+        # `sample` would draw other numbers than those of the recorded runs.
         if self.n_queries == 1:
             return [rng.randrange(count)]
         return rng.sample(range(count), min(self.n_queries, count))

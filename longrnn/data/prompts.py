@@ -34,7 +34,7 @@ class RepeatedTokens(NamedTuple):
     size: int
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Its own tokens `start` up to `stop`."""
+        """Tokens `start` up to `stop` of the span, `(stop − start,)`."""
         index = torch.arange(self.start + start, self.start + stop) % len(self.tokens)
         return self.tokens[index]
 

@@ -45,7 +45,7 @@ class SequenceTask(Task):
 
     Attributes:
         n_tokens: V.
-        query: the id of the query token, V; a task without one has V ids.
+        query: the id of the query token, V; a task without queries has V ids.
     """
 
     has_query = True

@@ -152,7 +152,7 @@ def read_header(folder: Path) -> Header:
     """Reads the `corpus.json` of a whole corpus.
 
     Raises:
-        UserError: it is not one of a corpus.
+        UserError: the file does not describe a corpus.
     """
     path = folder / HEADER
     return validated(Header, read_json(path), str(path))

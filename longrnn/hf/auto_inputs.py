@@ -176,7 +176,7 @@ def _by_token(name: str, values: Tensor, shape: torch.Size) -> Tensor:
 def predicted_labels(
     is_token: Tensor, labels: Tensor | None, arguments: Mapping[str, Any]
 ) -> Tensor:
-    """The label that each token predicts, `(b, t)`; the ignored one at padding.
+    """The label that each token predicts, `(b, t)`; `ignore_index` at padding.
 
     Args:
         is_token: `(b, t)` bool, false at padding.

@@ -218,7 +218,7 @@ class ForeignLM(LanguageModel):
             Logits of at least the last `keep` tokens, and the layers after all tokens.
 
         Raises:
-            ValueError: the model returned no cache, or one of an unknown kind.
+            ValueError: the model returned no cache, or a cache of an unknown kind.
         """
         cache = None
         if position:

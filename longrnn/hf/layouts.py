@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
         Raises:
             UserError: a configuration that longrnn cannot compute exactly.
-            Exception: of the libraries that read files, for a damaged one.
+            Exception: of the libraries that read files, for damaged files.
         """
         options = self.read(config, str(folder / "config.json"))
         is_tied = options.tie_embeddings

@@ -174,7 +174,7 @@ def merge_adapter(
 
     Raises:
         UserError: PEFT is not installed, or the adapter is of other weights.
-        Exception: of PEFT, torch and safetensors, for a damaged one.
+        Exception: of PEFT, torch and safetensors, for damaged files.
     """
     require("peft", "an adapter")
     known = _check_base(folder, base.fingerprint())
@@ -201,7 +201,7 @@ def merge_adapter(
 
 
 def _check_base(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """What is recorded about an adapter, which must be one of the weights of a fingerprint."""
+    """What is recorded about an adapter, which must belong to weights of this fingerprint."""
     record = folder / ADAPTER_RECORD
     known = read_json(record) if record.is_file() else {}
     if known.get("fingerprint") not in (None, fingerprint):
@@ -238,7 +238,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
             raise ValueError(f"it has no {name}")
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
-            # A merge changes a weight in place, and a tied one is that of another module too.
+            # A merge changes a weight in place, and a tied weight is also that of another module.
             base: Any = layer.get_base_layer()
             base.weight = nn.Parameter(base.weight.detach().clone())
     adapted.merge_and_unload()

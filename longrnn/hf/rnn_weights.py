@@ -45,7 +45,7 @@ class WeightNames(Options):
         mixer: `{kind: lstm}`, `{kind: gru}` or `{kind: rnn, nonlinearity: tanh}`.
         input: weights of the input; without `recurrent`, those of the state follow in the tensor.
         recurrent: weights of the state.
-        bias: one, or that of the input and that of the state, or none.
+        bias: of the input and of the state, or a single one for both, or none.
         gates: their order in the weights, as in `GATES`; that of torch.nn by default.
         forget_bias: what the library adds to the forget gate of an LSTM when it runs the model.
         embedding: None if the input is the one-hot vector of a token.

@@ -39,8 +39,9 @@ TOKENIZER_FILES = (
 )
 NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
 MISSING = (
-    "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; a checkpoint needs "
-    "the one that it was trained with in its folder (published Mamba-2: EleutherAI/gpt-neox-20b)"
+    "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; put the "
+    "tokenizer that a checkpoint was trained with into its folder (published Mamba-2: "
+    "EleutherAI/gpt-neox-20b)"
 )
 # Stands for unknown characters, and is not in the vocabulary: they are refused.
 NO_TOKEN = "\0"

@@ -114,7 +114,7 @@ class TrainConfig(Options, validate_default=True):
     gradient_accumulation_steps: Count = 1
     """Micro-batches per step."""
     learning_rate: Rate = Field(2e-3, gt=0)
-    """The largest one."""
+    """The largest learning rate of the schedule."""
     learning_rate_scale: dict[str, Rate] = Field({})
     """Factors of the learning rate by pattern of parameter names, such as `{'*.dt_bias': 10}`; 0
     freezes, and the last match counts."""
@@ -135,7 +135,7 @@ class TrainConfig(Options, validate_default=True):
     """The last steps, in which the learning rate decays; before them it is constant (warm-up,
     stable, decay). All steps after the warm-up by default."""
     min_lr_rate: Share = 0.0
-    """Learning rate at the end, as a share of the largest one."""
+    """Learning rate at the end, as a share of `learning_rate`."""
     max_grad_norm: PositiveFloat = 1.0
     """Larger gradients are scaled down to this norm; .inf for no limit."""
     nonfinite: Literal["stop", "skip"] = "stop"

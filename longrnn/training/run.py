@@ -86,7 +86,7 @@ def read_metrics(folder: Path) -> list[MetricsRow]:
     rows = _parsed(folder / METRICS) if (folder / METRICS).is_file() else []
     if not rows:
         raise UserError(
-            f"{folder} holds no training run that has logged metrics: give the output_dir of one "
+            f"{folder} holds no training run that has logged metrics: give the output_dir of a run "
             "that has reached its first logging_steps"
         )
     return rows

@@ -88,8 +88,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
     recorded = read_recorded(home)
     if not recorded:
         raise UserError(
-            f"{folder} holds no run (it has no train.yaml): give the output_dir of one, or start "
-            "one with `longrnn train CONFIG`"
+            f"{folder} holds no run (it has no train.yaml): give the output_dir of a run, or "
+            "start one with `longrnn train CONFIG`"
         )
     before = configured(recorded | {"output_dir": str(home)})
     if is_branch != any(override.startswith("output_dir=") for override in overrides):

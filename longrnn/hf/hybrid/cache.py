@@ -183,8 +183,7 @@ def attention_mask(reach: Tensor, before: int) -> Tensor:
     """Returns which keys each token reads, `(b, 1, t, before + t)` bool.
 
     Args:
-        reach: `(b, t)`, how many tokens before each one it reads; those of its own document that
-            are inside the window.
+        reach: `(b, t)`, how many earlier tokens of its document and window each token reads.
         before: number of keys of earlier calls, the last ones of each row.
     """
     time = reach.shape[1]
