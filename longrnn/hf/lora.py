@@ -153,14 +153,6 @@ def _saved_name(model: Any, name: str) -> str:
     return PREFIX + name.replace(ADAPTER_INFIX, ".")
 
 
-class Holder(nn.Module):
-    """Has a model as `model`, which is how `LongRNNForCausalLM` names its weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 def merge_adapter(
     folder: Path, base: RecurrentLM | ForeignLM, dtype: torch.dtype | None
 ) -> RecurrentLM | PreTrainedModel:
@@ -192,8 +184,9 @@ def merge_adapter(
         _merge(folder, weights, theirs)
         base = build_model(base.config, LAYOUTS["hf"].rename(theirs.state_dict(), to_ours=True))
     else:
+        # `LongRNNForCausalLM` names the weights of the model that it holds so.
         is_held = all(name.startswith(f"{PREFIX}model.") for name in weights)
-        _merge(folder, weights, Holder(base) if is_held else base)
+        _merge(folder, weights, nn.ModuleDict({"model": base}) if is_held else base)
         # If one of the two was adapted, or each trained as a whole, they differ from now on.
         base.config.tie_embeddings = base.head.weight is base.embedding.weight
     base.trained_under = known.get("mitigation", base.trained_under)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longrnn.checksums import CHECKSUMS
-from longrnn.config import read_recorded
+from longrnn.config import RECORDED, read_recorded
 from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
@@ -47,20 +47,19 @@ def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
     Raises:
         UserError: no key has several values, or a run is not valid.
     """
-    names, choices = [], []
+    choices: dict[str, list[str]] = {}
     for override in overrides:
         name, _, text = override.partition("=")
-        names.append(name)
-        choices.append(split_values(text))
-    varied = [name for name, values in zip(names, choices, strict=True) if len(values) > 1]
+        choices[name] = split_values(text)
+    varied = [name for name, values in choices.items() if len(values) > 1]
     if not varied or "output_dir" in varied:
         raise UserError(
             "a grid varies at least one key, and not output_dir: give lists such as "
             "learning_rate=1e-3,3e-4 seed=0,1"
         )
     runs = []
-    for values in itertools.product(*choices):
-        given = dict(zip(names, values, strict=True))
+    for values in itertools.product(*choices.values()):
+        given = dict(zip(choices, values, strict=True))
         settings = configured(config, [f"{name}={value}" for name, value in given.items()])
         title = ",".join(f"{name}={given[name]}" for name in varied)
         settings.output_dir = str(Path(settings.output_dir) / file_name(title))
@@ -91,7 +90,7 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
         if (folder / CHECKSUMS).is_file():  # the last file of the final model
             yield _line(Run.of(folder))
             continue
-        is_begun = (folder / "train.yaml").is_file()
+        is_begun = (folder / RECORDED).is_file()
         try:
             yield _line(train(settings, resume=folder if is_begun else None, quiet=quiet))
         except LockedError:
