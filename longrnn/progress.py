@@ -22,11 +22,6 @@ def is_quiet() -> bool:
     return QUIET in os.environ
 
 
-def format_interval(seconds: float) -> str:
-    """Return a time as `12:34`, or as `1:23:45`."""
-    return tqdm.format_interval(seconds)
-
-
 class Progress(tqdm):
     """Counts up to `total`; a context manager that writes to standard error.
 

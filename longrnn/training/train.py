@@ -18,7 +18,7 @@ from longrnn.config import read_recorded
 from longrnn.errors import UserError
 from longrnn.files import partial_path
 from longrnn.locks import locked
-from longrnn.progress import format_interval
+from longrnn.progress import Progress
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distributed import build_accelerator
@@ -152,5 +152,5 @@ def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = Fa
         memory = f"{used / per_gib:.2f} GiB of the process"
     return (
         f"Peak memory of a step: {memory}. Speed: {tokens / seconds:,.0f} tokens/s; {left:,} steps "
-        f"take about {format_interval(left * seconds)} without validation"
+        f"take about {Progress.format_interval(left * seconds)} without validation"
     )
