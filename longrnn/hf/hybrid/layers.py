@@ -62,22 +62,16 @@ class RecomputedForward:
         cache, index = given_cache([*args, *kwargs.values()]), self.index
         if cache is None or not torch.is_grad_enabled():
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        entry, states = cache.layers[index], dict(cache.cells)
+        layers, states = list(cache.layers), dict(cache.cells)
 
-        def run(*args: Any, **kwargs: Any) -> tuple[Any, HybridCache]:
-            # Of the state before the layer, also when it runs again.
-            local = copy.copy(cache)
-            local.layers, local.cells = list(cache.layers), dict(states)
-            local.layers[index] = copy.copy(entry)
-            args = tuple(with_cache(value, local) for value in args)
-            kwargs = {name: with_cache(value, local) for name, value in kwargs.items()}
-            return type(self.layer).forward(self.layer, *args, **kwargs), local
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # From the state before the layer, also when the backward pass runs it again. What that
+            # computes is dropped when it runs the layer before.
+            cache.layers, cache.cells = list(layers), dict(states)
+            cache.layers[index] = copy.copy(layers[index])
+            return type(self.layer).forward(self.layer, *args, **kwargs)
 
-        result: Any = checkpoint(run, *args, use_reentrant=False, **kwargs)
-        output, local = result
-        cache.layers[index] = local.layers[index]
-        cache.cells.update(local.cells)
-        return output
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def given_cache(arguments: list[Any]) -> HybridCache | None:
@@ -88,13 +82,6 @@ def given_cache(arguments: list[Any]) -> HybridCache | None:
         if isinstance(argument, CacheEntry):
             return argument.cache
     return None
-
-
-def with_cache(argument: Any, cache: HybridCache) -> Any:
-    """An argument of a layer, with another cache if it is one."""
-    if isinstance(argument, HybridCache):
-        return cache
-    return CacheEntry(cache) if isinstance(argument, CacheEntry) else argument
 
 
 def whole_layers(model: PreTrainedModel) -> list[Any]:
