@@ -81,7 +81,7 @@ class TimeScaleFit:
         trained = model.under(None)
         edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
         vars(trained).update(_edits=edits)
-        objective, context = Objective(trained), Context(trained.init_state, 0, 0, 1, lambda x: x)
+        objective, context = Objective(trained), Context(trained.init_state)
         starts = [Carry(context), Carry(context)]
         length = max(job.train_length, math.ceil(job.target_length / self.steps))
         text = _stretches(job, self.rows)

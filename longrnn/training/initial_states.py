@@ -48,16 +48,14 @@ class Context(NamedTuple):
     Attributes:
         init_state: returns the zero states of a number of rows, on the run's device.
         seed: of the run.
-        rank: of this process.
-        world_size: number of processes, each with the same number of rows.
-        total: sums a tensor over processes.
+        rank: of this process; each process has the same number of rows.
+        mean: of a tensor over processes.
     """
 
     init_state: Callable[[int], LMState]
-    seed: int
-    rank: int
-    world_size: int
-    total: Callable[[Tensor], Tensor]
+    seed: int = 0
+    rank: int = 0
+    mean: Callable[[Tensor], Tensor] = torch.clone
 
 
 class InitialState(ABC):
@@ -211,8 +209,7 @@ class FittedNoise(InitialState):
 
     def after(self, state: LMState, micro: int) -> None:
         moments = [_moments(leaf.detach()).flatten() for leaf in _recurrent(state.layers)]
-        flat = torch.cat([*moments, moments[0].new_ones(1)])
-        flat = self.context.total(flat) / self.context.world_size
+        flat = self.context.mean(torch.cat([*moments, moments[0].new_ones(1)]))
         if bool(flat.isfinite().all()):  # the moments of a failed step are not used
             before = torch.zeros_like(flat) if self.moments is None else self.moments
             self.moments = before.lerp(flat, 1 - self.momentum)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,9 +93,8 @@ class Trainer:
             held_out = TASKS.build(validation, self.tokenizer)
             models.check_vocabulary(model.vocab_size, held_out)
             self.validation = Validation(config, model.max_length, self.task, held_out)
-        rank, world = processes.rank(), processes.size()
-        total: Any = partial(accelerator.reduce, reduction="sum")
-        context = Context(model.init_state, config.seed, rank, world, total)
+        mean: Any = accelerator.reduce  # by default over processes
+        context = Context(model.init_state, config.seed, processes.rank(), mean)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         objective = Objective(model)
         self.objective, self.optimizer = prepare(self.accelerator, objective, config)

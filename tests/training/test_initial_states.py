@@ -27,12 +27,9 @@ policies = pytest.mark.parametrize("kind", list(INITIAL_STATES))
 ROWS = 6
 
 
-def policy(
-    kind: str, mixer: str = "mamba2", rank: int = 0, world_size: int = 1, **options: Any
-) -> InitialState:
+def policy(kind: str, mixer: str = "mamba2", rank: int = 0, **options: Any) -> InitialState:
     model = build_model(mixer, dtype=torch.float32)
-    # The other processes are the same as this one.
-    context = Context(model.init_state, 7, rank, world_size, lambda part: part * world_size)
+    context = Context(model.init_state, 7, rank)
     return INITIAL_STATES.build({"kind": kind, **options}, context)
 
 
@@ -131,7 +128,7 @@ def test_fitted_noise_is_drawn_for_a_convolution_of_one_tap() -> None:
     """A state with an empty leaf has moments, and rows start from noise."""
     mixer = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1}
     model = RecurrentLM(RecurrentConfig(8, 8, 2, mixer))
-    context = Context(model.init_state, 7, 0, 1, lambda part: part)
+    context = Context(model.init_state, 7)
     noise = INITIAL_STATES.build({"kind": "fitted_noise", "zero_share": 0.0}, context)
     noise.after(model(torch.randint(8, (ROWS, 20))).state, 0)
     assert is_zero(noise.before(batch(), 1, 0)) == [False] * ROWS
@@ -177,7 +174,7 @@ def test_two_processes_start_as_one(kind: str) -> None:
     """All policies but `pass` give the same states on any number of processes."""
     options: dict[str, Any] = {} if kind == "zero" else {"zero_share": 0.4}
     whole = policy(kind, **options)
-    halves = [policy(kind, rank=rank, world_size=2, **options) for rank in (0, 1)]
+    halves = [policy(kind, rank=rank, **options) for rank in (0, 1)]
     state = final()
     state = tree_map(lambda leaf: torch.cat([leaf[:3], leaf[:3]]), state)  # equal halves
     whole.after(state, 0)
