@@ -113,24 +113,21 @@ def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
     return {ours.get(name, name): tensor for name, tensor in stored.items()}
 
 
-def save_adapter(
-    model: TrainableLM, folder: Path, weights: Mapping[str, Tensor], *, base: str
-) -> None:
+def save_adapter(model: TrainableLM, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Writes an adapter as PEFT writes it, with the mitigation under which it was trained.
 
     Args:
         model: with adapters.
         folder: created if it does not exist.
         weights: the whole state dict of the model.
-        base: name or path of the base model, whose weights were in float32.
     """
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     tensors = {
         _saved_name(model, name): weights[name].contiguous() for name in weights if name in trained
     }
-    local = Path(base)
+    local = Path(model.base_name)
     config = getattr(model, "peft_config")["default"].to_dict() | {  # noqa: B009
-        "base_model_name_or_path": str(local.resolve()) if local.is_dir() else base,
+        "base_model_name_or_path": str(local.resolve()) if local.is_dir() else model.base_name,
         "inference_mode": True,
     }
     layout = LAYOUTS.get(str(model.base_layout))

@@ -35,14 +35,16 @@ class TrainableLM(LanguageModel):
         blocks: the layers from residual stream to residual stream, the first one first.
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
         trained_under: the spec of the mitigation under which the model was trained; None without.
+        base_name: of the checkpoint that adapters were added to.
         base_fingerprint: of the weights before adapters were added.
-        base_layout: the layout of the checkpoint that adapters were added to; None for its own.
+        base_layout: the layout of that checkpoint; None for its own.
     """
 
     head: Any
     blocks: Any
     soft_cap: float | None = None
     trained_under: str | None = None
+    base_name: str = ""
     base_fingerprint: str = ""
     base_layout: str | None = None
 

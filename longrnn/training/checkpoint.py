@@ -75,7 +75,6 @@ def save(
     *,
     carried: dict[str, Tensor],
     tokenizer: Tokenizer,
-    base: str | None,
     keep: int,
 ) -> None:
     """Writes a checkpoint; either all processes succeed or none does.
@@ -87,7 +86,6 @@ def save(
         optimizer: likewise.
         carried: what the policy of initial states remembers in this process.
         tokenizer: of the model.
-        base: the checkpoint whose adapters are trained, if they are.
         keep: how many checkpoints stay, the newest ones.
 
     Raises:
@@ -108,7 +106,7 @@ def save(
     try:
         _write(partial / f"carry-{processes.rank()}.pt", carried)
         if processes.is_main():
-            models.save(model, partial, weights=weights, tokenizer=tokenizer, base=base)
+            models.save(model, partial, weights=weights, tokenizer=tokenizer)
             _write(partial / "training.pt", {**trainer, "optimizer": moments})
     except OSError as error:
         failure = error

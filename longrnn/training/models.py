@@ -51,7 +51,8 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         plain = _plain(loaded, config.init_from)
     check_vocabulary(plain.vocab_size, task)
     if config.peft is not None:
-        folder = base_folder(split_spec(str(config.init_from))[0])
+        plain.base_name = str(config.init_from)
+        folder = base_folder(split_spec(plain.base_name)[0])
         plain.base_layout = layout_of(read_config(folder))
         lora.add_adapters(plain, **config.peft.model_dump())
     plain = _with_window(plain, loaded, config)
@@ -149,24 +150,19 @@ def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
 
 
 def save(
-    model: TrainableLM,
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    tokenizer: Tokenizer,
-    base: str | None,
+    model: TrainableLM, folder: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Writes a model with its tokenizer, so that the folder can be moved.
+    """Writes a model with its tokenizer, so that the folder can be moved; of adapters, only them.
 
     Args:
         model: the model.
         folder: created if it does not exist.
         weights: the whole state dict.
         tokenizer: of the model.
-        base: the checkpoint whose adapters are trained, if they are; only they are written.
     """
     spec = model.trained_under
     if lora.has_adapters(model):
-        lora.save_adapter(model, folder, weights, base=str(base))
+        lora.save_adapter(model, folder, weights)
         return
     if not isinstance(model, RecurrentLM):
         from longrnn.hf.hybrid.trainable import save_hybrid

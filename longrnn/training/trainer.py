@@ -209,9 +209,8 @@ class Trainer:
                     kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
                     raise kind(f"{self.output_dir}: step {self.step} is done and saved")
             weights = gathered(self.model.state_dict())
-            base, tokenizer = config.init_from, self.tokenizer
             processes.on_main(
-                lambda: models.save(self.model, self.output_dir, weights, tokenizer, base)
+                lambda: models.save(self.model, self.output_dir, weights, self.tokenizer)
             )
 
     def _is_due(self, every: int, step: int) -> bool:
@@ -270,7 +269,6 @@ class Trainer:
             self.optimizer,
             carried=self.starts.content(),
             tokenizer=self.tokenizer,
-            base=self.config.init_from,
             keep=self.config.save_total_limit,
         )
 

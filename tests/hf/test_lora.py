@@ -115,8 +115,8 @@ def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_pat
     with torch.no_grad():
         for one in model.parameters():
             one += 0.1 * one.requires_grad
-    model.trained_under = WINDOW
-    lora.save_adapter(model, tmp_path / "adapter", model.state_dict(), base=str(base))
+    model.base_name, model.trained_under = str(base), WINDOW
+    lora.save_adapter(model, tmp_path / "adapter", model.state_dict())
     wanted = model.under(mitigation(WINDOW))(TOKENS).logits
     for name in ("adapter", "saved"):
         narrow = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="bfloat16")
