@@ -18,7 +18,7 @@ from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.loss import token_cross_entropy
 from longrnn.ops.norm import rms_norm
-from longrnn.ops.rows import Rows
+from longrnn.ops.rows import Rows, positions_of
 from longrnn.options import validated
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, check
@@ -138,12 +138,7 @@ class RecurrentLM(TrainableLM):
             rows: where documents and padding begin; None without any.
         """
         embeddings = self.embedding(tokens) if tokens.ndim == 2 else tokens
-        if rows is None:
-            time = tokens.shape[1]
-            positions = position[:, None] + torch.arange(time, device=tokens.device)
-            after = position + time
-        else:
-            positions, after = rows.positions(position)
+        positions, after = positions_of(position, tokens.shape[1], rows)
         x = self.merge(self.position(embeddings, positions))
         if rows is not None:
             x = rows.without_padding(x)

@@ -195,6 +195,22 @@ class Rows:
         return torch.where(missing.view(shape), 0, values.gather(1, index))
 
 
+def positions_of(before: Tensor, time: int, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """Absolute positions of tokens, and the position after the last token of each row.
+
+    Args:
+        before: `(b,)` int64, the position before the call.
+        time: number of tokens of each row.
+        rows: where documents and padding begin; None for rows of one document without padding.
+
+    Returns:
+        `(b, t)` int64, see `Rows.positions`, and `(b,)` int64.
+    """
+    if rows is not None:
+        return rows.positions(before)
+    return before[:, None] + torch.arange(time, device=before.device), before + time
+
+
 def run_documents(
     run: Callable[[Tensor, S], tuple[Tensor, S]], x: Tensor, state: S, initial: S, rows: Rows
 ) -> tuple[Tensor, S]:

@@ -38,7 +38,7 @@ from longrnn.hf.hybrid.layers import (
 from longrnn.hf.names import WINDOW
 from longrnn.models.base import hash_weights, out_of_reach
 from longrnn.models.trainable import TrainableLM
-from longrnn.ops.rows import Rows
+from longrnn.ops.rows import Rows, positions_of
 from longrnn.state import LMState, PyTree, check, histories
 
 
@@ -190,7 +190,7 @@ class HybridLM(TrainableLM, ForeignLM):
         Raises:
             UserError: more tokens than `max_length`.
         """
-        positions, after = _positions(tokens, state, rows)
+        positions, after = positions_of(state.position, tokens.shape[1], rows)
         if reason := out_of_reach(self, int(positions.max()) + 1):
             raise UserError(reason)
         before = state.position.tolist()
@@ -224,12 +224,3 @@ class HybridLM(TrainableLM, ForeignLM):
         """The window of the layers that the architecture calls full attention."""
         given = [self.attention_window, self._family_window]
         return min(filter(None, given), default=None)
-
-
-def _positions(tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """The positions of tokens `(b, t, …)` in their documents, `(b, t)`, and of what follows."""
-    if rows is not None:
-        return rows.positions(state.position)
-    time = tokens.shape[1]
-    steps = torch.arange(time, device=tokens.device)
-    return state.position[:, None] + steps, state.position + time
