@@ -21,7 +21,7 @@ from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows, positions_of
 from longrnn.options import validated
 from longrnn.positions import POSITIONS
-from longrnn.state import LMState, check
+from longrnn.state import LMState, PyTree
 
 # Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
 # numbers between two layers; chosen by measurement.
@@ -101,10 +101,10 @@ class RecurrentLM(TrainableLM):
         pairs = zip(self.cells, self.edits, strict=True)
         return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
 
-    def check_state(self, state: LMState, batch_size: int) -> None:
-        """Raises a UserError for a state of another model, mitigation or batch size."""
-        pairs = zip(self.cells, self.edits, strict=True)
-        check(state, tuple(cell.like(edit) for cell, edit in pairs), batch_size)
+    @property
+    def like(self) -> PyTree:  # pyright: ignore
+        """See `TrainableLM`."""
+        return tuple(cell.like(edit) for cell, edit in zip(self.cells, self.edits, strict=True))
 
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
         """Keeps the input of each block alone, which the backward pass computes again."""

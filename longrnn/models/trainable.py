@@ -19,7 +19,7 @@ from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState
+from longrnn.state import LMState, PyTree, check
 
 OFFLOADED = (
     "weights of this model are offloaded to the disk or the CPU, where its recurrence cannot read "
@@ -32,6 +32,7 @@ class TrainableLM(LanguageModel):
 
     Attributes:
         head: the module of the last product, which has a `weight` `(v, d)`.
+        like: the state's layers for one row without its batch axis, on the meta device.
         blocks: the layers from residual stream to residual stream, the first one first.
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
         trained_under: the spec of the mitigation under which the model was trained; None without.
@@ -41,6 +42,7 @@ class TrainableLM(LanguageModel):
     """
 
     head: Any
+    like: PyTree
     blocks: Any
     soft_cap: float | None = None
     trained_under: str | None = None
@@ -57,10 +59,6 @@ class TrainableLM(LanguageModel):
     def spec(self) -> str | None:
         """The mitigation as `CHECKPOINT+…` takes it; None without."""
         return None if self.mitigation is None else self.mitigation.describe()
-
-    @abstractmethod
-    def check_state(self, state: LMState, batch_size: int) -> None:
-        """Raises a UserError for a state of another model, mitigation or batch size."""
 
     @abstractmethod
     def segment_width(self, batch_size: int, time: int) -> int:
@@ -125,7 +123,7 @@ class TrainableLM(LanguageModel):
         if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is not None:
-            self.check_state(state, len(tokens))
+            check(state, self.like, len(tokens))
         after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)

@@ -39,7 +39,7 @@ from longrnn.hf.names import WINDOW
 from longrnn.models.base import hash_weights, out_of_reach
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows, positions_of
-from longrnn.state import LMState, PyTree, check, histories
+from longrnn.state import LMState, PyTree, histories
 
 
 class HybridLM(TrainableLM, ForeignLM):
@@ -165,10 +165,6 @@ class HybridLM(TrainableLM, ForeignLM):
         if self.attention_window is None:
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
-
-    def check_state(self, state: LMState, batch_size: int) -> None:
-        """See `TrainableLM`."""
-        check(state, self.like, batch_size)
 
     def segment_width(self, batch_size: int, time: int) -> int:
         """See `TrainableLM`: a call with gradients goes through the model as a whole."""
