@@ -40,7 +40,7 @@ def generate(model: Model, sampling: Sampling) -> None:
 
     from longrnn.files import read_text
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.models.base import out_of_reach
+    from longrnn.models.base import refuse_long
     from longrnn.models.generate import ends_of
     from longrnn.models.generate import generate as continue_text
     from longrnn.seeds import seeded
@@ -55,8 +55,7 @@ def generate(model: Model, sampling: Sampling) -> None:
     opened = open_checkpoint(model.checkpoint, model.mitigation, device=target)
     tokenizer, most = opened.tokenizer, sampling.max_new_tokens
     ids = torch.tensor([tokenizer.encode(text or "")], dtype=torch.long, device=target)
-    if (reason := out_of_reach(opened.model, ids.shape[1] + most)) is not None:
-        raise UserError(reason)
+    refuse_long(opened.model, ids.shape[1] + most)
     shown, ends = "", ends_of([tokenizer.encode(text) for text in sampling.stops])
 
     def show(row: int, generated: list[int]) -> bool:

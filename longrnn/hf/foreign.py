@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.hf.cache import fill_cache, keep_cache
-from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, out_of_reach
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, refuse_long
 from longrnn.ops.rows import Rows
 from longrnn.state import (
     LMState,
@@ -164,8 +164,7 @@ class ForeignLM(LanguageModel):
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
-        if reason := out_of_reach(self, max(positions) + time):
-            raise UserError(reason)
+        refuse_long(self, max(positions) + time)
 
         groups: dict[int, list[int]] = {}
         for row, position in enumerate(positions):

@@ -241,3 +241,10 @@ def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
         f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
         "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
     )
+
+
+def refuse_long(model: LanguageModel, tokens: int) -> None:
+    """Raises a UserError for more tokens than a model can read."""
+    reason = out_of_reach(model, tokens)
+    if reason is not None:
+        raise UserError(reason)

@@ -36,7 +36,7 @@ from longrnn.hf.hybrid.layers import (
     whole_layers,
 )
 from longrnn.hf.names import WINDOW
-from longrnn.models.base import hash_weights, out_of_reach
+from longrnn.models.base import hash_weights, refuse_long
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows, positions_of
 from longrnn.state import LMState, PyTree, histories
@@ -187,8 +187,7 @@ class HybridLM(TrainableLM, ForeignLM):
             UserError: more tokens than `max_length`.
         """
         positions, after = positions_of(state.position, tokens.shape[1], rows)
-        if reason := out_of_reach(self, int(positions.max()) + 1):
-            raise UserError(reason)
+        refuse_long(self, int(positions.max()) + 1)
         before = state.position.tolist()
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
         cache = HybridCache(self.model.config, edits, rows)
