@@ -108,14 +108,19 @@ def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
     return None
 
 
+def refuse_damage(folder: Path, remedy: str, patterns: Iterable[str] = ("*",)) -> None:
+    """Raises a UserError with a remedy for a folder that `damage` finds something wrong with."""
+    if (wrong := damage(folder, patterns)) is not None:
+        raise UserError(f"{folder} is damaged ({wrong}): {remedy}")
+
+
 def verify_folder(folder: Path, patterns: Iterable[str] = READ) -> None:
     """Compares files of a folder with their checksums, where there are any.
 
     Raises:
         UserError: a file is damaged or missing.
     """
-    if (folder / CHECKSUMS).is_file() and (wrong := damage(folder, patterns)) is not None:
-        raise UserError(
-            f"{folder} is damaged ({wrong}): copy it again, or, if you changed it on purpose, "
-            f"delete {folder / CHECKSUMS}"
-        )
+    listed = folder / CHECKSUMS
+    if listed.is_file():
+        remedy = f"copy it again, or, if you changed it on purpose, delete {listed}"
+        refuse_damage(folder, remedy, patterns)

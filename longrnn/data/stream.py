@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longrnn.checksums import damage, read_checksums
+from longrnn.checksums import read_checksums, refuse_damage
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.files import read_json
@@ -90,11 +90,7 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, part: Part = "all") -> None:
-        if (wrong := damage(folder)) is not None:
-            raise UserError(
-                f"{folder} is damaged ({wrong}): copy it again, or build it again with `longrnn "
-                "data build`"
-            )
+        refuse_damage(folder, "copy it again, or build it again with `longrnn data build`")
         self.folder, self.part, self.header = folder, part, read_header(folder)
         files = {n: s for n, s in read_checksums(folder).items() if n != HEADER}
         self.sha256 = digest([files, part])

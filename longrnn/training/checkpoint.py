@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longrnn import processes
-from longrnn.checksums import damage, write_checksums
+from longrnn.checksums import refuse_damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
@@ -54,11 +54,7 @@ def check(folder: Path) -> None:
     if not folder.is_dir():
         known = [str(path) for path in checkpoints(folder.parent)]
         raise UserError(f"there is no checkpoint {folder}: {nearest(str(folder), known)}")
-    if (wrong := damage(folder)) is not None:
-        raise UserError(
-            f"{folder} is damaged ({wrong}): put it back from a copy, or remove it to continue "
-            "from an earlier checkpoint"
-        )
+    refuse_damage(folder, "put it back from a copy, or remove it to continue from an earlier one")
 
 
 def clean(output_dir: Path) -> None:
