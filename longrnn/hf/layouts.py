@@ -253,24 +253,22 @@ def _cell_options(model: RecurrentLM, reader: str, eps: float) -> tuple[str, dic
     """
     config = model.config
     kind = config.mixer["kind"]
-    if kind not in CELLS or (config.block, config.position["kind"]) != ("residual", "none"):
-        raise UserError(
-            f"{reader} does not support {kind} cells in {config.block} blocks with "
-            f"{config.position['kind']} positions: give a model of {' or '.join(CELLS)} cells in "
-            "residual blocks without positions"
-        )
-    if config.head_bias or config.d_embedding is not None:
-        raise UserError(
-            f"{reader} supports neither head_bias nor d_embedding, and this model has "
-            f"{config.head_bias} and {config.d_embedding}: convert it to ours"
-        )
+    if kind not in CELLS:
+        raise UserError(f"{reader} has no {kind} cells: give a model of {' or '.join(CELLS)} cells")
     options = _defaults(kind) | config.mixer
-    if {config.norm_eps, options.get("norm_eps", eps)} != {eps}:
-        raise UserError(
-            f"{reader} computes all norms with norm_eps = {eps}, and this model has "
-            f"{config.norm_eps} in its blocks and {options.get('norm_eps', eps)} in its cells: "
-            "convert it to ours"
-        )
+    for name, value, supported in (
+        ("block", config.block, "residual"),
+        ("position.kind", config.position["kind"], "none"),
+        ("head_bias", config.head_bias, False),
+        ("d_embedding", config.d_embedding, None),
+        ("norm_eps", config.norm_eps, eps),
+        ("mixer.norm_eps", options.get("norm_eps", eps), eps),
+    ):
+        if value != supported:
+            raise UserError(
+                f"{reader} supports only {name} = {supported!r}, and this model has {value!r}: "
+                "convert it to ours"
+            )
     options["dt_limit"] = options.get("dt_limit") or (0.0, math.inf)
     options["dt_rank"] = options.get("dt_rank") or _default_rank(config.d_model)
     return kind, options

@@ -41,16 +41,11 @@ def read_repeatedly(
     if times is None or bool((times == 1).all()):
         return model.hidden(tokens, state, rows=rows)
     assert rows is None  # repeated rows have one document, without padding
-    if model.mitigation is not None:
-        raise UserError(
-            "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
-            "mitigation out"
-        )
-    scans = (isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells)
-    if not isinstance(model, RecurrentLM) or not all(scans):
+    repeats = all(isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells)
+    if not isinstance(model, RecurrentLM) or not repeats or model.mitigation is not None:
         raise UserError(
             "repeated segments need a model whose layers all have a linear recurrence, such as "
-            "mamba2: set max_repeat=1"
+            "mamba2, without a mitigation: set max_repeat=1"
         )
     with decay_sums(model.cells) as sums:
         hidden, after = model.hidden(tokens, state)
