@@ -119,9 +119,8 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
         known |= read_mapping(
             find(names, FILES_OF_NAMES), f"see {FILES_OF_NAMES}", kind="file of names"
         )
-    if "input" not in known:
-        raise UserError(f"{source} needs a file of names (--names): see those in {FILES_OF_NAMES}")
-    options = validated(WeightNames, overridden(known, ()), names or str(source))
+    where = names or f"the names of {source} (--names FILE, as in {FILES_OF_NAMES})"
+    options = validated(WeightNames, overridden(known, ()), where)
     try:
         model = _model(tensors, options)
     except (ValueError, RuntimeError, IndexError) as error:  # of tensors of another shape
