@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from longrnn.cells import Cell
 from longrnn.errors import UserError
 from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
-from longrnn.hf.hybrid.cache import MASKED, HybridCache, attention_masks
+from longrnn.hf.hybrid.cache import HybridCache, attention_masks
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
     HybridForward,
@@ -132,15 +132,13 @@ class HybridLM(TrainableLM, ForeignLM):
 
         Raises:
             UserError: a window below 2, above the length in the configuration, or for a model
-                without attention or with an implementation of attention that takes no mask.
+                without attention.
         """
         largest = getattr(self.config, "max_position_embeddings", None) or window
-        takes_masks = self.model.config._attn_implementation in MASKED
-        if not self.attends_to_all or not takes_masks or not 2 <= window <= largest:
+        if not self.attends_to_all or not 2 <= window <= largest:
             raise UserError(
                 f"attention_window={window} is not valid for this {self.kind}: it needs attention "
-                "layers without a window, the attention implementation eager or sdpa, and 2 to "
-                f"{largest:,} tokens"
+                f"layers without a window, and 2 to {largest:,} tokens"
             )
         other = copy.copy(self)
         other.attention_window, other.max_length = window, None
