@@ -12,17 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from longrnn import files
 from longrnn.errors import UserError
-from longrnn.files import (
-    new_folder,
-    one_line,
-    partial_path,
-    read_json,
-    remove,
-    sha256,
-    sync_folder,
-    write_atomic,
-)
 from longrnn.locks import locked
 
 CHECKSUMS = "checksums.json"
@@ -40,11 +31,11 @@ def write_checksums(folder: Path, patterns: Iterable[str] = READ) -> None:
         patterns: of the names of the files that are listed.
     """
     digests = {
-        path.name: sha256(path)
+        path.name: files.sha256(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != CHECKSUMS and any(map(path.match, patterns))
     }
-    write_atomic(folder / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+    files.write_atomic(folder / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
 
 
 @contextmanager
@@ -66,16 +57,16 @@ def complete_folder(
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: {instead}")
-    draft = partial_path(destination.absolute())
+    draft = files.partial_path(destination.absolute())
     with locked(destination, instead=instead):
-        new_folder(draft)  # in place of what a killed process left
+        files.new_folder(draft)  # in place of what a killed process left
         try:
             yield draft
             write_checksums(draft, patterns)
             os.rename(draft, destination)
         finally:
-            remove(draft)
-    sync_folder(destination.parent)
+            files.remove(draft)
+    files.sync_folder(destination.parent)
 
 
 def remove_checksums(folder: Path) -> None:
@@ -89,7 +80,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     Raises:
         UserError: it cannot be read.
     """
-    return read_json(folder / CHECKSUMS)
+    return files.read_json(folder / CHECKSUMS)
 
 
 def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
@@ -101,10 +92,10 @@ def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
     """
     try:
         for name, digest in read_checksums(folder).items():
-            if any(map(Path(name).match, patterns)) and sha256(folder / name) != digest:
+            if any(map(Path(name).match, patterns)) and files.sha256(folder / name) != digest:
                 return f"{name!r} is not what was written"
     except (UserError, OSError, ValueError) as error:
-        return one_line(error)
+        return files.one_line(error)
     return None
 
 
