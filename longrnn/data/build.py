@@ -16,18 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from longrnn.checksums import complete_folder
+from longrnn.data import stream
 from longrnn.data.sources import documents, sources
-from longrnn.data.stream import (
-    DOCUMENTS,
-    HEADER,
-    SCORED,
-    TOKENS,
-    Corpus,
-    Header,
-    Part,
-    digest,
-    read_header,
-)
 from longrnn.errors import UserError
 from longrnn.files import file_name, naming, write_atomic
 from longrnn.locks import locked
@@ -39,8 +29,12 @@ CORPUS_FORMAT = "longrnn-corpus-3"
 
 
 def corpus_of(
-    data: str | Sequence[str], tokenizer: Tokenizer, part: Part = "all", *, instruct: bool = False
-) -> Corpus:
+    data: str | Sequence[str],
+    tokenizer: Tokenizer,
+    part: stream.Part = "all",
+    *,
+    instruct: bool = False,
+) -> stream.Corpus:
     """A part of the corpus that `data` is, or that is made of it in the cache.
 
     The cache is `$LONGRNN_CACHE`, or `~/.cache/longrnn`. Later runs on the same files, with the
@@ -59,15 +53,15 @@ def corpus_of(
     if not listed:
         raise UserError("data is an empty list: give a file, a folder, a dataset or a corpus")
     folder = Path(listed[0]).expanduser()
-    if len(listed) > 1 or not os.path.isfile(folder / HEADER):
+    if len(listed) > 1 or not os.path.isfile(folder / stream.HEADER):
         reading = Reading(instruct=instruct)
         cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
         name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
         folder = cache / "corpora" / file_name(name)
-        if not (folder / HEADER).is_file():
+        if not (folder / stream.HEADER).is_file():
             # Runs that start at the same time wait for the first one to build it.
             build(listed, tokenizer, folder, reading=reading, quiet=True, wait=True)
-    corpus = Corpus(folder, part)
+    corpus = stream.Corpus(folder, part)
     header, has_answers = corpus.header, corpus.scored is not None
     if (header.fingerprint, has_answers) != (tokenizer.fingerprint(), instruct):
         raise UserError(
@@ -88,7 +82,7 @@ def build(
     name: str = "",
     quiet: bool = False,
     wait: bool = False,
-) -> Header:
+) -> stream.Header:
     """Writes the documents of `data`, in their order, as a corpus.
 
     Args:
@@ -107,9 +101,9 @@ def build(
     listed = sources(data)
     identity = _identity(listed, reading, tokenizer)
     with locked(folder, instead="choose another --out", wait=wait):
-        if (folder / HEADER).is_file() and read_header(folder).identity == identity:
-            return read_header(folder)
-        header = Header(
+        if (folder / stream.HEADER).is_file() and stream.read_header(folder).identity == identity:
+            return stream.read_header(folder)
+        header = stream.Header(
             tokenizer=name,
             fingerprint=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
@@ -119,7 +113,7 @@ def build(
         )
         with complete_folder(folder, "choose another --out", patterns=("*",)) as draft:
             _write(header, listed, tokenizer, draft, reading, quiet)
-            write_atomic(draft / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+            write_atomic(draft / stream.HEADER, json.dumps(asdict(header), indent=2) + "\n")
     return header
 
 
@@ -130,11 +124,11 @@ def _identity(listed: Sequence[Path | str], reading: Reading, tokenizer: Tokeniz
     used = [reading.model_dump(include=set(Reading.model_fields)), tokenizer.fingerprint()]
     stats = [source.stat() for source in listed if isinstance(source, Path)]
     read_from = [*map(str, listed), *((stat.st_size, stat.st_mtime_ns) for stat in stats)]
-    return digest([CORPUS_FORMAT, read_from, *used, tokenizer.eos_id, template])
+    return stream.digest([CORPUS_FORMAT, read_from, *used, tokenizer.eos_id, template])
 
 
 def _write(
-    header: Header,
+    header: stream.Header,
     listed: Sequence[Path | str],
     tokenizer: Tokenizer,
     folder: Path,
@@ -144,8 +138,8 @@ def _write(
     """Writes the columns of a corpus, and counts in its header."""
     ends, marks = [], []
     with (
-        naming(folder / TOKENS),
-        open(folder / TOKENS, "wb") as file,
+        naming(folder / stream.TOKENS),
+        open(folder / stream.TOKENS, "wb") as file,
         Progress("corpus (sources)", len(listed), unit="tokens", quiet=quiet) as progress,
     ):
         for source in listed:
@@ -168,8 +162,8 @@ def _write(
             f"{' and an answer' if reading.instruct else ''} ({header.dropped_documents:,} were "
             "dropped): give other files or a smaller --min-length"
         )
-    write_atomic(folder / DOCUMENTS, np.array(ends, "<u8").data)
+    write_atomic(folder / stream.DOCUMENTS, np.array(ends, "<u8").data)
     if reading.instruct:
         scored = np.concatenate(marks)
-        write_atomic(folder / SCORED, scored.data)
+        write_atomic(folder / stream.SCORED, scored.data)
         header.scored_tokens = int(scored.sum())

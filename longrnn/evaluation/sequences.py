@@ -13,7 +13,7 @@ from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
 from longrnn.evaluation.options import SequenceOptions
-from longrnn.hf.load import resolve
+from longrnn.hf.names import resolve
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import SCORE
 from longrnn.models.finite import refuse_nonfinite

@@ -20,22 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, refuse_long
 from longrnn.ops.rows import Rows
-from longrnn.state import (
-    LMState,
-    PyTree,
-    check,
-    histories,
-    join,
-    leaves,
-    map_histories,
-    take,
-    tree_map,
-)
+from longrnn.state import LMState, PyTree
 
 # Tokens of one piece, over all rows.
 PIECE_TOKENS = 1024
@@ -89,7 +80,7 @@ class ForeignLM(LanguageModel):
             raise self.refusal(reason)
         self.like = self._state_like()
         limit = getattr(self.config, "max_position_embeddings", None)
-        self.max_length = limit if limit and histories(self.like) else None
+        self.max_length = limit if limit and states.histories(self.like) else None
         self._table = _table_of_positions(model)
         self.can_go_beyond = self._table is None
 
@@ -108,16 +99,16 @@ class ForeignLM(LanguageModel):
             _, layers = self.call(tokens, (), 0, 1)
         except Exception as error:  # of `keep_cache`, or of a model that cannot be called so
             raise self.refusal(one_line(error)) from error
-        for name, leaf in leaves(layers):
+        for name, leaf in states.leaves(layers):
             if leaf.shape[:1] != (2,):
                 raise self.refusal(f"its cache has no batch axis first ({name})")
-        rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
-        return map_histories(lambda entries: entries[..., :0, :], rows)
+        rows = states.tree_map(lambda leaf: leaf[0].to("meta"), layers)
+        return states.map_histories(lambda entries: entries[..., :0, :], rows)
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""
         zeros = partial(torch.zeros, device=self.model.device)
-        layers = tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
+        layers = states.tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
         return LMState(zeros(batch_size, dtype=torch.long), layers)
 
     def beyond(self) -> Self:
@@ -158,7 +149,7 @@ class ForeignLM(LanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
-        check(state, self.like, len(tokens))
+        states.check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if not tokens.numel():
@@ -172,12 +163,12 @@ class ForeignLM(LanguageModel):
         if len(groups) == 1:
             return self.read(tokens, state, positions[0], keep)
         outputs = [
-            self.read(tokens[rows], take(state, rows), position, keep)
+            self.read(tokens[rows], states.take(state, rows), position, keep)
             for position, rows in groups.items()
         ]
         order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
         logits = torch.cat([output.logits for output in outputs])
-        after = take(join([output.state for output in outputs]), order)
+        after = states.take(states.join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
 
     def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
@@ -187,7 +178,7 @@ class ForeignLM(LanguageModel):
             return entries[..., max(0, entries.shape[-2] - position) :, :]
 
         # Drop the padding that rows with a longer history left in front.
-        layers = map_histories(last, state.layers)
+        layers = states.map_histories(last, state.layers)
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
         while start < time:

@@ -22,21 +22,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from longrnn import state as states
 from longrnn.data import Batch
 from longrnn.options import Share
 from longrnn.registry import Registry
 from longrnn.seeds import mix, seeded
-from longrnn.state import (
-    LMState,
-    PyTree,
-    detach,
-    histories,
-    leaves,
-    reset,
-    take,
-    tree_map,
-    unflatten,
-)
+from longrnn.state import LMState, PyTree
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -80,8 +71,8 @@ class InitialState(ABC):
         first = self.context.rank * rows
         seeds = [mix(self.context.seed, step, micro, first + row) for row in range(rows)]
         state = self._draw(zero, batch.begins, seeds, micro)
-        zeros = [random.Random(seed).random() < self.zero_share for seed in seeds]
-        return reset(state, zero, torch.tensor(zeros).to(zero.position.device) | ~_finite(state))
+        zeros = torch.tensor([random.Random(seed).random() < self.zero_share for seed in seeds])
+        return states.reset(state, zero, zeros.to(zero.position.device) | ~_finite(state))
 
     def after(self, state: LMState, micro: int) -> None:  # noqa: B027 (most remember nothing)
         """Receives the states after the last tokens of a micro-batch."""
@@ -130,14 +121,14 @@ class Remembering(InitialState):
         self.states: dict[int, LMState] = {}
 
     def after(self, state: LMState, micro: int) -> None:
-        self.states[micro] = detach(state)
+        self.states[micro] = states.detach(state)
 
     def forget(self) -> None:
         self.states.clear()
 
     def content(self) -> dict[str, Any]:
         return {
-            str(micro): [leaf.cpu().contiguous() for _, leaf in leaves(state)]
+            str(micro): [leaf.cpu().contiguous() for _, leaf in states.leaves(state)]
             for micro, state in self.states.items()
         }
 
@@ -145,7 +136,7 @@ class Remembering(InitialState):
         for micro, (position, *others) in content.items():
             like = self.context.init_state(len(position))
             kept = [leaf.to(like.position.device) for leaf in (position, *others)]
-            self.states[int(micro)] = unflatten(like, kept)
+            self.states[int(micro)] = states.unflatten(like, kept)
 
 
 @INITIAL_STATES.register("carry")
@@ -163,7 +154,7 @@ class Carry(Remembering):
         super().__init__(context, zero_share=zero_share)
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
-        return reset(self.states.get(micro, zero), zero, starts)
+        return states.reset(self.states.get(micro, zero), zero, starts)
 
 
 @INITIAL_STATES.register("pass")
@@ -183,7 +174,7 @@ class Pass(Remembering):
             return zero
         last = self.states[micro]
         order = torch.randperm(len(last.position), generator=seeded(seeds[0]))
-        return take(last, order)._replace(position=zero.position)
+        return states.take(last, order)._replace(position=zero.position)
 
 
 @INITIAL_STATES.register("fitted_noise")
@@ -258,25 +249,25 @@ def _noise(like: list[Tensor], seeds: Sequence[int]) -> list[Tensor]:
 
     def row(seed: int) -> list[Tensor]:
         draw = seeded(seed, like[0].device)
-        return tree_map(lambda leaf: torch.empty_like(leaf[0]).normal_(generator=draw), like)
+        return states.tree_map(lambda leaf: torch.empty_like(leaf[0]).normal_(generator=draw), like)
 
-    return tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
+    return states.tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
 
 
 def _recurrent(layers: PyTree) -> list[Tensor]:
     """The leaves of layers that are numbers of a recurrence or convolution, not keys or flags."""
-    keys = histories(layers)
-    return [leaf for path, leaf in leaves(layers) if path not in keys and leaf.is_floating_point()]
+    keys, pairs = states.histories(layers), states.leaves(layers)
+    return [leaf for path, leaf in pairs if path not in keys and leaf.is_floating_point()]
 
 
 def _with_recurrent(layers: PyTree, drawn: Iterable[Tensor]) -> PyTree:
     """Layers with other tensors in place of those that `_recurrent` returns."""
-    keys, ordered = histories(layers), iter(drawn)
+    keys, ordered = states.histories(layers), iter(drawn)
     values = [
         next(ordered) if path not in keys and leaf.is_floating_point() else leaf
-        for path, leaf in leaves(layers)
+        for path, leaf in states.leaves(layers)
     ]
-    return unflatten(layers, values)
+    return states.unflatten(layers, values)
 
 
 def _unit_axis(leaf: Tensor) -> int:
@@ -295,5 +286,5 @@ def _moments(leaf: Tensor) -> Tensor:
 
 def _finite(state: LMState) -> Tensor:
     """`(b,)` bool: rows without NaN and infinity."""
-    rows = [x.isfinite().reshape(len(x), x[0].numel()).all(1) for _, x in leaves(state)]
+    rows = [x.isfinite().reshape(len(x), x[0].numel()).all(1) for _, x in states.leaves(state)]
     return torch.stack(rows).all(0)
