@@ -10,28 +10,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, EncoderDecoderCache, cache_utils
 
 from longrnn.errors import UserError
 from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
 CONVERTED_LAYERS = (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
+    cache_utils.DummyLayer,
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+    cache_utils.LinearAttentionLayer,
 )
 
 
@@ -79,7 +70,7 @@ def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: in
         UserError: the layers are of a model with another window of attention.
     """
     # A cache without a configuration creates its layers on first use.
-    cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
+    cache.layers += [cache_utils.DynamicLayer() for _ in layers[len(cache.layers) :]]
     for layer, kept in zip(cache.layers, layers, strict=True):
         _restore(layer, kept, position)
 
@@ -108,7 +99,7 @@ def _restore(layer: Any, kept: LayerCache, position: int) -> None:
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         known = position
-        if isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
             layer.cumulative_length = position
             known = min(position, layer.sliding_window - 1)
         if keys.shape[-2] != known:

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+from transformers import DynamicCache, cache_utils
 
 from longrnn.cells import Edit
 from longrnn.errors import UserError
@@ -23,8 +17,10 @@ from longrnn.state import History, PyTree
 
 # Layers of a cache that drop keys, and the same without a window: `HybridCache.layers_after` drops.
 WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
-    DynamicSlidingWindowLayer: DynamicLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: LinearAttentionAndFullAttentionLayer,
+    cache_utils.DynamicSlidingWindowLayer: cache_utils.DynamicLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (
+        cache_utils.LinearAttentionAndFullAttentionLayer
+    ),
 }
 
 # Implementations of attention in transformers that take a mask for each row.
