@@ -10,15 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, model_validator
 
 from longrnn.cells import MIXERS
 from longrnn.config import flat, load_config, overridden
@@ -129,14 +121,14 @@ class TrainConfig(Options, validate_default=True):
     `{'blocks.0.*.A_log': 3}`; the last match counts."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after the warm-up."""
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: int | None = Field(None, ge=0)
     """Linear warm-up from 0; a tenth of the steps by default, and at most 100."""
     decay_steps: Count | None = None
     """The last steps, in which the learning rate decays; before them it is constant (warm-up,
     stable, decay). All steps after the warm-up by default."""
     min_lr_rate: Share = 0.0
     """Learning rate at the end, as a share of `learning_rate`."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = Field(1.0, gt=0)
     """Larger gradients are scaled down to this norm; .inf for no limit."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """At a step whose loss or gradient is not finite: stop, or skip it and count."""
