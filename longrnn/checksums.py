@@ -74,15 +74,6 @@ def remove_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
-def read_checksums(folder: Path) -> dict[str, str]:
-    """The content of `checksums.json`.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    return files.read_json(folder / CHECKSUMS)
-
-
 def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
     """What is wrong with the files of a folder, by its checksums; None where all are whole.
 
@@ -91,7 +82,7 @@ def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
         patterns: of the names of the files that are read.
     """
     try:
-        for name, digest in read_checksums(folder).items():
+        for name, digest in files.read_json(folder / CHECKSUMS).items():
             if any(map(Path(name).match, patterns)) and files.sha256(folder / name) != digest:
                 return f"{name!r} is not what was written"
     except (UserError, OSError, ValueError) as error:

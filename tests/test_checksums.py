@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longrnn.checksums import CHECKSUMS, damage, read_checksums, write_checksums
+from longrnn.checksums import CHECKSUMS, damage, write_checksums
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
+from longrnn.files import read_json
 from longrnn.hf.convert import convert
 from longrnn.hf.load import load
 from longrnn.hf.names import embedded
@@ -82,7 +83,7 @@ def test_loading_notices_every_flipped_bit(
     """Damaged weights, configuration or tokenizer are refused in one line that names the folder."""
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
-    names = [name for name in read_checksums(folder) if Path(name).suffix in FLIPS]
+    names = [name for name in read_json(folder / CHECKSUMS) if Path(name).suffix in FLIPS]
     assert "config.json" in names
     assert {"model.safetensors", "pytorch_model.bin"} & {*names}
     for name in names:
@@ -104,7 +105,7 @@ def test_every_file_of_a_run_is_covered(
     """
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
-    listed = read_checksums(folder)
+    listed = read_json(folder / CHECKSUMS)
     if kind != "run":
         extra = {"training.pt", "carry-0.pt"} if kind == "checkpoint" else {"tokens.bin"}
         assert extra | listed.keys() == {p.name for p in folder.iterdir() if p.name != CHECKSUMS}
@@ -133,7 +134,7 @@ def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:
     for name in TOKENIZER_FILES:
         (tmp_path / name).write_text("{}")
     write_checksums(tmp_path)
-    assert {*TOKENIZER_FILES} == read_checksums(tmp_path).keys()
+    assert {*TOKENIZER_FILES} == read_json(tmp_path / CHECKSUMS).keys()
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -178,5 +179,5 @@ def test_embedded_checkpoints_are_what_was_published(name: str) -> None:
     """Every file is listed in the checksums and unchanged."""
     folder = embedded()[name]
     listed = {path.name for path in folder.iterdir()} - {CHECKSUMS}
-    assert read_checksums(folder).keys() == listed
+    assert read_json(folder / CHECKSUMS).keys() == listed
     assert damage(folder) is None

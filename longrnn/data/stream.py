@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longrnn.checksums import read_checksums, refuse_damage
+from longrnn.checksums import CHECKSUMS, refuse_damage
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.files import read_json
@@ -92,8 +92,9 @@ class Corpus:
     def __init__(self, folder: Path, part: Part = "all") -> None:
         refuse_damage(folder, "copy it again, or build it again with `longrnn data build`")
         self.folder, self.part, self.header = folder, part, read_header(folder)
-        files = {n: s for n, s in read_checksums(folder).items() if n != HEADER}
-        self.sha256 = digest([files, part])
+        digests = read_json(folder / CHECKSUMS)
+        digests.pop(HEADER, None)
+        self.sha256 = digest([digests, part])
         self.tokens = np.memmap(folder / TOKENS, self.header.dtype, mode="r")
         has_answers = self.header.scored_tokens is not None
         self.scored = np.memmap(folder / SCORED, np.uint8, mode="r") if has_answers else None

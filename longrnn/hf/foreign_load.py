@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ def load_transformer(
         Exception: of transformers, for what it cannot load.
     """
     place, options = folder, {"dtype": dtype or "auto"}
+    reading: AbstractContextManager[Any] = nullcontext()
     if folder.suffix == GGUF:
         require("gguf", str(folder))
         place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
-    with quietly(), wide_weights(str(config.get("model_type"))), _reading_gguf_once(folder):
+        reading = _reading_gguf_once()
+    with quietly(), wide_weights(str(config.get("model_type"))), reading:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             **options,
@@ -110,22 +112,17 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
         return foreign
 
 
-@contextmanager
-def _reading_gguf_once(path: Path) -> Iterator[None]:
+def _reading_gguf_once() -> AbstractContextManager[Any]:
     """A context in which transformers parses a GGUF file, and names its tensors, once.
 
     It would parse the file several times and build the table of names for every module, which takes
     most of the time of loading.
     """
-    if path.suffix != GGUF:
-        yield
-        return
     import gguf
 
     names = ("GGUFReader", "get_tensor_name_map")
     once: Any = {name: cache(getattr(gguf, name)) for name in names}
-    with patch.multiple(gguf, **once):
-        yield
+    return patch.multiple(gguf, **once)
 
 
 @contextmanager

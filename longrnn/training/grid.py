@@ -17,7 +17,7 @@ from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
 from longrnn.training.config import TrainConfig, changes, configured
-from longrnn.training.run import Run
+from longrnn.training.run import Run, read_runs
 from longrnn.training.train import train
 from longrnn.units import counted
 
@@ -88,7 +88,7 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
             yield f"{folder}: diverged before; {(folder / DIVERGED).read_text().strip()}"
             continue
         if (folder / CHECKSUMS).is_file():  # the last file of the final model
-            yield _line(Run.of(folder))
+            yield _line(read_runs([folder])[0])
             continue
         is_begun = (folder / RECORDED).is_file()
         try:

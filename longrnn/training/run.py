@@ -37,11 +37,6 @@ class Run(NamedTuple):
     rows: list[MetricsRow]
     settings: dict[str, Any]
 
-    @classmethod
-    def of(cls, folder: Path) -> Run:
-        """The run in a folder."""
-        return read_runs([folder])[0]
-
     def model(self) -> LanguageModel:
         """The trained model, as `longrnn.load` reads it."""
         from longrnn.hf.load import load

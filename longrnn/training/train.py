@@ -22,7 +22,7 @@ from longrnn.progress import Progress
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distributed import build_accelerator
-from longrnn.training.run import Run, check_new, record
+from longrnn.training.run import Run, check_new, read_runs, record
 from longrnn.training.trainer import Trainer
 
 
@@ -68,7 +68,7 @@ def train(
         trainer = Trainer(settings, accelerator, start, quiet=quiet)
         processes.on_main(lambda: record(settings, trainer.step))
         trainer.train()
-    return Run.of(folder)
+    return read_runs([folder])[0]
 
 
 def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> TrainConfig:
