@@ -16,19 +16,9 @@ from longrnn import processes
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
+from longrnn.hf import names
 from longrnn.hf.layouts import LAYOUTS, layout_of
 from longrnn.hf.lora import merge_adapter
-from longrnn.hf.names import (
-    BEYOND,
-    DTYPE_NAMES,
-    GGUF,
-    NONE,
-    WINDOW,
-    CheckpointName,
-    base_of,
-    is_adapter,
-    resolve,
-)
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import require_cells
@@ -57,7 +47,7 @@ DAMAGED = (
 
 
 def load(
-    name_or_path: str | Path | CheckpointName,
+    name_or_path: str | Path | names.CheckpointName,
     *,
     backend: str = "auto",
     device: str | torch.device | None = None,
@@ -90,13 +80,13 @@ def load(
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
     processes.check_device(device)
-    checkpoint, named, parts = CheckpointName.parse(name_or_path)
-    given = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    checkpoint, named, parts = names.CheckpointName.parse(name_or_path)
+    given = names.DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and given is None:
-        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(DTYPE_NAMES)}")
+        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(names.DTYPE_NAMES)}")
     if None not in (named, given) and named != given:
         raise UserError(f"{checkpoint}+{named} names another dtype than {given}: give one of them")
-    folder = resolve(checkpoint, revision)
+    folder = names.resolve(checkpoint, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         verified = pool.submit(verify_folder, folder)
@@ -144,23 +134,23 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
     others = []
     for part in parts:
         name = part.partition("(")[0]
-        if isinstance(model, RecurrentLM) or name not in (BEYOND, WINDOW):
-            others += [part] if part != NONE else []
+        if isinstance(model, RecurrentLM) or name not in (names.BEYOND, names.WINDOW):
+            others += [part] if part != names.NONE else []
             continue
         _, options = parse(part)
-        if name == BEYOND and not options:
+        if name == names.BEYOND and not options:
             model = model.beyond()
-        elif name == WINDOW and model.cells and options.keys() == {"window"}:
+        elif name == names.WINDOW and model.cells and options.keys() == {"window"}:
             model = model.with_attention_window(parse_length(str(options["window"])))
         else:
             raise UserError(
-                f"{part} is not valid for this {model.kind}: write {BEYOND}, or, after a hybrid, "
-                f"{WINDOW}(window=4096)"
+                f"{part} is not valid for this {model.kind}: write {names.BEYOND}, or, after a "
+                f"hybrid, {names.WINDOW}(window=4096)"
             )
     return model.under(mitigation(others)) if others else model
 
 
-def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> Model:
+def load_editable(name_or_path: str | Path | names.CheckpointName, **options: Any) -> Model:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Args:
@@ -170,11 +160,11 @@ def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> 
     Raises:
         UserError: as `load`, and for any other model.
     """
-    model, name = load(name_or_path, **options), CheckpointName.parse(name_or_path).checkpoint
+    model, name = load(name_or_path, **options), names.CheckpointName.parse(name_or_path).checkpoint
     if model.mitigation is not None:
         raise UserError(
             f"{name} is a model under {model.mitigation}, and this needs it without: give "
-            f"{name}+{NONE}"
+            f"{name}+{names.NONE}"
         )
     require_cells(model, name)
     return model
@@ -182,10 +172,10 @@ def load_editable(name_or_path: str | Path | CheckpointName, **options: Any) -> 
 
 def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM | PreTrainedModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
-    if is_adapter(folder):
-        base = load(f"{base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
+    if names.is_adapter(folder):
+        base = load(f"{names.base_of(folder)}+{names.NONE}", backend=backend, dtype=torch.float32)
         return merge_adapter(folder, base, dtype)
-    config = {} if folder.suffix == GGUF else read_config(folder)
+    config = {} if folder.suffix == names.GGUF else read_config(folder)
     if config:
         _check_sizes(folder, config)
     layout = layout_of(config)
