@@ -24,6 +24,7 @@ from longrnn.checksums import refuse_damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.hf import lora
+from longrnn.hf.load import load
 from longrnn.models import TrainableLM
 from longrnn.models.checkpoint import check_weights
 from longrnn.text import Tokenizer
@@ -38,15 +39,6 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(
         path for path in output_dir.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)
     )
-
-
-def newest(output_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, compared with its checksums; None if there is none."""
-    existing = checkpoints(output_dir)
-    if not existing:
-        return None
-    check(existing[-1])
-    return existing[-1]
 
 
 def check(folder: Path) -> None:
@@ -153,7 +145,7 @@ def restore(
     content = read_tensors(folder / "training.pt")
     adapters = lora.has_adapters(model)
     target, parameters = model.state_dict(), dict(model.named_parameters())
-    read = models.read_weights(model, folder)
+    read = lora.read_weights(model, folder) if adapters else load(folder).state_dict()
     expected = {name: like for name, like in target.items() if name in read or not adapters}
     try:
         check_weights(expected, read)

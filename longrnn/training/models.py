@@ -138,17 +138,6 @@ def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
     return ByteTokenizer() if tokenizer.fingerprint() == byte_level().fingerprint() else tokenizer
 
 
-def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
-    """The weights that `save` wrote, under the names of the model's state dict.
-
-    Raises:
-        UserError: the folder is damaged, or has adapters of another base.
-    """
-    if lora.has_adapters(model):
-        return lora.read_weights(model, folder)
-    return load(folder).state_dict()
-
-
 def save(
     model: TrainableLM, folder: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:

@@ -114,8 +114,9 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
 def _origin(folder: Path, resume: Path | None) -> Path | None:
     """The checkpoint to continue from; refuses a folder that holds another run."""
     if resume == folder:
-        return checkpoint.newest(folder)
-    check_new(folder, allowed=[] if resume is None else [folder / resume.name])
+        resume = next(reversed(checkpoint.checkpoints(folder)), None)
+    else:
+        check_new(folder, allowed=[] if resume is None else [folder / resume.name])
     if resume is not None:
         checkpoint.check(resume)
     return resume

@@ -66,7 +66,7 @@ def test_a_full_disk_is_named_and_loses_no_checkpoint(full: str, room: int, tmp_
     resource.prlimit(process.process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
     assert process.end() == 2
     assert f"/{full})" in process.err
-    assert checkpoint.newest(tmp_path / "run") is not None
+    assert checkpoint.checkpoints(tmp_path / "run")
     assert not list((tmp_path / "run").glob(".*"))
     assert run("train", "--resume", tmp_path / "run").returncode == 0
     assert_same_run(tmp_path / "one", tmp_path / "run")
@@ -80,5 +80,5 @@ def test_a_disk_that_is_full_for_one_of_two_processes_stops_both(tmp_path: Path)
     size = (first / "carry-1.pt").stat().st_size - 50
     resource.prlimit(both[1].process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
     assert [process.end() for process in both] == [2, 2]
-    assert checkpoint.newest(tmp_path / "run") is not None
+    assert checkpoint.checkpoints(tmp_path / "run")
     assert not list((tmp_path / "run").glob(".*"))
