@@ -141,8 +141,6 @@ def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file or folder by name."""
     try:
         tensors = READERS["" if path.is_dir() else path.suffix or "none"](path)
-    except UserError:
-        raise
     except Exception as error:  # of the libraries that read files, or of an unknown ending
         raise UserError(
             f"{path} cannot be read ({one_line(error)}): give a folder with manifest.json or a "

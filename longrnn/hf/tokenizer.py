@@ -86,17 +86,11 @@ class HFTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """See `longrnn.text.Tokenizer`. The chat template marks what the assistant wrote."""
-        try:
-            template = self.tokenizer.get_chat_template()
-        except ValueError as error:
+        if not GENERATION_TAG.search(str(self.tokenizer.chat_template)):
             raise UserError(
-                "the tokenizer has no chat template: put a chat_template.jinja beside its "
-                "tokenizer.json, or give prompt and completion instead of messages"
-            ) from error
-        if not GENERATION_TAG.search(template):
-            raise UserError(
-                "the chat template does not say which text the assistant wrote: put {% generation "
-                "%} and {% endgeneration %} around it, or give prompt and completion"
+                "the tokenizer has no chat template that says which text the assistant wrote: put "
+                "a chat_template.jinja with {% generation %} and {% endgeneration %} around that "
+                "text beside its tokenizer.json, or give prompt and completion"
             )
         try:
             encoded: Any = self.tokenizer.apply_chat_template(
