@@ -87,17 +87,15 @@ class Trainer:
         fill(model, config.fill)
         model.to(self.accelerator.device).train()
         check_length(self.task, config, model.max_length)
-        validation = config.validation
         self.validation: Validation | None = None
-        if isinstance(validation, Mapping):
-            held_out = TASKS.build(validation, self.tokenizer)
+        if isinstance(config.validation, Mapping):
+            held_out = TASKS.build(config.validation, self.tokenizer)
             models.check_vocabulary(model.vocab_size, held_out)
             self.validation = Validation(config, model.max_length, self.task, held_out)
         mean: Any = accelerator.reduce  # by default over processes
         context = Context(model.init_state, config.seed, processes.rank(), mean)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        objective = Objective(model)
-        self.objective, self.optimizer = prepare(self.accelerator, objective, config)
+        self.objective, self.optimizer = prepare(accelerator, Objective(model), config)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
