@@ -32,7 +32,7 @@ from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, r
 from longrnn.errors import UserError
 from longrnn.files import read_text
 from longrnn.options import Count, Share
-from longrnn.seeds import mix
+from longrnn.seeds import mix, seeded
 from longrnn.text import ByteTokenizer, Tokenizer
 
 # Tokens, targets and answers of a row, `(t,)` each; see `Batch`.
@@ -141,8 +141,8 @@ class Passkey(PasskeyPrompts, Task):
         """See `Task.batch`; a carried segment has `length` tokens, and the question is a fork."""
         if carried:
             return self._segments(index, rows, length, seed)
-        first = torch.Generator().manual_seed(mix(seed, index, 0))
-        rng = random.Random(int(torch.randint(2**62, (), generator=first)))
+        drawn = torch.randint(2**62, (), generator=seeded(mix(seed, index, 0)))
+        rng = random.Random(int(drawn))
         made = []
         for row in range(rows.stop):
             needles = draw_needles(rng, rng.choice(self.n_keys))

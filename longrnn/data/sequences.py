@@ -85,7 +85,7 @@ class SequenceTask(Task):
         self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
     ) -> Batch:
         forbidden = self._forbidden(length)
-        generator = torch.Generator().manual_seed(mix(seed, index, 0))
+        generator = seeded(mix(seed, index, 0))
         x = self.draw(of, length, generator)
         while (again := _are_in(x, forbidden)).any():
             x[again] = self.draw(int(again.sum()), length, generator)

@@ -101,10 +101,9 @@ class LongRNNForCausalLM(  # pyright: ignore
                 f"a Hugging Face {model.kind} has a class in transformers already: load its folder "
                 "with AutoModelForCausalLM, or evaluate the model of longrnn.load"
             )
-        spec = None if model.mitigation is None else model.mitigation.describe()
         plain = model.under(None)
-        config = LongRNNConfig(**asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
-        if plain.loaded_from is not None and spec == plain.trained_under:
+        config = LongRNNConfig(**asdict(plain.config), tokenizer=tokenizer, mitigation=model.spec)
+        if plain.loaded_from is not None and model.spec == plain.trained_under:
             # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
             config.name_or_path = plain.loaded_from
         with torch.device("meta"):
