@@ -24,6 +24,7 @@ from textwrap import shorten
 from typing import Any, NoReturn
 
 from longrnn.errors import Terminated, UserError
+from longrnn.files import one_line
 from longrnn.locks import release_all
 
 DEBUG = "LONGRNN_DEBUG"
@@ -151,6 +152,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is a failed allocation, by Python or by torch on any device."""
     is_of_torch = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
     return isinstance(error, MemoryError) or is_of_torch
+
+
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error; a lack of memory, which is no reason, is raised again."""
+    if is_out_of_memory(error):
+        raise error
+    return one_line(error)
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -22,10 +22,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.files import one_line
 from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, refuse_long
 from longrnn.ops.rows import Rows
+from longrnn.programs import reason_of
 from longrnn.state import LMState, PyTree
 
 # Tokens of one piece, over all rows.
@@ -98,7 +98,7 @@ class ForeignLM(LanguageModel):
         try:
             _, layers = self.call(tokens, (), 0, 1)
         except Exception as error:  # of `keep_cache`, or of a model that cannot be called so
-            raise self.refusal(one_line(error)) from error
+            raise self.refusal(reason_of(error)) from error
         for name, leaf in states.leaves(layers):
             if leaf.shape[:1] != (2,):
                 raise self.refusal(f"its cache has no batch axis first ({name})")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from longrnn.files import one_line
 from longrnn.hf.foreign import ForeignLM
 from longrnn.models.finite import refuse_nonfinite
+from longrnn.programs import reason_of
 
 PROBED_ROWS, TIME = 2, 12
 # Lengths of the pieces into which each row is cut, and the same for `not model.tokens_together`.
@@ -83,7 +83,7 @@ def probe(model: ForeignLM) -> str | None:
             # Reads another text in between, which would overwrite any state outside of the cache.
             model(tokens.flip(0, 1)[:, :4], keep=1)
     except Exception as error:  # of `keep_cache`, or of a model that does not support the call
-        return one_line(error)
+        return reason_of(error)
     refuse_nonfinite(whole, model, tokens)
     difference = float((torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max())
     is_narrow = any(weight.dtype.itemsize < 4 for weight in model.parameters())

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.files import new_folder, one_line, partial_path, remove, sync_folder
+from longrnn.files import new_folder, partial_path, remove, sync_folder
 from longrnn.hf.foreign import MITIGATION_KEY
 from longrnn.hf.foreign_load import quietly
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
-from longrnn.programs import is_out_of_memory
+from longrnn.programs import reason_of
 from longrnn.text import Tokenizer
 
 # What `HybridLM` puts in front of the names of weights.
@@ -48,11 +48,9 @@ def trainable(model: HybridLM) -> HybridLM:
         loss = first.logits.sum() + second.logits.sum()
         torch.autograd.grad(loss, weights)
     except RuntimeError as error:  # also a NotImplementedError
-        if is_out_of_memory(error):
-            raise
         raise UserError(
             f"this {model.kind} cannot be trained here, because its gradients cannot be "
-            f"computed ({one_line(error)}): train it with the Trainer of Hugging Face, or train "
+            f"computed ({reason_of(error)}): train it with the Trainer of Hugging Face, or train "
             "another model"
         ) from error
     return model
