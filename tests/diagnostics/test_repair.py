@@ -25,7 +25,7 @@ CHOOSE, PROVE = (
     bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
 )
 FULL = dict(attempts.ATTEMPTS)
-HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 2048, "train_length": 64}
+HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 1024, "train_length": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     assert (tmp_path / "out/checkpoint").exists() == (other.checkpoint is not None)
     assert (tmp_path / "out/mitigation.yaml").exists() == (other.mitigation is not None)
     with pytest.raises(UserError, match="another repair"):
-        how["length"] = 1024
+        how["length"] = 512
         longrnn.repair("collapse-tiny", **how)
 
 
