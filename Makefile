@@ -17,15 +17,19 @@ TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRANSFORMERS = $(shell sed -n '/^transformers==/p' constraints.txt)
 
-.PHONY: demo test slow docs wheel clean
+.PHONY: demo test lint suite slow docs wheel clean
 
 demo: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/demo.py
 
-test: $(VENV)/.dev $(VENV)/.transformers
+test: lint suite
+
+lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+suite: $(VENV)/.dev $(VENV)/.transformers
 	$(TESTS) LONGRNN_TRANSFORMERS_SOURCE=$(abspath $(VENV)/transformers) \
 	  $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
@@ -49,15 +53,16 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	$(PIP) -e .
 	touch $@
 
+# The packages that longrnn[dev] lacks: longrnn itself is installed, and not compiled again.
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) -e '.[dev]'
+	$(PIP) 'longrnn[dev]'
 	touch $@
 
 # transformers' own tests of every model, which its wheel lacks. Without them, those tests are skipped.
-$(VENV)/.transformers: $(VENV)/.dev
+$(VENV)/.transformers: $(VENV)/.torch
 	rm -rf $(VENV)/transformers && mkdir $(VENV)/transformers
 	-$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --retries 0 --timeout 15 \
-	  --no-deps --no-binary :all: --dest $(VENV)/transformers $(TRANSFORMERS) \
+	  --no-deps --no-binary transformers --dest $(VENV)/transformers $(TRANSFORMERS) \
 	  && tar xzf $(VENV)/transformers/*.tar.gz -C $(VENV)/transformers --strip-components 1
 	touch $@
 
