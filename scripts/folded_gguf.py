@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from longrnn.errors import UserError
 from longrnn.hf.convert import convert
 from longrnn.units import parse_length
 
@@ -60,9 +61,10 @@ def by_llama(folder: Path, text: Path, length: int, llama: Path) -> float:
             raise SystemExit(f"{' '.join(arguments)}\n{done.stderr}")
         return done.stdout + done.stderr
 
-    model = folder / "model.gguf"
+    program, model = llama / "build" / "bin" / "llama-perplexity", folder / "model.gguf"
+    if not program.exists():
+        raise UserError(f"no {program}: build llama.cpp there with CMake")
     run(sys.executable, "-c", CONVERTER, folder, "--outtype", "f32", "--outfile", model)
-    program = llama / "build" / "bin" / "llama-perplexity"
     said = run(program, "-m", model, "-f", text, "-c", length, "--chunks", 1, "--no-escape")
     found = re.search(r"Final estimate: PPL = ([\d.]+)", said)
     assert found, said
