@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import Field
@@ -40,7 +40,17 @@ def repair(options: RepairOptions, output: Output) -> None:
     from longrnn.progress import is_quiet
 
     folder = output.folder("repair", [options.checkpoint], variant=options.texts)
-    settings: dict[str, Any] = {**dict(options), "device": pick_device(options.device)}
-    done = start(**settings, output=folder, quiet=is_quiet())
+    done = start(
+        options.checkpoint,
+        options.texts,
+        folder,
+        length=options.length,
+        train_length=options.train_length,
+        budget=options.budget,
+        folds_only=options.folds_only,
+        keys=options.keys,
+        device=pick_device(options.device),
+        quiet=is_quiet(),
+    )
     lines = [*done.sentences[2:], done.checkpoint, done.mitigation, done.report]
     typer.echo("\n".join(str(line) for line in lines if line is not None))
