@@ -14,6 +14,7 @@ from longrnn.diagnostics import gradients
 from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
+from longrnn.options import validated
 from tests.cli.conftest import CLI
 from tests.texts import trained_bpe
 from tests.training.runs import LSTM, tiny, write_config
@@ -36,7 +37,7 @@ def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     found = head_of(tmp_path / "out")["models"]
     torch.manual_seed(config.seed)
     assert config.model is not None
-    expected = RecurrentLM(RecurrentConfig(**{"vocab_size": 9} | config.model))
+    expected = RecurrentLM(validated(RecurrentConfig, {"vocab_size": 9, **config.model}, "model"))
     with torch.no_grad():
         expected.get_parameter(name).fill_(0.05)
     assert list(found) == ["c.yaml", orthogonal]
@@ -66,7 +67,8 @@ def test_each_model_reads_a_text_with_its_own_tokenizer(
 ) -> None:
     """Models with different tokenizers are measured on the same text."""
     bpe, read = trained_bpe(), []
-    save_model(RecurrentLM(RecurrentConfig(**LSTM | {"vocab_size": 600})), Path("bpe"))
+    config = validated(RecurrentConfig, LSTM | {"vocab_size": 600}, "model")
+    save_model(RecurrentLM(config), Path("bpe"))
     bpe.save(Path("bpe"))
 
     def record(model: RecurrentLM, task: Any, length: int) -> Any:

@@ -79,7 +79,8 @@ def small_model(
 ) -> OpenCheckpoint:
     """Return a random model; with a folder, it is saved there for another process."""
     tokenizer = tokenizer or ByteTokenizer()
-    config = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1} | changes
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1}
+    config: dict[str, Any] = sizes | changes
     config.setdefault("mixer", {"kind": "lstm"})
     torch.manual_seed(seed)
     model = RecurrentLM(RecurrentConfig(**config)).eval()

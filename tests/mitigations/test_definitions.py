@@ -174,7 +174,7 @@ def pairs() -> list[tuple[str, list[Spec], Spec]]:
                 specs = [one | {"heads": HEADS_OF_PAIRS[one["kind"]]} for one in specs]
             orders = [specs, specs[::-1]] if {first, second} <= STEPS else [specs]
             for order in orders[: 1 + (first != second)]:
-                name = "+".join(one["kind"] for one in order)
+                name = "+".join(str(one["kind"]) for one in order)
                 found.append((f"{name} {mixer}", order, mixer_spec(mixer)))
     return found
 

@@ -12,6 +12,7 @@ import torch
 from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn import train as train_run
 from longrnn.errors import UserError
+from longrnn.options import validated
 from longrnn.training.config import TrainConfig, configured
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
 from tests.refusals import naming
@@ -19,8 +20,12 @@ from tests.texts import TEXTS
 from tests.training.runs import MAMBA2, tiny, train
 
 
+def configuration(**options: Any) -> TrainConfig:
+    return validated(TrainConfig, options, "test")
+
+
 def rates(**options: Any) -> list[float]:
-    config = TrainConfig(**{"learning_rate": 1.0, "max_steps": 10} | options)
+    config = configuration(**{"learning_rate": 1.0, "max_steps": 10} | options)
     return [round(learning_rate(step, config), 6) for step in range(10)]
 
 
@@ -36,8 +41,8 @@ def test_schedules() -> None:
     assert cosine[2:] == [round(0.5 * (1 + math.cos(math.pi * k / 8)), 6) for k in range(8)]
     stable = rates(lr_scheduler_type="linear", decay_steps=4, **warm)
     assert stable == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    assert TrainConfig(max_steps=5000).warmup_steps == 100
-    assert TrainConfig(max_steps=50, decay_steps=48).warmup_steps == 2
+    assert configuration(max_steps=5000).warmup_steps == 100
+    assert configuration(max_steps=50, decay_steps=48).warmup_steps == 2
 
 
 def test_overrides_drop_what_has_no_meaning_with_them() -> None:
@@ -75,7 +80,7 @@ def test_parameters_by_pattern() -> None:
     assert named["blocks.1.mixer.A_log"].unique().tolist() == [4.0]
     for key, value in (("learning_rate_scale", {"*.A_lag": 1}), ("learning_rate_scale", {"*": 0})):
         with pytest.raises(UserError, match=naming(key)):
-            build_optimizer(model, TrainConfig(**{key: value}))
+            build_optimizer(model, configuration(**{key: value}))
 
 
 def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
