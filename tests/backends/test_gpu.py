@@ -65,9 +65,11 @@ def wide(given: Sequence[Tensor]) -> list[Tensor]:
     return [one.double() for one in given]
 
 
-# Functions in plain torch of flash-linear-attention by the names of kernels.
+# Functions in plain torch of flash-linear-attention by the names of kernels. That of `gla` computes
+# one token after another, and divides by √n itself.
 NAIVE = {
     "simple_gla": {"chunk": "naive_chunk", "fused_recurrent": "naive_recurrent"},
+    "gla": {"chunk": "naive_recurrent", "fused_recurrent": "naive_recurrent"},
     "gated_delta_rule": {"chunk": "naive_chunk", "fused_recurrent": "naive_recurrent"},
     "kda": {"chunk": "naive_recurrent", "fused_recurrent": "naive_recurrent"},
 }
@@ -111,6 +113,9 @@ def call_naive(
     called.append(name)
     share = given["v"].shape[2] // q.shape[2]
     q, k = (one.repeat_interleave(share, 2) for one in (q, k))
+    if name.endswith("_gla") and "simple" not in name:
+        q = q * (given.pop("scale") * q.shape[-1] ** 0.5)
+        given["gk"] = given.pop("g", given.get("gk"))
     with torch.set_grad_enabled(name not in WITHOUT_GRADIENTS and torch.is_grad_enabled()):
         return naive(q=q, k=k, **given)
 
@@ -149,18 +154,21 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return called
 
 
+@pytest.mark.parametrize("keys", [False, True], ids=["decays per head", "decays per key"])
 @pytest.mark.parametrize(
     ("time", "groups", "starts"),
     [(1, 4, ()), (7, 2, (0, 3)), (64, 1, (5,)), (65, 2, ()), (150, 1, (70, 71, 100, 149))],
 )
 def test_fla_computes_the_recurrence(
-    fla: list[str], time: int, groups: int, starts: Sequence[int]
+    fla: list[str], time: int, groups: int, starts: Sequence[int], keys: bool
 ) -> None:
     """Outputs, final state and the gradients of all inputs."""
     inputs, state = random_inputs(time, groups=groups, starts=starts)
+    inputs = by_key(inputs) if keys else inputs
     exact = outcome(of_scan(loop), wide([*inputs, state]))
     assert_near(outcome(of_scan(fla_scan.scan), [*inputs, state]), exact, 1e-5)
-    assert set(fla) == {f"{'fused_recurrent' if time <= 64 else 'chunk'}_simple_gla"}
+    kind = "fused_recurrent" if time <= 64 else "chunk"
+    assert set(fla) == {f"{kind}_{'gla' if keys else 'simple_gla'}"}
 
 
 def test_fla_takes_more_rows_than_a_grid_of_blocks(

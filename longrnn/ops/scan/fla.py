@@ -17,14 +17,16 @@ from longrnn.ops import gpu
 from longrnn.ops.scan.definition import ScanInputs, reversible
 from longrnn.ops.transforms import recomputed
 
-BY_HEAD = "fla.ops.simple_gla"
+# Decays per head, and per key.
+BY_HEAD, BY_KEY = "fla.ops.simple_gla", "fla.ops.gla"
 
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    if inputs.has_key_decays:
-        return "its keys have decays of their own"
-    return gpu.refusal((*inputs, state), BY_HEAD, *gpu.FLA_PACKAGES)
+    by_key = inputs.log_decay.ndim == 4
+    if by_key and inputs.x.shape[3] == 1:
+        return "its heads have one channel"
+    return gpu.refusal((*inputs, state), BY_KEY if by_key else BY_HEAD, *gpu.FLA_PACKAGES)
 
 
 @reversible
@@ -37,16 +39,22 @@ def scan(
 
 def _scan(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor, Tensor]:
     x, gain, log_decay, B, C = inputs.to(torch.float32)
-    simple_gla = import_module(BY_HEAD)
+    heads, decay = x.shape[2], log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY)
+    given = {
+        "q": C.repeat_interleave(heads // C.shape[2], 2),
+        "k": B.repeat_interleave(heads // B.shape[2], 2),
+        "v": x * gain[..., None],
+        "scale": 1.0,
+        "initial_state": None if state is None else state.mT,
+        "output_final_state": final,
+    }
     few = gpu.fla_takes_few(x)
-    kernel = simple_gla.fused_recurrent_simple_gla if few else simple_gla.chunk_simple_gla
-    y, after = kernel(
-        q=inputs.per_head(C),
-        k=inputs.per_head(B),
-        v=x * gain[..., None],
-        g=log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY),
-        scale=1.0,
-        initial_state=None if state is None else state.mT,
-        output_final_state=final,
-    )
+    if decay.ndim == 3:
+        simple_gla = import_module(BY_HEAD)
+        kernel = simple_gla.fused_recurrent_simple_gla if few else simple_gla.chunk_simple_gla
+        y, after = kernel(g=decay, **given)
+    elif few:
+        y, after = import_module(BY_KEY).fused_recurrent_gla(gk=decay, **given)
+    else:
+        y, after = import_module(BY_KEY).chunk_gla(g=decay, **given)
     return y, y if after is None else after.mT
