@@ -155,7 +155,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The first sentence of an error; a lack of memory, which is no reason, is raised again."""
+    """The first sentence of an error; one for lack of memory is raised again, as what it is."""
     if is_out_of_memory(error):
         raise error
     return one_line(error)

@@ -41,7 +41,7 @@ class ScanningCell(Cell):
 
     Attributes:
         operation: the recurrence, `SCAN` or `DELTA`.
-        layer_operation: see `whole_layer`; None where there is no such operation.
+        layer_operation: the operation that computes a whole layer (`whole_layer`), if there is one.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
         tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of

@@ -47,7 +47,7 @@ def trainable(model: HybridLM) -> HybridLM:
         second = model(tokens, first.state)
         loss = first.logits.sum() + second.logits.sum()
         torch.autograd.grad(loss, weights)
-    except RuntimeError as error:  # also a NotImplementedError
+    except RuntimeError as error:  # NotImplementedError too; a lack of memory is raised as it is
         raise UserError(
             f"this {model.kind} cannot be trained here, because its gradients cannot be "
             f"computed ({reason_of(error)}): train it with the Trainer of Hugging Face, or train "

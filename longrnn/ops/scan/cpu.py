@@ -2,7 +2,7 @@
 
 Both compute in the dtype of the state, float32 or float64, and take and return tensors of any
 dtype. The backward pass keeps the inputs, and computes everything else again. It cannot itself be
-differentiated. With decays per key there is no backward pass.
+differentiated. With decays per key it has no gradient: torch computes it where one is needed.
 """
 
 from __future__ import annotations
