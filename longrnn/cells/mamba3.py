@@ -211,11 +211,12 @@ class Mamba3(ScanningCell):
     def inputs(self, steps: Steps, rest: Mamba3Rest) -> tuple[TrapezoidInputs, Mamba3Rest]:
         state, rows = rest.state, rest.rows
         angle = _total(steps.dt[..., None] * rest.theta, state.angle, rows)
+        near = angle.to(rest.B)
+        turn = torch.complex(near.cos(), near.sin())
         x = torch.cat([state.x[:, None], steps.x], 1)
-        B = torch.cat([state.B[:, None], _rotated(rest.B, angle)], 1)
-        inputs = TrapezoidInputs(
-            x, steps.gain, steps.log_decay, B, _rotated(rest.C, angle), rest.mix
-        )
+        B = torch.cat([state.B[:, None], _rotated(rest.B, turn)], 1)
+        C = _rotated(rest.C, turn)
+        inputs = TrapezoidInputs(x, steps.gain, steps.log_decay, B, C, rest.mix)
         last_x = x[:, -1:] if rows is None else rows.last(x, 1)
         last_B = B[:, -1:] if rows is None else rows.last(B, 1)
         # Copies, because slices would keep all tokens in memory.
@@ -264,9 +265,8 @@ def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:
     )
 
 
-def _rotated(vectors: Tensor, angle: Tensor) -> Tensor:
-    """`(b, t, h, n)` with the first pairs of entries rotated by `(b, t, h, a)`."""
-    cos, sin = angle.cos().to(vectors), angle.sin().to(vectors)
-    even, odd = vectors[..., : 2 * angle.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    return torch.cat([rotated, vectors[..., 2 * angle.shape[-1] :]], -1)
+def _rotated(vectors: Tensor, turn: Tensor) -> Tensor:
+    """`(b, t, h, n)` with the first pairs of entries times `turn`, complex `(b, t, h, a)`."""
+    pairs, rest = vectors.tensor_split([2 * turn.shape[-1]], dim=-1)
+    turned = torch.view_as_complex(pairs.contiguous().unflatten(-1, (-1, 2))) * turn
+    return torch.cat([torch.view_as_real(turned).flatten(-2), rest], -1)

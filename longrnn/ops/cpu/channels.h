@@ -85,7 +85,7 @@ template <class T> struct ChannelBlock {
 template <class T> void one_channel_token(const Channels<T> &s) {
   const int threads = threads_for(16.0 * s.b * s.h * s.n);
   PerThread<Buffer<T>> all_decays(threads, s.n);
-  PerThread<KeyWork<T>> works(threads, s.n);
+  PerThread<KeyWork<T>> works(threads, s.n, 1);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long task = 0; task < s.b * s.h; task++) {
     const long row = task / s.h, channel = task % s.h, keys = (row * s.g + channel / (s.h / s.g)) * s.n;
@@ -93,8 +93,10 @@ template <class T> void one_channel_token(const Channels<T> &s) {
     T *log_decay = all_decays.mine(), *state = s.final_state + task * s.n;
     for (long j = 0; j < s.n; j++) log_decay[j] = s.step[task] * rate[j] + log_keep;
     std::memcpy(state, s.state + task * s.n, s.n * sizeof(T));
-    one_key_token<T, false>(1, s.n, s.x + task, s.gain[task], log_decay, s.B + keys, s.C + keys, state, s.y + task,
-                            works.mine());
+    KeyWork<T> &w = works.mine();
+    w.decays.read(s.n, log_decay, true, nullptr);
+    one_key_token<T, false>(1, s.n, s.x + task, s.gain[task], w.decays, s.B + keys, s.C + keys, state, state,
+                            s.y + task, w.missing);
   }
 }
 

@@ -9,7 +9,7 @@
 #include "cell_gradient.h"
 #include "channels.h"
 #include "delta.h"
-#include "key_decays.h"
+#include "key_gradient.h"
 #include "layers.h"
 #include "limited.h"
 #include "scan_gradient.h"

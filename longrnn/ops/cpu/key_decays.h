@@ -27,46 +27,78 @@ inline void split_decay(Vec<double> x, Vec<double> &whole, Vec<double> &rest) {
   }
 }
 
-template <class T> struct KeyWork {  // of one thread
+// The decays of one token and, for the delta rule, these times the key B.
+template <class T> struct KeyDecays {
   Buffer<T> whole, rest, decayed;
-  explicit KeyWork(long n) : whole(padded<T>(n)), rest(padded<T>(n)), decayed(padded<T>(n)) {}
+  explicit KeyDecays(long n) : whole(padded<T>(n)), rest(padded<T>(n)), decayed(padded<T>(n)) {}
+  // `log_decay` is one number, or one per key; B is null if nothing is erased.
+  void read(long n, const T *log_decay, bool per_key, const T *B) {
+    constexpr int W = Lane<T>::W;
+    for (long j = 0; j < n; j += W) {
+      Vec<T> log{}, whole_part, rest_part;
+      if (!per_key) log += log_decay[0];
+      else if (j + W <= n) log = load<T>(log_decay + j);
+      else std::memcpy(&log, log_decay + j, (n - j) * sizeof(T));
+      split_decay(log, whole_part, rest_part);
+      store<T>(whole + j, whole_part);
+      store<T>(rest + j, rest_part);
+    }
+    for (long j = 0; B && j < n; j++) decayed[j] = (whole[j] + rest[j]) * B[j];
+  }
 };
 
-// One token of one head: its p channels are state ← decay ∘ state + gain (x − erased) B, where the delta
-// rule erases what the decayed state has for the key B; y is the product with C.
+// Calls `body(count, channel)` for 4 channels at once, whose sums the processor computes side by side, then for
+// single ones.
+template <class Body> inline void each_channels(long p, Body body) {
+  long c = 0;
+  for (; c + 4 <= p; c += 4) body(std::integral_constant<int, 4>{}, c);
+  for (; c < p; c++) body(std::integral_constant<int, 1>{}, c);
+}
+
+// One token of one head: its p channels are after = decay ∘ before + gain (x − erased) B, where the delta rule
+// erases what the decayed state has for the key B; y is the product with C, and `missing` is x − erased.
 template <class T, bool DELTA>
-inline void one_key_token(long p, long n, const T *x, T gain, const T *log_decay, const T *B, const T *C, T *state,
-                          T *y, KeyWork<T> &w) {
-  constexpr int W = Lane<T>::W;
-  for (long j = 0; j < n; j += W) {
-    Vec<T> log{}, whole, rest;
-    if (j + W <= n) log = load<T>(log_decay + j);
-    else std::memcpy(&log, log_decay + j, (n - j) * sizeof(T));
-    split_decay(log, whole, rest);
-    store<T>(w.whole + j, whole);
-    store<T>(w.rest + j, rest);
-  }
-  for (long j = 0; DELTA && j < n; j++) w.decayed[j] = (w.whole[j] + w.rest[j]) * B[j];
-  for (long c = 0; c < p; c++, state += n) {
-    const T add = gain * (x[c] - (DELTA ? dot<T>(state, w.decayed, n) : T(0)));
-    Sum<T> sum;
+inline void one_key_token(long p, long n, const T *x, T gain, const KeyDecays<T> &d, const T *B, const T *C,
+                          const T *before, T *after, T *y, T *missing) {
+  each_channels(p, [&](auto count, long first) {
+    const T *from = before + first * n;
+    T *to = after + first * n, add[count];
+    Sum<T> erased[count], sums[count];
+    if constexpr (DELTA)
+      each<T>(0, n, [&](auto zero, long j) {
+        using V = decltype(zero);
+        for (int c = 0; c < count; c++) erased[c].add(read<V>(from + c * n + j) * read<V>(d.decayed + j));
+      });
+    for (int c = 0; c < count; c++) {
+      missing[first + c] = x[first + c] - erased[c].total();
+      add[c] = gain * missing[first + c];
+    }
     each<T>(0, n, [&](auto zero, long j) {
       using V = decltype(zero);
-      const V old = read<V>(state + j);
-      const V now = read<V>(w.whole + j) * old + (read<V>(w.rest + j) * old + add * read<V>(B + j));
-      write(state + j, now);
-      sum.add(now * read<V>(C + j));
+      const V whole = read<V>(d.whole + j), rest = read<V>(d.rest + j), key = read<V>(B + j), query = read<V>(C + j);
+      for (int c = 0; c < count; c++) {
+        const V old = read<V>(from + c * n + j);
+        const V now = whole * old + (rest * old + add[c] * key);
+        write(to + c * n + j, now);
+        sums[c].add(now * query);
+      }
     });
-    y[c] = sum.total();
-  }
+    for (int c = 0; c < count; c++) y[first + c] = sums[c].total();
+  });
 }
+
+template <class T> struct KeyWork {  // of one thread
+  KeyDecays<T> decays;
+  Buffer<T> missing;
+  KeyWork(long n, long p) : decays(n), missing(p) {}
+};
 
 template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
   const long size = s.p * s.n, r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * size);
   const long most = std::max(1L, long(16384 / (size * sizeof(T))));
   const long each = std::min(most, std::max(1L, s.b * s.h / threads)), parts = (s.h + each - 1) / each;
-  PerThread<KeyWork<T>> works(threads, s.n);
+  PerThread<KeyWork<T>> works(threads, s.n, s.p);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long task = 0; task < s.b * parts; task++) {
     KeyWork<T> &w = works.mine();
@@ -79,7 +111,8 @@ template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
         const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + group * s.n;
         const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc, *C = s.C + bc;
         T *state = s.final_state + (row * s.h + head) * size, *y = output_of(s, row, head, i);
-        one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], s.log_decay + at * s.n, B, C, state, y, w);
+        w.decays.read(s.n, s.log_decay + at * s.n, true, DELTA ? B : nullptr);
+        one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], w.decays, B, C, state, state, y, w.missing);
       }
   }
   return 1;

@@ -1,4 +1,4 @@
-"""The gated delta rule in C++, without gradients."""
+"""The gated delta rule in C++, with its gradient, which cannot itself be differentiated."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from longrnn.ops.cpu.checks import tracked
-from longrnn.ops.delta import definition
-from longrnn.ops.scan.cpu import refusal, untracked
+from longrnn.ops.scan.cpu import recurrence, refusal
 from longrnn.ops.scan.definition import ScanInputs
 
 __all__ = ["delta", "refusal"]
 
 
 def delta(inputs: ScanInputs, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.delta.definition.delta`, which computes gradients."""
-    if tracked((*inputs, state)):
-        return definition.delta(inputs, state, **options)
-    return untracked(inputs, state, "key_delta" if inputs.has_key_decays else "delta")
+    """See `longrnn.ops.delta.definition.delta`."""
+    return recurrence("key_delta" if inputs.has_key_decays else "delta", inputs, state, **options)

@@ -1,12 +1,13 @@
-"""The recurrence in C++ with its gradient, and without gradients under a limit of norms.
+"""Recurrences in C++ with their gradients, and without gradients under a limit of norms.
 
-Both compute in the dtype of the state, float32 or float64, and take and return tensors of any
+All compute in the dtype of the state, float32 or float64, and take and return tensors of any
 dtype. The backward pass keeps the inputs, and computes everything else again. It cannot itself be
-differentiated. With decays per key it has no gradient: torch computes it where one is needed.
+differentiated.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,20 +36,33 @@ def scan(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.definition.scan`, which computes gradients with decays per key."""
-    is_tracked, few = tracked((*inputs, state)), inputs.x.shape[1] <= FEW
-    if inputs.has_key_decays and not is_tracked:
-        return untracked(inputs, state, "key_scan", backward=backward)
-    if inputs.has_key_decays or (is_entrywise(inputs) and not few):
+    """See `longrnn.ops.scan.definition.scan`."""
+    has_few_tokens = inputs.x.shape[1] <= FEW
+    if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
         return definition.scan(inputs, state, final=final, backward=backward)
-    if is_tracked:
-        state = inputs.zero_state() if state is None else state
-        return reversible(_differentiable)(inputs, state, backward=backward)
-    return untracked(inputs, state, "scan", final=final, backward=backward)
+    kernel = "key_scan" if inputs.has_key_decays else "scan"
+    return recurrence(kernel, inputs, state, final=final, backward=backward)
 
 
-def _differentiable(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    return _Scan.apply(*inputs, state)
+def recurrence(
+    kernel: str,
+    inputs: ScanInputs,
+    state: Tensor | None,
+    *,
+    final: bool = True,
+    backward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A recurrence by `scan`, `key_scan`, `delta` or `key_delta`."""
+    if not tracked((*inputs, state)):
+        return untracked(inputs, state, kernel, final=final, backward=backward)
+    state = inputs.zero_state() if state is None else state
+    if kernel != "scan":  # the others have gradients of B and C of every head
+        inputs = inputs._replace(B=inputs.per_head(inputs.B), C=inputs.per_head(inputs.C))
+    return reversible(partial(_differentiable, kernel))(inputs, state, backward=backward)
+
+
+def _differentiable(kernel: str, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    return _Recurrence.apply(kernel, *inputs, state)
 
 
 def untracked(
@@ -60,14 +74,14 @@ def untracked(
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A recurrence without gradients, by `scan`, `key_scan`, `key_delta` or `delta`."""
-    few = inputs.x.shape[1] <= FEW
-    if state is None and (few or kernel != "scan"):  # only chunks of `scan` know a state of 0
+    in_chunks = kernel == "scan" and inputs.x.shape[1] > FEW  # the others write the final state
+    if state is None and not in_chunks:
         state = inputs.zero_state()
     dtype = inputs.log_decay.dtype if state is None else state.dtype
     inputs, state = readable(inputs, state, dtype)
     y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
-    after = inputs.x.new_empty(b, h, p, n) if final or few else None
+    after = inputs.x.new_empty(b, h, p, n) if final or not in_chunks else None
     fields = scan_fields(inputs, state) | {"y": y, "final_state": after}
     if backward:  # the strides of time point backward, from the last token
         fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
@@ -116,34 +130,34 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
     }
 
 
-class _Scan(torch.autograd.Function):
-    """`scan` with its backward pass."""
+class _Recurrence(torch.autograd.Function):
+    """A recurrence with its backward pass, which the kernel `<kernel>_gradient` computes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, gain, log_decay, B, C, state)
+    def forward(ctx: Any, kernel: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*tensors)
+        ctx.kernel = kernel
         ctx.set_materialize_grads(False)
-        return untracked(ScanInputs(x, gain, log_decay, B, C), state, "scan")
+        *inputs, state = tensors
+        return untracked(ScanInputs(*inputs), state, kernel)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, gain, log_decay, B, C, state = ctx.saved_tensors
-        given = ScanInputs(x, gain, log_decay, B, C)
+        *tensors, state = ctx.saved_tensors
+        given = ScanInputs(*tensors)
         if grad_y is None and grad_final is None:
-            return (None,) * 6
+            return (None,) * 7
         dtype = state.dtype
         inputs, before = readable(given, state, dtype)
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
-        grads = {name: tensor.new_empty(tensor.shape) for name, tensor in inputs._asdict().items()}
+        grads = {name: tensor.new_zeros(tensor.shape) for name, tensor in inputs._asdict().items()}
         grad_state = state.new_empty(state.shape)
         (x_row, x_token), (bc_row, bc_token) = grads["x"].stride()[:2], grads["B"].stride()[:2]
         call(
-            "scan_gradient",
+            f"{ctx.kernel}_gradient",
             dtype,
             **scan_fields(inputs, before),
             **{f"grad_{name}": grad for name, grad in grads.items()},
@@ -157,7 +171,7 @@ class _Scan(torch.autograd.Function):
             grad_state=grad_state,
         )
         narrow = (grad.to(getattr(given, name).dtype) for name, grad in grads.items())
-        return *narrow, grad_state
+        return None, *narrow, grad_state
 
 
 def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
