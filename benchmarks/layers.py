@@ -51,6 +51,17 @@ class Timed(NamedTuple):
         calls["products alone"] = partial(products, self.ours["longrnn"], text.shape[1])
         return calls
 
+    def training(self, text: Tensor) -> Mapping[str, Callable[[], Any]]:
+        """Returns functions that read `text` `(b, t, d)` and compute all gradients, by name."""
+
+        def with_gradients(read: Callable[[], Any]) -> None:
+            y = read()
+            if y is not None:  # the products compute their own gradients
+                (y if isinstance(y, Tensor) else y[0]).sum().backward()
+
+        calls = self.prefill(text.clone().requires_grad_())
+        return {name: partial(with_gradients, read) for name, read in calls.items()}
+
     def decoding(self, text: Tensor, tokens: Tensor) -> Mapping[str, Callable[[], object]]:
         """Returns functions that read `tokens` one at a time after `text`, by name."""
         pieces = tokens.split(1, dim=1)

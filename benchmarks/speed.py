@@ -11,7 +11,7 @@ compared before anything is timed.
 | train | forward, backward and optimizer step, float32; bound: products and their gradients |
 | hybrid | the same of four rows of tiny hybrids of the tests |
 | mitigations | reading without logits, under each mitigation; also one token at a time |
-| layer | a layer of each cell, beside that of transformers without GPU kernels; bounds as above |
+| layer | a layer of each cell and its gradients, beside that of transformers without GPU kernels |
 | question | `--steps` tokens after a stored text of 1k, 4k and 16k, beside a Llama with its cache |
 
 llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
@@ -257,17 +257,20 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     yield title, report(title, args.steps, interleaved(calls, args.repeats))
 
 
-@torch.inference_mode()
 def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     for build_layer in LAYERS:
         timed = build_layer(args.d_model)
         text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
-        prefill = timed.prefill(text)
-        name = f"{timed.title} layer, prefill of {text.shape[1]:,} tokens"
-        yield name, report(name, text.shape[1], interleaved(prefill, args.repeats))
-        decoding = timed.decoding(text, text[:, : args.steps])
+        tokens = text.shape[1]
+        name = f"{timed.title} layer, prefill of {tokens:,} tokens"
+        with torch.inference_mode():
+            yield name, report(name, tokens, interleaved(timed.prefill(text), args.repeats))
+        name = f"{timed.title} layer, gradients of {tokens:,} tokens"
+        yield name, report(name, tokens, interleaved(timed.training(text), args.repeats))
         name = f"{timed.title} layer, decoding"
-        yield name, report(name, args.steps, interleaved(decoding, args.repeats))
+        with torch.inference_mode():
+            decoding = timed.decoding(text, text[:, : args.steps])
+            yield name, report(name, args.steps, interleaved(decoding, args.repeats))
 
 
 @torch.inference_mode()
