@@ -81,6 +81,8 @@ def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
             f"of --{', --'.join(BY_LENGTH)}"
         )
     n = changed.pop("limit", None)
+    if n is not None and n % 1:
+        raise UserError(f"--limit {n:g} is not a number of documents: give 1 or more")
     options = HarnessOptions(n=n, **changed, **tasks.model_dump(exclude={"options"}))
     models = Models(checkpoints=[model.checkpoint], **model.model_dump(exclude={"checkpoint"}))
     evaluate("harness", models, [options.evaluation()], output, options.variant())

@@ -36,6 +36,8 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
         UserError: an unknown option or task, missing data, or a task that fails.
     """
     parsed = parse(arguments)
+    if not (parsed.tasks or parsed.config):
+        raise UserError("no tasks are named: give --tasks NAMES; `lm-eval ls tasks` lists them")
     if data is not None:
         refuse_missing(data, parsed.tasks or [])
     manager = task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
@@ -53,13 +55,16 @@ def parse(arguments: Sequence[str]) -> Namespace:
     """Return the arguments of `lm-eval run`.
 
     Raises:
-        UserError: an unknown option, or one without its value.
+        UserError: an unknown option, one without its value, or a limit that is not above 0.
     """
     with (
         patch.object(sys, "argv", ["lm-eval", "run", *arguments]),
         patch.object(ArgumentParser, "error", _refuse),
     ):
-        return HarnessCLI().parse_args()
+        parsed = HarnessCLI().parse_args()
+    if parsed.limit is not None and not parsed.limit > 0:
+        raise UserError(f"--limit {parsed.limit:g} is not above 0: give a number of documents")
+    return parsed
 
 
 @contextmanager

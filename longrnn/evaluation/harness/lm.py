@@ -140,7 +140,8 @@ class LongRNN(HFLM):
         answers = cache_hook.dbdict
         if answers is not None:
             prints = self.model.fingerprint(), self.fingerprint
-            settings = [*prints, self.add_bos_token, self.max_length, self.chunk_select]
+            around = self.tokenizer("").input_ids
+            settings = [*prints, around, self.add_bos_token, self.max_length, self.chunk_select]
             table = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
             answers.tablename = f"longrnn_{table}"
             columns = "(key TEXT PRIMARY KEY, value BLOB)"
@@ -162,11 +163,14 @@ class LongRNN(HFLM):
         if self.chunk_select is not None and context:
             size = min(len(self.tok_encode(context, special)), len(ids) - 1)
             progress.advance(0, len(ids))
+            # BOS precedes every chunk.
+            start = int(ids[0] == self.tokenizer.bos_token_id)
+            prefix, chunks, query = torch.tensor(ids).tensor_split([start, size])
             chosen = select(
                 self.model,
-                torch.tensor(ids[:size]),
-                torch.tensor(ids[size:]),
-                prefix=torch.tensor([], dtype=torch.long),
+                chunks,
+                query,
+                prefix=prefix,
                 chunk=self.chunk_select,
                 batch_size=self.batch_size,
             )

@@ -19,7 +19,7 @@ from tests.hf.foreign import causal
 
 VOCAB = 50
 WORDS = "the sun is red and so was an old tree near it as rain ran on stone"
-EOS = "<|end|>"
+EOS, BOS = "<|end|>", "<s>"
 
 CHOICE = """task: tiny_choice
 dataset_path: json
@@ -87,6 +87,20 @@ def small_bpe(words: str, special: list[str]) -> Any:
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator([words], trainer)
     return tokenizer
+
+
+def save_tokenizer(folder: Path, template: str) -> None:
+    """Write a tokenizer whose BOS is 1 and EOS 0; a template says where it adds them to a text."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = small_bpe(WORDS + "\n\n", [EOS, BOS])
+    if template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[(EOS, 0), (BOS, 1)]
+        )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+    wrapped.save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,6 @@ def squad(folder: Path) -> None:
         for name, colour in (("sun", "yellow"), ("sea", "blue"))
     ]
     content = json.dumps({"data": [{"paragraphs": paragraphs}]})
-    folder.mkdir()
     (folder / "dev-v2.0.json").write_text(content)
 
 
@@ -136,6 +135,7 @@ def squad(folder: Path) -> None:
 def test_data_of_a_folder(measured: list[str], cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
     """`--data` replaces datasets of the Hub and files of the web; a missing file is named."""
     data = tmp_path / "data"
+    data.mkdir()
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
     tasks = ["--tasks", "babilong_qa1,ruler_qa_squad"]
     places = {"dev-v2.0.json": data, "babilong-1k-samples": data / "RMT-team/babilong-1k-samples"}

@@ -16,7 +16,14 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.evaluation.harness.conftest import EOS, Setting, evaluate, hf_model
+from tests.evaluation.harness.conftest import (
+    BOS,
+    EOS,
+    Setting,
+    evaluate,
+    hf_model,
+    save_tokenizer,
+)
 from tests.hf.foreign import causal
 
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
@@ -89,10 +96,16 @@ def test_a_request_as_long_as_the_maximum_length_is_whole(setting: Setting) -> N
 
 
 @torch.no_grad()
-def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(setting: Setting) -> None:
-    """The chunks are those of the text before the last line; likelihoods are refused."""
-    found = evaluate(ours(setting, chunk_select=9), setting.tasks, "tiny_generate", num_fewshot=2)
-    tokenizer = load_tokenizer(setting.checkpoint)
+@pytest.mark.parametrize("bos", [[], [1]], ids=["no BOS", "BOS"])
+def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(
+    bos: list[int], setting: Setting, tmp_path: Path
+) -> None:
+    """The chunks are those of the text before the last line, each after BOS; likelihoods are
+    refused."""
+    save_tokenizer(tmp_path, f"{BOS} $A" if bos else "")
+    model = ours(setting, chunk_select=9, tokenizer=tmp_path)
+    found = evaluate(model, setting.tasks, "tiny_generate", num_fewshot=2)
+    tokenizer = load_tokenizer(tmp_path)
     n_chunks = set()
     for sample in found["samples"]["tiny_generate"]:
         prompt = sample["arguments"][0][0]
@@ -100,7 +113,7 @@ def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(setting: Se
         chunks = [ids[start : min(start + 9, size)] for start in range(0, size, 9)]
         answers = []
         for chunk in chunks:
-            read = torch.tensor([chunk + ids[size:]])
+            read = torch.tensor([bos + chunk + ids[size:]])
             entropy = torch.distributions.Categorical(
                 logits=setting.model(read).logits[0, -1].double()
             ).entropy()
@@ -159,6 +172,9 @@ def test_a_cache_file_keeps_the_answers_of_each_model_and_setting(
     cache, task = str(tmp_path / "cache"), "tiny_choice"
     forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
     subjects: list[dict[str, Any]] = [{}, {"pretrained": forgetting}, {"max_length": 8}]
+    for template in ("", f"{BOS} $A"):
+        save_tokenizer(tmp_path / template[:3], template)
+        subjects.append({"tokenizer": tmp_path / template[:3]})
     for arguments in subjects:
         alone = evaluate(ours(setting, **arguments), setting.tasks, task)
         for computed in (True, False):
