@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -37,10 +37,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BACKENDS = ("torch", "fla", "mamba_ssm")
 ROWS = 4  # of a training step
 Figures = dict[str, Any]
+Calls = Sequence[Callable[[], object]]
+
+
+def times(args: argparse.Namespace, make: Callable[[], Calls]) -> list[float]:
+    """Returns the median times of calls in milliseconds, each after two that are not counted."""
+    return [milliseconds(call, args) for call in make()]
 
 
 def milliseconds(call: Callable[[], object], args: argparse.Namespace) -> float:
-    """Returns the median time of a call, after two that are not counted."""
     seconds = []
     for _ in range(args.repeats + 2):
         start = time.perf_counter()
@@ -73,26 +78,21 @@ def kernels(args: argparse.Namespace) -> Figures:
     return figures
 
 
-def ours(args: argparse.Namespace, backend: str, tokens: Tensor) -> list[float]:
-    """Returns the times of a prefill and of one token after it."""
+def ours(args: argparse.Namespace, backend: str, tokens: Tensor) -> Calls:
+    """Returns a prefill, and one token after it."""
     model = build(args, backend).to(args.device, DTYPES[args.dtype])
     state = model(tokens, keep=1).state
-    return [
-        milliseconds(lambda: model(tokens, keep=1), args),
-        milliseconds(lambda: model(tokens[:, :1], state, keep=1), args),
-    ]
+    return lambda: model(tokens, keep=1), lambda: model(tokens[:, :1], state, keep=1)
 
 
-def transformers(args: argparse.Namespace, tokens: Tensor) -> list[float]:
+def transformers(args: argparse.Namespace, tokens: Tensor) -> Calls:
     twin = transformers_twin(build(args)).to(args.device, DTYPES[args.dtype])
     cache = twin(tokens, use_cache=True, logits_to_keep=1).cache_params
-    return [
-        milliseconds(lambda: twin(tokens, logits_to_keep=1), args),
-        milliseconds(lambda: twin(tokens[:, :1], cache_params=cache, use_cache=True), args),
-    ]
+    more = {"cache_params": cache, "use_cache": True}
+    return lambda: twin(tokens, logits_to_keep=1), lambda: twin(tokens[:, :1], **more)
 
 
-def mamba_ssm(args: argparse.Namespace, tokens: Tensor) -> list[float]:
+def mamba_ssm(args: argparse.Namespace, tokens: Tensor) -> Calls:
     from mamba_ssm.models.config_mamba import MambaConfig  # pyright: ignore
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel  # pyright: ignore
     from mamba_ssm.utils.generation import InferenceParams  # pyright: ignore
@@ -103,14 +103,12 @@ def mamba_ssm(args: argparse.Namespace, tokens: Tensor) -> list[float]:
     cache = InferenceParams(max_seqlen=length + 1, max_batch_size=1)
     model(tokens, inference_params=cache, num_last_tokens=1)
     cache.seqlen_offset = length
-    return [
-        milliseconds(lambda: model(tokens, num_last_tokens=1), args),
-        milliseconds(lambda: model(tokens[:, :1], inference_params=cache), args),
-    ]
+    one = tokens[:, :1]
+    return lambda: model(tokens, num_last_tokens=1), lambda: model(one, inference_params=cache)
 
 
-def fla(args: argparse.Namespace, tokens: Tensor) -> list[float]:
-    """Returns the time of a prefill."""
+def fla(args: argparse.Namespace, tokens: Tensor) -> Calls:
+    """Returns a prefill."""
     from fla.models import Mamba2Config, Mamba2ForCausalLM  # pyright: ignore
 
     config = Mamba2Config(
@@ -123,7 +121,7 @@ def fla(args: argparse.Namespace, tokens: Tensor) -> list[float]:
         n_groups=MIXER["n_groups"],
     )
     model = Mamba2ForCausalLM(config).to(args.device, DTYPES[args.dtype]).eval()
-    return [milliseconds(lambda: model(tokens, use_cache=False, logits_to_keep=1), args)]
+    return (lambda: model(tokens, use_cache=False, logits_to_keep=1),)
 
 
 @torch.inference_mode()
@@ -134,9 +132,9 @@ def models(args: argparse.Namespace) -> Figures:
     for length in args.lengths:
         tokens = draw(args.vocab, length).to(args.device)
         rows = {f"longrnn, {backend}": partial(ours, args, backend, tokens) for backend in BACKENDS}
-        rows |= {name: partial(measure, args, tokens) for name, measure in libraries.items()}
-        for name, measure in rows.items():
-            record(figures, f"{name}, {length:,} tokens", measure)
+        rows |= {name: partial(make, args, tokens) for name, make in libraries.items()}
+        for name, make in rows.items():
+            record(figures, f"{name}, {length:,} tokens", partial(times, args, make))
     return figures
 
 
@@ -147,17 +145,17 @@ def train(args: argparse.Namespace) -> Figures:
         for backend in BACKENDS:
             for dtype in ("float32", "bfloat16"):
                 name = f"longrnn, {backend}, {length:,} tokens, {dtype}"
-                measure = partial(step_time, args, backend, length, dtype == "bfloat16")
-                record(figures, name, measure)
+                make = partial(step, args, backend, length, dtype == "bfloat16")
+                record(figures, name, partial(times, args, make))
     return figures
 
 
-def step_time(args: argparse.Namespace, backend: str, length: int, narrow: bool) -> list[float]:
-    """Returns the time of a step, under autocast to bfloat16 if `narrow`."""
+def step(args: argparse.Namespace, backend: str, length: int, narrow: bool) -> Calls:
+    """Returns a training step, under autocast to bfloat16 if `narrow`."""
     model = build(args, backend).to(args.device)
     ids = draw(args.vocab, ROWS * length + 1)[0].to(args.device)
     tokens, targets = ids[:-1].view(ROWS, length), ids[1:].view(ROWS, length)
-    return [milliseconds(our_step(model, tokens, targets, carry=True, narrow=narrow), args)]
+    return (our_step(model, tokens, targets, carry=True, narrow=narrow),)
 
 
 CASES = {"kernels": kernels, "models": models, "train": train}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from benchmarks.models import MIXER, build, products, read_weights, transformers_twin
 from longrnn import RecurrentConfig, RecurrentLM
 from longrnn.cells import KDA, Cell, GatedDeltaNet, Mamba3
-from longrnn.hf.foreign_load import quietly
-from longrnn.hf.layouts import as_hugging_face
+from longrnn.hf.foreign_load import quietly, use_torch_on_cpu
+from longrnn.hf.hybrid.families import FAMILIES
 
 BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
-# Length of keys and values of the cells with the delta rule.
-HEAD = 128
+# Lengths of keys and values of the cells with the delta rule.
+HEAD = {"key_dim": 128, "value_dim": 128}
 
 
 class Timed(NamedTuple):
@@ -101,7 +102,7 @@ def mamba_layer(title: str, mixer: dict[str, Any], d_model: int) -> Timed:
     from transformers import DynamicCache
 
     model = RecurrentLM(RecurrentConfig(8, d_model, 1, mixer)).eval()
-    twin: Any = as_hugging_face(model).eval()
+    twin = transformers_twin(model)
     layer, cache = twin.backbone.layers[0].mixer, DynamicCache(config=twin.config)
     return Timed(title, {"longrnn": model.cells[0]}, layer, cache)
 
@@ -111,60 +112,45 @@ def mamba3(d_model: int) -> Timed:
     return Timed("Mamba-3", {"longrnn": Mamba3(d_model, d_model, d_state=128, head_dim=64)})
 
 
-def unwrap(module: Any, *names: str) -> None:
-    """Replaces functions that Triton kernels would compute by their definitions in torch."""
-    for name in names:
-        function = getattr(module, name)
-        setattr(module, name, getattr(function, "__wrapped__", function))
+def hybrid_layer(title: str, cell: Cell, kind: str, **sizes: Any) -> Timed:
+    """A cell, beside the layer of a hybrid whose configuration has these sizes."""
+    from transformers import AutoConfig, DynamicCache
+
+    config = AutoConfig.for_model(kind, num_hidden_layers=1, hidden_size=cell.d_model, **sizes)
+    with quietly():
+        module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    theirs = getattr(module, FAMILIES[kind].layer)(config, 0).eval()
+    use_torch_on_cpu(theirs)
+    return Timed(title, {"longrnn": cell}, theirs, DynamicCache(config=config))
 
 
 def gated_deltanet(d_model: int) -> Timed:
     """A Gated DeltaNet as in Qwen3-Next."""
-    from transformers import DynamicCache, Qwen3NextConfig
-
-    with quietly():
-        from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    unwrap(module, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     heads = max(2, d_model // 64)
-    keys = heads // 2
-    cell = GatedDeltaNet(
-        d_model, d_model, n_heads=heads, n_key_heads=keys, key_dim=HEAD, value_dim=HEAD
-    )
-    config = Qwen3NextConfig(
-        hidden_size=d_model,
-        num_hidden_layers=1,
+    return hybrid_layer(
+        "Gated DeltaNet",
+        GatedDeltaNet(d_model, d_model, n_heads=heads, n_key_heads=heads // 2, **HEAD),
+        "qwen3_next",
         layer_types=["linear_attention"],
         linear_num_value_heads=heads,
-        linear_num_key_heads=keys,
-        linear_key_head_dim=HEAD,
-        linear_value_head_dim=HEAD,
+        linear_num_key_heads=heads // 2,
+        linear_key_head_dim=HEAD["key_dim"],
+        linear_value_head_dim=HEAD["value_dim"],
     )
-    theirs = module.Qwen3NextGatedDeltaNet(config, 0)
-    return Timed("Gated DeltaNet", {"longrnn": cell}, theirs, DynamicCache(config=config))
 
 
 def kda(d_model: int) -> Timed:
     """A Kimi Delta Attention as in Kimi Linear."""
-    from transformers import DynamicCache, KimiLinearConfig
-
-    with quietly():
-        from transformers.models.kimi_linear import modeling_kimi_linear as module
-
-    unwrap(module, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-    heads = max(1, d_model // HEAD)
-    config = KimiLinearConfig(
-        hidden_size=d_model,
-        num_hidden_layers=1,
+    heads = max(1, d_model // HEAD["key_dim"])
+    return hybrid_layer(
+        "Kimi Delta Attention",
+        KDA(d_model, d_model, n_heads=heads, **HEAD),
+        "kimi_linear",
         layer_types=["linear_attention"],
         mlp_layer_types=["dense"],
-        linear_head_dim=HEAD,
         linear_num_heads=heads,
+        linear_head_dim=HEAD["key_dim"],
     )
-    theirs = module.KimiLinearDeltaAttention(config, 0).eval()
-    cell = KDA(d_model, d_model, n_heads=heads, key_dim=HEAD, value_dim=HEAD)
-    cache = DynamicCache(config=config)
-    return Timed("Kimi Delta Attention", {"longrnn": cell}, theirs, cache)
 
 
 LAYERS: Sequence[Callable[[int], Timed]] = (

@@ -7,8 +7,7 @@ import json
 import resource
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from longrnn.hf.layouts import as_hugging_face
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
 # Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.
 DECODED = 32
-# Options of llama-bench for the length of the two parts.
-LLAMA = {"prefill": "-p", "decode": "-n"}
+# Tokens of which the blocks of a model compute their products together.
+PIECE = 1024
 
 
 def build(args: argparse.Namespace, backend: str = "auto") -> RecurrentLM:
@@ -62,7 +61,7 @@ def transformer(vocab: int) -> Any:
     ).eval()
 
 
-def products(module: nn.Module, length: int, piece: int = 1024) -> None:
+def products(module: nn.Module, length: int) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill.
 
     A model computes those of its blocks for pieces of the tokens, and those of its head for one.
@@ -70,8 +69,8 @@ def products(module: nn.Module, length: int, piece: int = 1024) -> None:
     if not isinstance(module, RecurrentLM):
         products_of(module, length)
         return
-    for start in range(0, length, piece):
-        products_of(module.blocks, min(piece, length - start))
+    for start in range(0, length, PIECE):
+        products_of(module.blocks, min(PIECE, length - start))
     products_of(module.head, 1)
 
 
@@ -95,44 +94,47 @@ def read_weights(module: nn.Module, steps: int) -> None:
             flat[: len(flat) // 2 * 2].view(torch.float32).sum()
 
 
-class Llama(NamedTuple):
-    """llama.cpp, timed by its own program in processes of its own.
+def llama_timers(
+    args: argparse.Namespace, part: str, dtype: str, tokens: int
+) -> dict[str, Callable[[], float]]:
+    """Returns a function that returns the seconds llama.cpp takes, by its own program.
 
-    Attributes:
-        binary: `llama-bench`.
-        folder: has the model as `float32.gguf` and `bfloat16.gguf`, which `convert_hf_to_gguf.py`
-            of llama.cpp writes from a checkpoint of `longrnn convert --to hf`.
+    `--gguf` is a folder with the model as `float32.gguf` and `bfloat16.gguf`, which
+    `convert_hf_to_gguf.py` of llama.cpp writes from a checkpoint of `longrnn convert --to hf`.
+    Without a model or the program there is no function.
+
+    Args:
+        args: of the benchmark.
+        part: `prefill` or `decode`.
+        dtype: of the model.
+        tokens: of the work that is timed.
     """
+    model = args.gguf and args.gguf / f"{dtype}.gguf"
+    if args.llama_bench is None or model is None or not model.exists():
+        return {}
+    prompt, decoded = (tokens, 0) if part == "prefill" else (0, DECODED)
+    command = [args.llama_bench, "-m", str(model), "-p", str(prompt), "-n", str(decoded)]
+    return {"llama.cpp": lambda: llama_seconds(command) * tokens / (prompt or decoded)}
 
-    binary: str
-    folder: Path
 
-    def timers(self, part: str, dtype: str, tokens: int) -> dict[str, Callable[[], float]]:
-        """Returns a function that returns the seconds of the same work; none without a model."""
-        model = self.folder / f"{dtype}.gguf"
-        if not model.exists():
-            return {}
-        count = DECODED if part == "decode" else tokens
-        return {"llama.cpp": lambda: self._seconds(model, part, count) * tokens / count}
+def llama_seconds(command: list[str]) -> float:
+    """Returns wall time as the program measures it; with one thread, its processor time."""
+    if torch.get_num_threads() > 1:
+        return run_llama(command, 1)[0]
+    # Loading takes processor time too: it is the same with one repetition and with two.
+    once, twice = (run_llama(command, repeats)[1] for repeats in (1, 2))
+    return twice - once
 
-    def _seconds(self, model: Path, part: str, count: int) -> float:
-        if torch.get_num_threads() > 1:
-            return self._run(model, part, count, 1)[0]
-        # Loading takes processor time too: it is the same with one repetition and with two.
-        once, twice = (self._run(model, part, count, repeats)[1] for repeats in (1, 2))
-        return twice - once
 
-    def _run(self, model: Path, part: str, count: int, repeats: int) -> tuple[float, float]:
-        """Returns wall time per repetition as the program measures it, and its processor time."""
-        other = LLAMA["decode" if part == "prefill" else "prefill"]
-        command = [self.binary, "-m", str(model), LLAMA[part], str(count), other, "0"]
-        command += ["-t", str(torch.get_num_threads()), "-r", str(repeats), "-o", "json"]
-        before = _processor_time()
-        done = subprocess.run(
-            [*command, "--no-warmup"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
-        )
-        (result,) = json.loads(done.stdout)
-        return result["avg_ns"] / 1e9, _processor_time() - before
+def run_llama(command: list[str], repeats: int) -> tuple[float, float]:
+    """Returns wall time per repetition as the program measures it, and its processor time."""
+    options = ["-t", str(torch.get_num_threads()), "-r", str(repeats), "-o", "json", "--no-warmup"]
+    before = _processor_time()
+    done = subprocess.run(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
+    (result,) = json.loads(done.stdout)
+    return result["avg_ns"] / 1e9, _processor_time() - before
 
 
 def _processor_time() -> float:

@@ -14,7 +14,7 @@ compared before anything is timed.
 | layer | a layer of each cell and its gradients, beside that of transformers without GPU kernels |
 | question | `--steps` tokens after a stored text of 1k, 4k and 16k, beside a Llama with its cache |
 
-llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
+llama.cpp takes part where `--gguf` names a folder with its models, see `models.llama_timers`.
 
 Examples:
     python -m benchmarks.speed prefill decode --threads 1 --json speed.json
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.layers import LAYERS, timed_model
-from benchmarks.models import Llama, build, draw, products_of, transformer, transformers_twin
+from benchmarks.models import build, draw, llama_timers, products_of, transformer, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import load, mitigation
 from longrnn.hf.hybrid.model import HybridLM
@@ -69,12 +69,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--gguf", type=Path, help="folder with float32.gguf and bfloat16.gguf")
     options.add_argument("--llama-bench", default=which("llama-bench"), help="of llama.cpp")
     return options.parse_args()
-
-
-def llama_timers(args: argparse.Namespace, part: str, dtype: str, tokens: int) -> dict[str, Any]:
-    if args.gguf is None or args.llama_bench is None:
-        return {}
-    return Llama(args.llama_bench, args.gguf).timers(part, dtype, tokens)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -97,13 +97,9 @@ def report(title: str, tokens: int, seconds: Mapping[str, list[float]]) -> dict[
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
     """Writes the results with library versions, CPU, threads, date and command."""
-    versions = {}
-    for package in ("torch", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
     where = {
+        "torch": version("torch"),
+        "transformers": version("transformers"),
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -111,7 +107,7 @@ def write_json(path: Path, figures: Mapping[str, Any]) -> None:
         "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**figures, **versions, **where}, indent=2) + "\n")
+    path.write_text(json.dumps({**figures, **where}, indent=2) + "\n")
 
 
 def cpu_model() -> str:

@@ -74,26 +74,23 @@ def remove_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
-def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
-    """What is wrong with the files of a folder, by its checksums; None where all are whole.
+def refuse_damage(folder: Path, remedy: str, patterns: Iterable[str] = ("*",)) -> None:
+    """Compares files of a folder with its checksums.
 
     Args:
         folder: has a `checksums.json`.
+        remedy: what to do about a damaged folder.
         patterns: of the names of the files that are read.
+
+    Raises:
+        UserError: a file is damaged or missing, `checksums.json` included.
     """
     try:
         for name, digest in files.read_json(folder / CHECKSUMS).items():
             if any(map(Path(name).match, patterns)) and files.sha256(folder / name) != digest:
-                return f"{name!r} is not what was written"
-    except (UserError, OSError, ValueError) as error:
-        return files.one_line(error)
-    return None
-
-
-def refuse_damage(folder: Path, remedy: str, patterns: Iterable[str] = ("*",)) -> None:
-    """Raises a UserError with a remedy for a folder that `damage` finds something wrong with."""
-    if (wrong := damage(folder, patterns)) is not None:
-        raise UserError(f"{folder} is damaged ({wrong}): {remedy}")
+                raise ValueError(f"{name!r} is not what was written")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is damaged ({files.one_line(error)}): {remedy}") from error
 
 
 def verify_folder(folder: Path, patterns: Iterable[str] = READ) -> None:

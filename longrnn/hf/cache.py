@@ -94,16 +94,38 @@ def _restore(layer: Any, kept: LayerCache, position: int) -> None:
                 layer.lazy_initialization(**{name: tensor, "state_idx": i})
                 getattr(layer, name)[i].copy_(tensor)
                 layer.has_previous_state[i] = True
-    if isinstance(kept.keys, History) and isinstance(kept.values, History):
-        keys, values = kept.keys.entries, kept.values.entries
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        known = position
-        if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
-            layer.cumulative_length = position
-            known = min(position, layer.sliding_window - 1)
-        if keys.shape[-2] != known:
-            raise UserError(
-                f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "
-                f"{known}: give a state of a model with the same attention_window"
-            )
+    window = getattr(layer, "sliding_window", None)
+    needed = kept_keys(window, position)
+    restore_keys(layer, kept, position, needed, needed)
+    if window is not None:
+        layer.cumulative_length = position
+
+
+def kept_keys(window: int | None, position: int) -> int:
+    """How many keys a layer with such a window keeps after `position` tokens."""
+    return position if window is None else min(position, window - 1)
+
+
+def restore_keys(layer: Any, kept: LayerCache, position: int, needed: int, most: int) -> None:
+    """Gives an empty layer of a cache the last `needed` keys and values of a state, if it has any.
+
+    Args:
+        layer: of the cache.
+        kept: of the state.
+        position: how many tokens were read in the row that has read the most.
+        needed: how many keys the layer has after them.
+        most: how many the state may have.
+
+    Raises:
+        UserError: the state has fewer than needed, or more.
+    """
+    if not (needed and isinstance(kept.keys, History) and isinstance(kept.values, History)):
+        return
+    keys, values = kept.keys.entries, kept.values.entries
+    if not needed <= keys.shape[-2] <= most:
+        raise UserError(
+            f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "
+            f"{needed}: give a state of a model with the same attention_window"
+        )
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys[..., -needed:, :], values[..., -needed:, :]

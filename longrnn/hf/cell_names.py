@@ -20,28 +20,25 @@ class CellNames(NamedTuple):
     native_ignored: str
 
 
+# Options of both cells.
+COMMON = {
+    "d_state": ("d_state", "state_size"),
+    "expand": ("expand", "expand"),
+    "d_conv": ("d_conv", "conv_kernel"),
+    "bias": ("bias", "use_bias"),
+    "conv_bias": ("conv_bias", "use_conv_bias"),
+}
 CELLS = {
     "mamba": CellNames(
-        {
-            "d_state": ("d_state", "state_size"),
-            "expand": ("expand", "expand"),
-            "dt_rank": ("dt_rank", "time_step_rank"),
-            "d_conv": ("d_conv", "conv_kernel"),
-            "bias": ("bias", "use_bias"),
-            "conv_bias": ("conv_bias", "use_conv_bias"),
-        },
+        COMMON | {"dt_rank": ("dt_rank", "time_step_rank")},
         {"layer": "Mamba1"},
         "dt_init dt_init_floor dt_max dt_min dt_scale use_fast_path",
     ),
     "mamba2": CellNames(
-        {
-            "d_state": ("d_state", "state_size"),
+        COMMON
+        | {
             "head_dim": ("headdim", "head_dim"),
-            "expand": ("expand", "expand"),
             "n_groups": ("ngroups", "n_groups"),
-            "d_conv": ("d_conv", "conv_kernel"),
-            "bias": ("bias", "use_bias"),
-            "conv_bias": ("conv_bias", "use_conv_bias"),
             "dt_limit": ("dt_limit", "time_step_limit"),
         },
         {

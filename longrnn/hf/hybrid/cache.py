@@ -11,7 +11,7 @@ from transformers import DynamicCache, cache_utils
 
 from longrnn.cells import Edit
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache
+from longrnn.hf.cache import LayerCache, kept_keys, restore_keys
 from longrnn.ops.rows import BEFORE, Rows
 from longrnn.state import History, PyTree
 
@@ -68,19 +68,8 @@ class HybridCache(DynamicCache):
         for number, layer in enumerate(layers):
             if number in self.edits:
                 self.cells[number] = layer.cell
-            needed = kept_keys(windows[number], position)
-            if not needed or not isinstance(layer.keys, History):
-                continue
-            assert isinstance(layer.values, History)
-            keys, values = layer.keys.entries, layer.values.entries
-            if not needed <= keys.shape[-2] <= kept_keys(windows[number], BEFORE):
-                raise UserError(
-                    f"the state has {keys.shape[-2]} keys after {position} tokens, and this model "
-                    f"has {needed}: give a state of a model with the same attention_window"
-                )
-            entry = self.layers[number]
-            entry.lazy_initialization(keys, values)
-            entry.keys, entry.values = keys[..., -needed:, :], values[..., -needed:, :]
+            needed, most = (kept_keys(windows[number], read) for read in (position, BEFORE))
+            restore_keys(self.layers[number], layer, position, needed, most)
 
     def layers_after(
         self, windows: Sequence[int | None], position: int, like: Sequence[LayerCache]
@@ -127,11 +116,6 @@ class CacheEntry(tuple):
         entry = super().__new__(cls)
         entry.cache = cache
         return entry
-
-
-def kept_keys(window: int | None, position: int) -> int:
-    """How many keys a layer with such a window keeps after `position` tokens."""
-    return position if window is None else min(position, window - 1)
 
 
 def attention_masks(
