@@ -18,7 +18,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.models import MIXER, build, draw, transformers_twin
 from benchmarks.speed import our_step
-from benchmarks.timing import parser, write_json
+from benchmarks.timing import interleaved, parser, write_json
 from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
 from longrnn.files import one_line
 
@@ -41,19 +40,9 @@ Calls = Sequence[Callable[[], object]]
 
 
 def times(args: argparse.Namespace, make: Callable[[], Calls]) -> list[float]:
-    """Returns the median times of calls in milliseconds, each after two that are not counted."""
-    return [milliseconds(call, args) for call in make()]
-
-
-def milliseconds(call: Callable[[], object], args: argparse.Namespace) -> float:
-    seconds = []
-    for _ in range(args.repeats + 2):
-        start = time.perf_counter()
-        call()
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * median(seconds[2:])
+    """Returns the median times of calls in milliseconds."""
+    seconds = interleaved({str(number): call for number, call in enumerate(make())}, args.repeats)
+    return [1e3 * median(values) for values in seconds.values()]
 
 
 def record(figures: Figures, name: str, measure: Callable[[], list[float]]) -> None:

@@ -19,7 +19,7 @@ from longrnn.hf.hybrid.families import FAMILIES
 
 BACKENDS = {"longrnn": "auto", "longrnn, backend torch": "torch"}
 # Lengths of keys and values of the cells with the delta rule.
-HEAD = {"key_dim": 128, "value_dim": 128}
+HEAD: dict[str, Any] = {"key_dim": 128, "value_dim": 128}
 
 
 class Timed(NamedTuple):

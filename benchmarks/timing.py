@@ -46,7 +46,13 @@ def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 
 def clock() -> float:
-    """Returns wall time in seconds, or the CPU time of this process if torch has one thread."""
+    """Returns wall time in seconds, or the CPU time of this process if torch has one thread.
+
+    Where a GPU is used, wall time after what it has begun.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        return time.perf_counter()
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 

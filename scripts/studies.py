@@ -20,15 +20,13 @@ import longrnn
 from longrnn import LanguageModel, load_tokenizer
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
-from longrnn.intervals import Estimate
-from longrnn.intervals import mean as estimate
+from longrnn.intervals import MEAN, Estimate
 from longrnn.programs import module_command, module_environment, run_to_end
 from longrnn.training.optim import decays
 
-
-def differences(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Returns the mean of paired differences."""
-    return estimate([a - b for a, b in zip(values, others, strict=True)])
+# The mean of values, and of their paired differences from others.
+estimate = MEAN.estimate
+differences = MEAN.difference
 
 
 def verdict(less: Estimate) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
@@ -21,6 +21,9 @@ from longrnn.options import validated
 from longrnn.registry import Registry, keyword_options
 
 COLLAPSING = "collapsing"
+# Of a layer or a head; the heads of a list of them, or pairs [layer, head].
+Index = Annotated[int, Field(ge=0, strict=True)]
+Pairs = list[tuple[Index, Index]]
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,15 @@ class Mitigation:
         UserError: options out of range.
     """
 
-    layers: Any = None
-    heads: Any = None
+    layers: list[Index] | None = None
+    heads: list[Index] | Pairs | Literal["collapsing"] | None = None
     diagnosis: Annotated[str | None, BeforeValidator(lambda path: path and str(path))] = None
     calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
 
-    name: ClassVar[str] = "none"
+    name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        layers, heads = self.layers, self.heads
-        if layers is not None and not is_indices(layers):
-            raise UserError(
-                f"layers must be a list of indices from 0, not {layers!r}: write such as [0, 1]"
-            )
-        if heads not in (None, COLLAPSING) and not is_pairs(heads) and not is_indices(heads):
-            raise UserError(
-                "heads must be a list of indices from 0, a list of pairs [layer, head], or "
-                f"{COLLAPSING!r}, not {heads!r}: write such as [0, 1]"
-            )
-        if heads == COLLAPSING and self.diagnosis is None:
+        if self.heads == COLLAPSING and self.diagnosis is None:
             raise UserError(
                 "heads='collapsing' needs a diagnosis: give diagnosis=FILE, the diagnosis.yaml "
                 "that `longrnn diagnose states` writes"
@@ -118,7 +111,8 @@ class Mitigation:
 
     def describe(self) -> str:
         """The name and the given options as a spec; part of a mitigated model's fingerprint."""
-        given = {name: as_lists(getattr(self, name)) for name in self.options()}
+        names = [*self.own_options(), *keyword_options(Mitigation)]
+        given = {name: as_lists(getattr(self, name)) for name in names}
         options = (f"{name}={value!r}" for name, value in given.items() if value is not None)
         return f"{self.name}({', '.join(options)})"
 
@@ -126,11 +120,6 @@ class Mitigation:
     def own_options(cls) -> list[str]:
         """Names of the options that not every mitigation has."""
         return [n for n in keyword_options(cls) if n not in Mitigation.__dataclass_fields__]
-
-    @classmethod
-    def options(cls) -> list[str]:
-        """Names of the options, first its own, then those of every mitigation."""
-        return [*cls.own_options(), *(n for n in keyword_options(Mitigation))]
 
     def __str__(self) -> str:
         return self.describe()
@@ -173,7 +162,15 @@ class Chain:
         return self.describe()
 
 
-MITIGATIONS: Registry[Mitigation] = Registry("mitigation")
+class MitigationRegistry(Registry[Mitigation]):
+    """The registry of mitigations, each of which gets its name there as an attribute."""
+
+    def __setitem__(self, name: str, member: type[Mitigation]) -> None:
+        member.name = name
+        super().__setitem__(name, member)
+
+
+MITIGATIONS = MitigationRegistry("mitigation")
 
 
 @MITIGATIONS.register("none")
@@ -182,17 +179,3 @@ class NoMitigation(Mitigation):
 
     def __init__(self) -> None:
         super().__init__()
-
-
-def is_indices(value: Any) -> bool:
-    """Whether a value is a list of indices from 0."""
-    return isinstance(value, list | tuple) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-    )
-
-
-def is_pairs(value: Any) -> bool:
-    """Whether a value is a list of pairs of indices from 0."""
-    return isinstance(value, list | tuple) and all(
-        is_indices(pair) and len(pair) == 2 for pair in value
-    )

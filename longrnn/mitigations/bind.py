@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +14,9 @@ from torch import Tensor
 from longrnn.cells import Cell, Edit, merge
 from longrnn.cells.base import kind_of
 from longrnn.errors import UserError
-from longrnn.mitigations.base import (
-    COLLAPSING,
-    Chain,
-    Mitigation,
-    is_indices,
-    is_pairs,
-)
+from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation, Pairs
 from longrnn.mitigations.values import check_sizes
+from longrnn.options import validated
 from longrnn.yaml import read_mapping
 
 
@@ -121,13 +117,9 @@ def _select(
     heads: Any = _collapsing(part, fingerprint) if part.heads == COLLAPSING else part.heads
     every = range(len(counts))
     layers = every if part.layers is None else part.layers
-    pairs: list[tuple[int, int | None]]
-    if heads is None:
-        pairs = [(layer, None) for layer in layers]
-    elif is_indices(heads):
-        pairs = [(layer, head) for layer in layers for head in heads]
-    else:
-        pairs = [(layer, head) for layer, head in heads]
+    pairs = heads
+    if not heads or isinstance(heads[0], int):
+        pairs = list(product(layers, [None] if heads is None else heads))
     for layer in (*layers, *(layer for layer, _ in pairs)):
         if layer not in every:
             raise UserError(f"the model has no layer {layer}: use 0 to {len(counts) - 1}")
@@ -140,16 +132,16 @@ def _select(
     return masks
 
 
-def _collapsing(part: Mitigation, fingerprint: Callable[[], str]) -> list[list[int]]:
+def _collapsing(part: Mitigation, fingerprint: Callable[[], str]) -> Pairs:
     """The pairs [layer, head] that the diagnosis lists."""
     path, remedy = Path(str(part.diagnosis)), "make one with `longrnn diagnose states CHECKPOINT`"
     diagnosis = read_mapping(path, remedy, kind="diagnosis file")
-    if not is_pairs(diagnosis.get(COLLAPSING)):
-        raise UserError(f"{path} is not a diagnosis: give the diagnosis.yaml of diagnose states")
+    where = f"{path}, which must be the diagnosis.yaml of diagnose states"
+    pairs = validated(Pairs, diagnosis.get(COLLAPSING), where)
     if diagnosis.get("fingerprint") not in (None, fingerprint()):
         raise UserError(f"{path} is the diagnosis of another model: make one of this model")
-    if not diagnosis[COLLAPSING]:
+    if not pairs:
         raise UserError(
             f"{path} lists no collapsing head: leave the mitigation out, or give its heads"
         )
-    return diagnosis[COLLAPSING]
+    return pairs

@@ -31,8 +31,6 @@ class ForgetMore(Mitigation):
     decay_scale: Factor = 0.9999
     input_scale: Factor = 0.75
 
-    name = "forget_more"
-
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
         if cell.gated:

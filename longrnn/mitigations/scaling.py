@@ -47,8 +47,6 @@ class ScaleDelta(Scaling):
         diagnosis: see `Mitigation`.
     """
 
-    name = "scale_delta"
-
     def bind(self, layer: int, heads: Tensor) -> Edit:
         return Edit(steps=(StepChange(step=self.factors(layer, heads)),))
 
@@ -63,8 +61,6 @@ class ScaleDecay(Scaling):
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.
     """
-
-    name = "scale_decay"
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
         return Edit(steps=(StepChange(log_rate=self.factors(layer, heads).log()),))
@@ -83,8 +79,6 @@ class PowerDecay(Scaling):
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.
     """
-
-    name = "power_decay"
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
         return Edit(steps=(StepChange(power=self.factors(layer, heads)),))

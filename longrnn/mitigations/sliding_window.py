@@ -36,8 +36,6 @@ class SlidingWindow(Mitigation):
 
     window: Tokens
 
-    name = "sliding_window"
-
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
         if not cell.diagonal:

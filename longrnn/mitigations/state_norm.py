@@ -30,7 +30,5 @@ class StateNorm(Mitigation):
 
     threshold: AboveZero
 
-    name = "state_norm"
-
     def bind(self, layer: int, heads: Tensor) -> Edit:
         return Edit(limit=per_head(self.threshold, layer, heads, alone=math.inf))

@@ -33,8 +33,6 @@ class TimeScales(Mitigation):
     rate: Finite = 0.0
     bias: Finite = 0.0
 
-    name = "time_scales"
-
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
         if cell.rate_weight is None and cell.bias_weight is None:

@@ -38,8 +38,6 @@ class TokenFilter(Mitigation):
 
     threshold: AtLeastZero
 
-    name = "token_filter"
-
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
         if cell.constant_step:

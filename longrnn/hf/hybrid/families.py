@@ -1,8 +1,8 @@
 """How the recurrent layers of each Hugging Face architecture map onto cells of this project.
 
 A cell takes its weights from the layer. Layers that map onto the same cell have the same
-attributes. The table lists what differs: the class of the layer, what surrounds its input
-projections, and how a Mamba-2 layer gates its output.
+attributes. The table lists what differs: the class of the layer, and what surrounds its input
+projections and the head.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import KDA, GatedDeltaNet, Mamba2
+from longrnn.cells import KDA, GatedDeltaNet, Mamba, Mamba2
 from longrnn.hf.hybrid.lightning import LightningAttention
-from longrnn.hf.hybrid.mamba import SharedJamba, SharedZamba
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
 from longrnn.hf.hybrid.shared_cell import SharedCell, UnsupportedLayerError
-
-# Takes the place of `gated_rms_norm`, with its arguments; None for that function.
-Gate = Callable[..., Tensor] | None
-
-
-def own_projection(theirs: Any, x: Tensor) -> Tensor:
-    """The input projection of a layer that has a single one."""
-    return theirs.in_proj(x)
 
 
 class Family(NamedTuple):
@@ -39,37 +30,72 @@ class Family(NamedTuple):
     Attributes:
         layer: name of their class.
         cell: the class of our cells on their weights.
-        project: computes what the cell's own `in_proj` would, from a layer and its input.
-        gate: returns how a Mamba-2 layer gates its output; None for a norm in all of them.
+        project: computes what the cell's own `in_proj` would, from a layer and its input; None for
+            the layer's own `in_proj`.
         returns_state: whether a layer returns its output and a state.
-        factor: name of the option by which the logits are multiplied; None for none.
-        divisor: name of the option by which they are divided.
+        logit_scale: returns the number that the logits are multiplied by, from a configuration.
         soft_cap: name of the option that limits them.
         window: name of the option that gives layers of full attention a window; None for none.
     """
 
     layer: str
     cell: type[Any]
-    project: Callable[[Any, Tensor], Tensor] = own_projection
-    gate: Callable[[Any], Gate] | None = None
+    project: Callable[[Any, Tensor], Tensor] | None = None
     returns_state: bool = False
-    factor: str | None = None
-    divisor: str | None = None
+    logit_scale: Callable[[Any], float] = lambda config: 1.0
     soft_cap: str | None = None
     window: str | None = None
 
-    def logit_scale(self, config: Any) -> float:
-        """The number that the logits of a head are multiplied by."""
-        scale = 1.0 if self.factor is None else float(getattr(config, self.factor))
-        return scale if self.divisor is None else scale / float(getattr(config, self.divisor))
+
+class SharedMamba(SharedCell, Mamba):
+    """A `Mamba` cell on the weights of a layer; see `SharedCell`."""
+
+    recurrent_weights = ("layer.A_log",)
+
+    def __init__(self, theirs: Any, family: Any) -> None:
+        super().__init__(theirs, family)
+        self.n_heads, self.n_groups = theirs.intermediate_size, 1
+        self.d_state, self.d_conv = theirs.ssm_state_size, theirs.conv_kernel_size
+        self.dt_rank, self.select_norm_eps = theirs.time_step_rank, None
+
+
+class SharedJamba(SharedMamba):
+    """The same for a Jamba (arXiv 2403.19887), whose norms of δ, B and C have weights."""
+
+    def normed(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layer = self.layer
+        return layer.dt_layernorm(delta), layer.b_layernorm(B), layer.c_layernorm(C)
+
+
+class SharedZamba(SharedMamba):
+    """The same for a Zamba (arXiv 2405.16712), whose groups of channels select on their own."""
+
+    wide_weights = ("A_log", "D", "dt_proj_bias")
+    bias_weight = "dt_proj_bias"
+
+    def __init__(self, theirs: Any, family: Any) -> None:
+        super().__init__(theirs, family)
+        self.n_groups = theirs.n_mamba_heads
+
+    @property
+    def A_log(self) -> Tensor:  # noqa: N802
+        return self.layer.A_log.flatten(0, 1)
+
+    @property
+    def D(self) -> Tensor:  # noqa: N802
+        return self.layer.D.flatten()
+
+    def select(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        layer, sizes = self.layer, [self.dt_rank, self.d_state, self.d_state]
+        by_group = x.unflatten(-1, (self.n_groups, -1))
+        selected = torch.einsum("btgp,grp->btgr", by_group, layer.x_proj_weight)
+        delta, B, C = selected.split(sizes, dim=-1)
+        dt = torch.einsum("btgr,gpr->btgp", delta, layer.dt_proj_weight)
+        return (dt.to(dtype) + layer.dt_proj_bias.to(dtype)).flatten(2), B.to(dtype), C.to(dtype)
 
 
 class SharedMamba2(SharedCell, Mamba2):
     """A `Mamba2` cell on the weights of a layer; see `SharedCell`."""
-
-    shared: ClassVar = {
-        name: name for name in ("A_log", "dt_bias", "D", "conv1d", "norm", "out_proj")
-    }
 
     def __init__(self, theirs: Any, family: Family) -> None:
         super().__init__(theirs, family)
@@ -79,22 +105,23 @@ class SharedMamba2(SharedCell, Mamba2):
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
         least, largest = theirs.time_step_limit
         self.dt_limit = float(least), float(largest)
-        self.norm_eps = getattr(self.norm, "variance_epsilon", 0.0)
-        self.gate = None if family.gate is None else family.gate(theirs)
-        if self.gate is None:
-            groups = getattr(theirs.norm, "n_groups", None)
-            self.norm_groups = groups or theirs.intermediate_size // theirs.norm.group_size
+        norm = theirs.norm
+        if not hasattr(norm, "weight"):
+            self.gate, self.norm_eps = plain_gate, 0.0
+            return
+        if getattr(norm, "norm_before_gate", False):
+            raise UnsupportedLayerError("mamba_norm_before_gate = True")
+        self.norm_eps = norm.variance_epsilon
+        self.norm_groups = getattr(norm, "n_groups", None) or self.d_inner // norm.group_size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "norm" and not hasattr(getattr(self.layer, "norm", None), "weight"):
-            return self.layer.conv1d  # any weight: the gate of a layer without a norm reads none
+        if name == "norm" and not hasattr(self.layer.norm, "weight"):
+            return self.layer.conv1d  # any weight: `plain_gate` reads none
         return super().__getattr__(name)
 
 
 class SharedGatedDeltaNet(SharedCell, GatedDeltaNet):
     """A `GatedDeltaNet` cell on the weights of a layer; see `SharedCell`."""
-
-    shared: ClassVar = {name: name for name in ("A_log", "dt_bias", "conv1d", "norm", "out_proj")}
 
     def __init__(self, theirs: Any, family: Family) -> None:
         super().__init__(theirs, family)
@@ -110,18 +137,17 @@ class SharedGatedDeltaNet(SharedCell, GatedDeltaNet):
 class SharedOlmoHybrid(SharedGatedDeltaNet):
     """The same for an OLMo-Hybrid, where two modules have other names."""
 
-    shared: ClassVar = SharedGatedDeltaNet.shared | {"norm": "o_norm", "out_proj": "o_proj"}
+    renamed: ClassVar = {"norm": "o_norm", "out_proj": "o_proj"}
 
 
 class SharedKDA(SharedCell, KDA):
     """A `KDA` cell on the weights of a layer; see `SharedCell`."""
 
-    shared: ClassVar = {
+    renamed: ClassVar = {
         "A_log": "forget_gate.A_log",
         "dt_bias": "forget_gate.dt_bias",
         "decay_proj": "forget_gate.f_b_proj",
         "gate_proj": "g_b_proj",
-        "conv1d": "conv1d",
         "norm": "o_norm",
         "out_proj": "o_proj",
     }
@@ -142,12 +168,6 @@ def plain_gate(
     dtype = torch.promote_types(y.dtype, torch.float32)
     wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
     return (wide * F.silu(z.to(dtype))).to(z.dtype)
-
-
-def _falcon_gate(theirs: Any) -> Gate:
-    if theirs.mamba_rms_norm and theirs.norm.norm_before_gate:
-        raise UnsupportedLayerError("mamba_norm_before_gate = True")
-    return None if theirs.mamba_rms_norm else plain_gate
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
@@ -184,10 +204,15 @@ _QWEN3_5 = _joined("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family(
-        "FalconH1Mixer", SharedMamba2, _scaled, _falcon_gate, factor="lm_head_multiplier"
+        "FalconH1Mixer",
+        SharedMamba2,
+        _scaled,
+        logit_scale=lambda config: config.lm_head_multiplier,
     ),
     "granitemoehybrid": Family(
-        "GraniteMoeHybridMambaLayer", SharedMamba2, divisor="logits_scaling"
+        "GraniteMoeHybridMambaLayer",
+        SharedMamba2,
+        logit_scale=lambda config: 1 / config.logits_scaling,
     ),
     "jamba": Family("JambaMambaMixer", SharedJamba),
     "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI),

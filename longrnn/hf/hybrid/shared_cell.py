@@ -27,12 +27,12 @@ class SharedCell(ScanningCell):
         family: its entry in `longrnn.hf.hybrid.families`.
 
     Attributes:
-        shared: what this cell reads from the layer in every use, and its name there.
+        renamed: modules and parameters that have another name in the layer, and that name.
     """
 
     layer: Any
     recurrent_weights = ("A_log", "dt_bias")
-    shared: ClassVar[dict[str, str]]
+    renamed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, theirs: Any, family: Any) -> None:
         # Not the constructor of the cell, which would create weights.
@@ -43,15 +43,16 @@ class SharedCell(ScanningCell):
         self.layer, self._family = theirs, family
         assert self.rate_weight is not None
         assert self.bias_weight is not None
-        self.rate_weight = f"layer.{self.shared.get(self.rate_weight, self.rate_weight)}"
-        self.bias_weight = f"layer.{self.shared.get(self.bias_weight, self.bias_weight)}"
+        self.rate_weight = f"layer.{self.renamed.get(self.rate_weight, self.rate_weight)}"
+        self.bias_weight = f"layer.{self.renamed.get(self.bias_weight, self.bias_weight)}"
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.shared:
-            return attrgetter(self.shared[name])(self.layer)
-        if name == "in_proj":
+        """What the cell itself does not have is read from the layer, in every use."""
+        if name in ("layer", "recurrence"):
+            return super().__getattr__(name)
+        if name == "in_proj" and self._family.project is not None:
             return partial(self._family.project, self.layer)
-        return super().__getattr__(name)
+        return attrgetter(self.renamed.get(name, name))(self.layer)
 
 
 class LayerCell(ScanningCell):
