@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longrnn.checksums import CHECKSUMS, damage, write_checksums
+from longrnn.checksums import CHECKSUMS, refuse_damage, write_checksums
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
@@ -111,11 +112,12 @@ def test_every_file_of_a_run_is_covered(
         assert extra | listed.keys() == {p.name for p in folder.iterdir() if p.name != CHECKSUMS}
     for name in listed:
         for place, bit in flips(folder / name, 6):
-            assert repr(name) in str(damage(folder)), (place, bit)
+            with pytest.raises(UserError, match=re.escape(f"({name!r} is not")):
+                refuse_damage(folder, f"undo {place}, {bit}")
             if kind == "corpus":
                 with pytest.raises(UserError, match=name):
                     Corpus(folder)
-    assert damage(folder) is None
+    refuse_damage(folder, "write it again")
     if kind == "checkpoint":
         (folder / "training.pt").write_bytes(b"")
         load(folder)
@@ -125,9 +127,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"1")
     write_checksums(tmp_path)
     (tmp_path / "config.json").unlink()
-    assert damage(tmp_path) == "config.json: No such file or directory"
+    with pytest.raises(UserError, match="config.json: No such file or directory"):
+        refuse_damage(tmp_path, "copy it again")
     os.mkfifo(tmp_path / "config.json")
-    assert damage(tmp_path) == "config.json: not a regular file"
+    with pytest.raises(UserError, match="config.json: not a regular file"):
+        refuse_damage(tmp_path, "copy it again")
 
 
 def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:
@@ -180,4 +184,4 @@ def test_embedded_checkpoints_are_what_was_published(name: str) -> None:
     folder = embedded()[name]
     listed = {path.name for path in folder.iterdir()} - {CHECKSUMS}
     assert read_json(folder / CHECKSUMS).keys() == listed
-    assert damage(folder) is None
+    refuse_damage(folder, "write it again")
