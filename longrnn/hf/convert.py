@@ -9,6 +9,7 @@ from typing import Any
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
+from longrnn.hf import layouts
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load
 from longrnn.hf.names import NONE, CheckpointName, base_folder
@@ -48,9 +49,7 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
 def layout_of(checkpoint: str) -> str:
     """Return the name of the layout of a checkpoint; `hf` for Hugging Face models of any kind."""
     config = read_config(base_folder(checkpoint))
-    if config.get("model_type") == "longrnn":
-        return OURS
-    return next((name for name, known in LAYOUTS.items() if known.is_described(config)), "hf")
+    return layouts.layout_of(config) or (OURS if config.get("model_type") == "longrnn" else "hf")
 
 
 def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, to: str) -> None:
