@@ -95,6 +95,11 @@ class Report:
         self.note(f"```\n$ longrnn {line}\n{done.stdout.rstrip()}{failed}\n```")
 
 
+def quoted(*words: object) -> str:
+    """Return paths, and names with a mitigation, as words of a shell."""
+    return shlex.join(map(str, words))
+
+
 def main() -> None:
     parser = studies.options(__doc__, "runs/real-models")
     parser.add_argument("--train", type=Path, nargs="*", default=[], help="books to train on")
@@ -151,6 +156,7 @@ def fitted(text: Path, folder: Path, checkpoint: Path) -> Path:
 def lstm(args: Namespace, report: Report) -> None:
     """Convert the LSTM; losses to a million characters, mitigations, memory and gradients."""
     folder, model = args.output / "charrnn", args.output / LSTM
+    checkpoint = quoted(model)
     report.note(f"## {LSTM}, an LSTM of ml5")
     try:
         source = fetch_charrnn(folder, args.charrnn)
@@ -158,28 +164,32 @@ def lstm(args: Namespace, report: Report) -> None:
         report.note(f"Skipped: {error}. Give its folder as --charrnn.")
         return
     if not model.exists():
-        report.command(f"convert {source} {model} --to ours --from tensorflow --names charrnn")
-    report.command(f"info {model}")
+        how = "--to ours --from tensorflow --names charrnn"
+        report.command(f"convert {quoted(source)} {checkpoint} {how}")
+    report.command(f"info {checkpoint}")
     sampled = "--max-new-tokens 200 --temperature 0.6 --seed 0"
-    report.command(f"generate {model} --prompt 'She looked at ' {sampled}")
+    report.command(f"generate {checkpoint} --prompt 'She looked at ' {sampled}")
     folder.mkdir(exist_ok=True)
-    text, other = (fitted(name, folder, model) for name in (args.text[0], args.calibration))
+    text, other = (fitted(book, folder, model) for book in (args.text[0], args.calibration))
     limits = args.output / "state_norm.yaml"
     if not limits.exists():
         how = "--method state_norm --train-length 1k"
-        report.command(f"calibrate {model} --text {other} {how} --output {limits}")
+        report.command(
+            f"calibrate {checkpoint} --text {quoted(other)} {how} --output {quoted(limits)}"
+        )
     size = len(text.read_text())
     ends = ",".join(end for end in ENDS if parse_length(end) < size)
-    repaired = " ".join(f"'{model}+{repair}'" for repair in [*LSTM_REPAIRS, limits])
-    losses, output = f"eval perplexity {model}", f"--output {args.output}"
-    report.command(f"{losses} {repaired} --text {text} --lengths {ends} {output}/lstm")
+    repaired = quoted(*(f"{model}+{repair}" for repair in [*LSTM_REPAIRS, limits]))
+    losses, output = f"eval perplexity {checkpoint}", f"--output {quoted(args.output)}"
+    book = quoted(text)
+    report.command(f"{losses} {repaired} --text {book} --lengths {ends} {output}/lstm")
     # Each block of 16k is read afresh: without a collapse, it has the same losses.
     afresh = "--context 16k --stride 16k"
-    report.command(f"{losses} --text {text} {afresh} --lengths {ends} {output}/fresh")
-    short = f"--text {other} --lengths 256,1k,16k --windows 4"
-    report.command(f"{losses} {repaired} --text {text} {short} {output}/lstm-short")
+    report.command(f"{losses} --text {book} {afresh} --lengths {ends} {output}/fresh")
+    short = f"--text {quoted(other)} --lengths 256,1k,16k --windows 4"
+    report.command(f"{losses} {repaired} --text {book} {short} {output}/lstm-short")
     for name in (model, "collapse-tiny"):
-        where, place = f"{name} --text {text}", Path(name).name
+        where, place = f"{quoted(name)} --text {book}", Path(name).name
         report.command(f"diagnose memory {where} --positions 256,1k,4k {output}/memory-{place}")
         report.command(f"diagnose gradients {where} --length 256 {output}/gradients-{place}")
 
@@ -189,8 +199,8 @@ def trained(args: Namespace, report: Report, tokenizer: Path) -> dict[str, Path]
     width, layers, steps, kinds = SIZES[args.small]
     corpus = args.output / "corpus"
     if not corpus.exists():
-        books = " ".join(map(str, args.train))
-        report.command(f"data build --out {corpus} --tokenizer {tokenizer} {books}")
+        places = f"--out {quoted(corpus)} --tokenizer {quoted(tokenizer)}"
+        report.command(f"data build {places} {quoted(*args.train)}")
     runs = {}
     for kind in kinds:
         model = {"d_model": width, "n_layers": layers, "mixer": MIXERS[kind]}
@@ -198,7 +208,7 @@ def trained(args: Namespace, report: Report, tokenizer: Path) -> dict[str, Path]
         config = {"model": model, "task": task, "tokenizer": str(tokenizer), **RUN}
         output = args.output / f"{kind}-{layers}-layers"
         runs[kind] = studies.train(config, output, {"max_steps": args.steps or steps})
-        report.command(f"info {output}")
+        report.command(f"info {quoted(output)}")
     return runs
 
 
@@ -243,8 +253,8 @@ def compare(
     """Compare models by a suite, which is written."""
     suite = args.output / f"{name}.yaml"
     write_atomic(suite, yaml_text({"evaluations": evaluations}))
-    names = " ".join(f"'{model}'" for model in models)
-    report.command(f"compare {names} --suite {suite} --output {args.output / name}")
+    places = f"--suite {quoted(suite)} --output {quoted(args.output / name)}"
+    report.command(f"compare {quoted(*models)} {places}")
 
 
 if __name__ == "__main__":

@@ -60,11 +60,19 @@ def sources(data: Sequence[str]) -> list[Path | str]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The texts and tables in a folder and below, by path; each once, whatever links there are."""
+    """The texts and tables in a folder and below, by path; each once, whatever links there are.
+
+    Raises:
+        UserError: one is a link to nothing.
+    """
     distinct: dict[Path, Path] = {}
     for name in sorted(map(Path, glob("**", root_dir=folder, recursive=True))):
         file = (folder / name).resolve()
         if name.suffix.lower() in IN_FOLDERS and not file.is_dir():
+            if not file.exists():
+                raise UserError(
+                    f"{folder / name} links to {file}, which does not exist: remove the link"
+                )
             distinct.setdefault(file, folder / name)
     return [*distinct.values()]
 
