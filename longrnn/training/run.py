@@ -102,7 +102,7 @@ def _parsed(path: Path) -> list[MetricsRow]:
 
 
 def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
-    """Refuses a folder for a new run that holds something.
+    """Refuses a folder for a new run that is a file or holds something.
 
     Args:
         folder: may be missing.
@@ -116,6 +116,8 @@ def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
             f"{folder} holds a run: continue it with --resume {folder} in place of the "
             "configuration or checkpoint, or choose another output_dir"
         )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose another output_dir")
     # What a kill during the first writes leaves does not count.
     others = set(folder.iterdir()) if folder.is_dir() else set()
     if others - {*folder.glob(".*.partial"), *allowed}:
