@@ -40,7 +40,7 @@ HOMES = {
     "mamba_ssm": ("longrnn.ops",),
     "fla": ("longrnn.ops",),
     "lm_eval": ("longrnn.evaluation.harness",),
-    "matplotlib": ("longrnn.reporting.figures", "longrnn.reporting.curves"),
+    "matplotlib": ("longrnn.reporting.figures",),
     "jinja2": ("longrnn.reporting.pages",),
 }
 

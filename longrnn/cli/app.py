@@ -9,19 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from longrnn.cli import (
-    calibrate,
-    checkpoints,
-    data,
-    diagnose,
-    doctor,
-    evaluate,
-    generate,
-    harness,
-    repair,
-    report,
-    train,
-)
+from longrnn.cli import checkpoints, diagnose, doctor, evaluate, report, train
 from longrnn.cli.command import Group, enter, invoke
 from longrnn.evaluation.options import EVALUATIONS
 from longrnn.processes import LAUNCH
@@ -50,21 +38,21 @@ ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or pro
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
 for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
     enter(_eval, kind, evaluate.command_of(kind))
-enter(_eval, "harness", harness.harness, context_settings=harness.HARNESS_SETTINGS)
+enter(_eval, "harness", evaluate.harness, context_settings=evaluate.HARNESS_SETTINGS)
 enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
 enter(_diagnose, "states", diagnose.states)
 enter(_diagnose, "memory", evaluate.command_of("memory"))
 enter(_diagnose, "gradients", diagnose.gradients)
-enter(app, "calibrate", calibrate.calibrate)
-enter(app, "repair", repair.repair)
-enter(app, "generate", generate.generate)
+enter(app, "calibrate", diagnose.calibrate)
+enter(app, "repair", diagnose.repair)
+enter(app, "generate", checkpoints.generate)
 enter(app, "convert", checkpoints.convert)
 enter(app, "info", checkpoints.info)
 enter(app, "doctor", doctor.doctor)
 enter(app, "report", report.report)
 _data = _group("data", "Build corpora to train on.", "data build --out data/books book1.txt")
-enter(_data, "build", data.build)
+enter(_data, "build", checkpoints.build)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -1,4 +1,4 @@
-"""`longrnn info` and `longrnn convert`."""
+"""`longrnn info`, `convert`, `generate` and `data build`: checkpoints, corpora and texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from longrnn.cli.command import Argument
+from longrnn.cli.options import Model, pick_device
 from longrnn.errors import UserError
-from longrnn.options import Options
+from longrnn.evaluation.options import Documents
+from longrnn.options import Options, Seed, Tokens
+from longrnn.text import Reading
+from longrnn.units import counted
 
 
 class InfoOptions(Options):
@@ -36,11 +41,9 @@ def info(options: InfoOptions) -> None:
 
 def _corpus(folder: str) -> dict[str, Any]:
     """Return what describes a corpus; nothing if there is none in this folder."""
-    if not os.path.isdir(folder):  # such as the name of an embedded checkpoint
-        return {}
     from longrnn.data.stream import HEADER, Corpus
 
-    if not (Path(folder) / HEADER).is_file():
+    if not os.path.isfile(Path(folder) / HEADER):  # `Path.is_file` raises for a long name
         return {}
     corpus = Corpus(Path(folder))
     lengths = sorted((corpus.spans[:, 1] - corpus.spans[:, 0]).tolist())
@@ -123,3 +126,97 @@ def convert(conversion: Conversion) -> None:
             raise UserError(f"--to {conversion.to} does not support these models: give --to ours")
         convert_rnn(Path(source), destination, library=conversion.from_, names=conversion.names)
     typer.echo(str(conversion.destination))
+
+
+class Sampling(Options):
+    """What is continued, and how."""
+
+    prompt: str | None = None
+    """The text to continue."""
+    prompt_file: Path | None = None
+    """A file with the text to continue."""
+    max_new_tokens: Tokens = 100
+    """Maximum number of tokens to generate."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Sample only from the most likely tokens whose probabilities sum to p."""
+    stops: list[str] = Field([])
+    """Stop after this text; may be given several times."""
+    seed: Seed = 0
+    """Random seed of the sampling."""
+
+
+def generate(model: Model, sampling: Sampling) -> None:
+    """Continue a text; the continuation is printed, without the text itself.
+
+    Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
+    """
+    import torch
+
+    from longrnn.files import read_text
+    from longrnn.hf.opened import open_checkpoint
+    from longrnn.models.base import refuse_long
+    from longrnn.models.generate import ends_of
+    from longrnn.models.generate import generate as continue_text
+    from longrnn.seeds import seeded
+
+    prompt, file = sampling.prompt, sampling.prompt_file
+    if (prompt is None) == (file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if "" in sampling.stops:
+        raise UserError("--stop is an empty text: leave it out, or give at least one character")
+    text = prompt if file is None else read_text(file)[0]
+    target = pick_device(model.device)
+    opened = open_checkpoint(model.under(model.checkpoint), device=target)
+    tokenizer, most = opened.tokenizer, sampling.max_new_tokens
+    ids = torch.tensor([tokenizer.encode(text or "")], dtype=torch.long, device=target)
+    refuse_long(opened.model, ids.shape[1] + most)
+    shown, ends = "", ends_of([tokenizer.encode(text) for text in sampling.stops])
+
+    def show(row: int, generated: list[int]) -> bool:
+        nonlocal shown
+        text = tokenizer.decode(generated)
+        if not text.endswith("\ufffd"):  # the last character is still incomplete
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+        return ends(row, generated)
+
+    how = sampling.model_dump(include={"max_new_tokens", "temperature", "top_p"})
+    generator = seeded(sampling.seed, target)
+    continue_text(opened.model, ids, **how, stop=show, generator=generator)
+    typer.echo()
+
+
+class Corpora(Reading):
+    """Documents, and how they become a corpus."""
+
+    data: Annotated[list[Documents], Argument("DATA")]
+    """UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, bundled:moby_dick,
+    or names of datasets on the Hugging Face Hub."""
+    out: Path
+    """Folder to write."""
+    tokenizer: str = "bytes"
+    """Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with that file."""
+
+
+def build(corpora: Corpora) -> None:
+    """Tokenise files or datasets into a corpus, which training maps into memory.
+
+    The same command starts an interrupted build again, and leaves a finished corpus as it is.
+    `longrnn info FOLDER` describes a corpus.
+
+    Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
+    """
+    from longrnn.data.build import build as build_corpus
+    from longrnn.data.stream import HEADER
+    from longrnn.hf.tokenizer import load_tokenizer
+
+    out, name = corpora.out, corpora.tokenizer
+    read, is_built = load_tokenizer(name), (out / HEADER).is_file()
+    header = build_corpus(corpora.data, read, out, reading=corpora, name=name)
+    made = f"{out} is built already" if is_built else str(out)
+    typer.echo(f"{made}: {counted(header.documents, 'document')}, {header.tokens:,} tokens")
+    if header.dropped_documents:
+        dropped = counted(header.dropped_documents, "document")
+        typer.echo(f"dropped: {dropped}, too short or without an answer")

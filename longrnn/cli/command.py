@@ -118,14 +118,10 @@ def _is_repeated(field: FieldInfo) -> bool:
 
 
 def _kind(field: FieldInfo) -> Any:
-    """Return what typer parses a value as: a text where the model parses it itself."""
+    """Return what typer takes a value as: texts, which the model parses, or a flag."""
     if bool in (field.annotation, *get_args(field.annotation)):
         return bool
-    if _is_repeated(field):
-        return list[str]
-    # What an optional type is annotated with is in its name alone.
-    whole = f"{field.annotation} {field.metadata}"
-    return str if "BeforeValidator" in whole or "dict" in whole else field.annotation
+    return list[str] if _is_repeated(field) else str
 
 
 def _metavar(field: FieldInfo) -> str | None:

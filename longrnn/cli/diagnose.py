@@ -1,9 +1,11 @@
-"""`longrnn diagnose states` and `longrnn diagnose gradients`."""
+"""`longrnn diagnose states` and `gradients`, `longrnn calibrate` and `longrnn repair`."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,12 +13,13 @@ from pydantic import Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
-from longrnn.cli.options import Model, Output, TrainLength, pick_device
+from longrnn.cli.options import Model, Output, Source, TrainLength, pick_device
 from longrnn.config import read_recorded
 from longrnn.console import print_rows
 from longrnn.errors import UserError
 from longrnn.evaluation.options import TextFile, Texts
 from longrnn.options import Options, Tokens
+from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.models import TrainableLM
@@ -39,19 +42,17 @@ def states(model: Model, states: States, output: Output) -> None:
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics.states import diagnose
-    from longrnn.evaluation.texts import newlines, read_documents
+    from longrnn.evaluation.texts import read_documents
     from longrnn.hf.names import training_length
     from longrnn.hf.opened import open_checkpoint
     from longrnn.reporting.states import summary, write_report
 
-    if not states.texts and not states.newlines:
-        raise UserError("give --text FILE, --newlines, or both")
     trained = states.train_length or training_length(model.checkpoint)
-    folder = output.folder("states", [model.checkpoint], model.mitigation, states.texts)
-    opened = open_checkpoint(model.checkpoint, model.mitigation, device=pick_device(model.device))
-    documents = read_documents(states.texts, opened.tokenizer, opened.model)
-    if states.newlines:
-        documents.append(newlines(opened.tokenizer, states.length))
+    name = model.under(model.checkpoint)
+    folder = output.folder("states", [name], states.texts)
+    opened = open_checkpoint(name, device=pick_device(model.device))
+    count = states.length * states.newlines
+    documents = read_documents(states.texts, opened.tokenizer, opened.model, count)
     diagnosis = diagnose(
         opened.model,
         documents,
@@ -86,10 +87,10 @@ def gradients(gradients: Gradients, output: Output) -> None:
     from longrnn.data import TASKS
     from longrnn.diagnostics.gradients import measure
     from longrnn.progress import Progress
-    from longrnn.reporting.gradients import GRADIENT_COLUMNS, table, write_report
+    from longrnn.reporting.training import GRADIENT_COLUMNS, table, write_gradients
 
     sources = list(dict.fromkeys(gradients.sources))
-    folder = output.folder("gradients", sources, variant=gradients.texts)
+    folder = output.folder("gradients", sources, gradients.texts)
     models = [(source, *_open(source)) for source in sources]
     first, _, _, spec = models[0]
     if gradients.texts:
@@ -107,7 +108,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
         "task": str(spec),
         "length": gradients.length,
     }
-    report, *files = write_report(about, rows, folder)
+    report, *files = write_gradients(about, rows, folder)
     print_rows("gradients through time", list(GRADIENT_COLUMNS.values()), table(rows))
     typer.echo("\n".join(map(str, [*files, report])))
 
@@ -137,3 +138,80 @@ def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
     # A checkpoint inside the folder of a run has its configuration one folder higher.
     recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
     return model, load_tokenizer(source), recorded.get("task")
+
+
+class CalibrateOptions(Source, TrainLength, Output):
+    """What is calibrated, and on which texts."""
+
+    texts: list[TextFile]
+    """A text to calibrate on, which is not evaluated on; may be given several times."""
+    method: str
+    """What to calibrate: state_norm, token_filter, scale_delta, scale_decay, power_decay, fit or
+    per_head; with settings as in 'state_norm(margin=0.7)' or 'per_head(keys=3)'."""
+    target_length: Tokens | None = None
+    """Length at which the model should work; all methods but state_norm need it."""
+    output: Path | None = None
+    """File to write, ending in .yaml (default: METHOD.yaml, or METHOD-TARGET_LENGTH.yaml, in
+    results/calibrate/CHECKPOINT--TEXTS)."""
+
+
+def calibrate(options: CalibrateOptions) -> None:
+    """Calibrate a mitigation on text and write a file that --mitigation accepts.
+
+    Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
+    """
+    from longrnn.diagnostics.calibrate import calibrate as run
+    from longrnn.diagnostics.job import Job
+    from longrnn.mitigations import mitigation
+
+    name = re.sub(r"[^\w.-]+", "-", options.method).strip("-")
+    name += "" if options.target_length is None else f"-{format_length(options.target_length)}"
+    if options.output is not None and options.output.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"--mitigation reads .yaml files, and {options.output} has another ending: give an "
+            "--output that ends in .yaml"
+        )
+    path = options.folder("calibrate", [options.checkpoint], options.texts, f"{name}.yaml")
+    job = Job.open(
+        options.checkpoint,
+        options.texts,
+        options.train_length,
+        options.target_length or 0,
+        device=pick_device(options.device),
+    )
+    job.write(path, run(job, options.method))
+    typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")
+
+
+class RepairOptions(Source, TrainLength):
+    """What is repaired, on which texts, and for how long."""
+
+    texts: list[TextFile] = Field(min_length=1)
+    """A text to choose on; of several, the last one proves, of a single one its second half."""
+    length: Tokens = 65536
+    """Number of tokens up to which the model should work."""
+    budget: Annotated[float, Field(gt=0)] = 30.0
+    """Minutes for attempts; one that would not fit is left out."""
+    folds_only: bool = False
+    """Try only what folds into the weights, so that other programs run the checkpoint."""
+    keys: bool = False
+    """Choose and prove by passkeys in the texts too."""
+
+
+def repair(options: RepairOptions, output: Output) -> None:
+    """Say what is wrong with a model at a length, try repairs, and write the best with its proof.
+
+    Writes the checkpoint (in the layout that it had if the repair folds into weights), the
+    mitigation, and report.html with before and after on text that the choice did not see. The same
+    command continues after an interruption.
+
+    Example: longrnn repair collapse-tiny --text book.txt --text other.txt --length 64k
+    """
+    from longrnn.diagnostics.repair import repair as start
+    from longrnn.progress import is_quiet
+
+    folder = output.folder("repair", [options.checkpoint], options.texts)
+    given = {**options.model_dump(), "device": pick_device(options.device)}
+    done = start(**given, output=folder, quiet=is_quiet())
+    lines = [*done.sentences[2:], done.checkpoint, done.mitigation, done.report]
+    typer.echo("\n".join(str(line) for line in lines if line is not None))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
 
-from longrnn.cli.options import Models, Output, pick_device
-from longrnn.evaluation.options import EVALUATIONS
+from longrnn.cli.command import Argument
+from longrnn.cli.options import Model, Models, Output, pick_device
+from longrnn.errors import UserError
+from longrnn.evaluation.options import EVALUATIONS, HarnessOptions, LongTasks
 from longrnn.options import Options
 from longrnn.processes import start
 
 if TYPE_CHECKING:
     from longrnn.evaluation.base import Evaluation
     from longrnn.hf.opened import OpenCheckpoint
+
+# Options that are not declared here are words of the argument for lm-eval.
+HARNESS_SETTINGS = {"ignore_unknown_options": True}
+# Options of lm-eval that an evaluation by length has.
+BY_LENGTH = ("tasks", "include_path", "num_fewshot", "limit", "gen_kwargs", "batch_size")
 
 
 class Suites(Options):
@@ -47,7 +55,7 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
-    from longrnn.evaluation.suites import read_suite
+    from longrnn.evaluation.run import read_suite
 
     start()
     names = list(dict.fromkeys(suites.suites))
@@ -71,10 +79,9 @@ def evaluate(
     """Measure models in the folder of a command, whose default name has the variant."""
     from longrnn.hf.opened import open_checkpoint
 
-    names, mitigation = models.checkpoints, models.mitigation
-    folder = output.folder(command, names, mitigation, variant)
-    device = pick_device(models.device)
-    opened = [open_checkpoint(name, mitigation, device=device) for name in names]
+    names = [models.under(name) for name in models.checkpoints]
+    folder, device = output.folder(command, names, variant), pick_device(models.device)
+    opened = [open_checkpoint(name, device=device) for name in names]
     measure_and_show(opened, evaluations, folder)
 
 
@@ -89,3 +96,61 @@ def measure_and_show(
         for outcome in outcomes:
             outcome.table.show()
         typer.echo("\n".join(map(str, files)))
+
+
+class Tasks(LongTasks):
+    """What `longrnn eval harness` reads itself; lm-eval reads all other options."""
+
+    options: Annotated[list[str], Argument("LM-EVAL OPTION")] = Field([])
+    """Options of `lm-eval run`."""
+
+
+def harness(model: Model, tasks: Tasks, output: Output) -> None:
+    """Evaluate a checkpoint on lm-eval tasks, with the options of lm-eval.
+
+    The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
+    --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
+    --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
+    --model_args takes tokenizer, add_bos_token and max_length. This package adds the task
+    longrnn_passkey. Task files can contain Python code, which lm-eval runs. With --lengths, the
+    results have intervals and are resumed; --tasks, --include_path, --num_fewshot, --limit,
+    --gen_kwargs and --batch_size are then the options.
+
+    Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey --limit 10
+    """
+    if model.checkpoint.startswith("-"):
+        raise UserError("give the checkpoint before lm-eval's options: longrnn eval harness NAME …")
+    if tasks.lengths is not None:
+        _by_length(model, tasks, output)
+        return
+    if output.output is not None:
+        raise UserError("--output belongs to --lengths: give lm-eval's --output_path instead")
+    from longrnn.evaluation.harness import run
+
+    checkpoint = model.under(model.checkpoint)
+    given = json.dumps({"pretrained": checkpoint, "chunk_select": tasks.chunk_select})
+    ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
+    run([*ours, *tasks.options, "--model", "longrnn"], tasks.data)
+
+
+def _by_length(model: Model, tasks: Tasks, output: Output) -> None:
+    """Measure tasks by length, and show the tables."""
+    from longrnn.evaluation.harness.command import parse
+
+    start()
+    model_type = ["--model", "longrnn"]
+    given, defaults = vars(parse([*model_type, *tasks.options])), vars(parse(model_type))
+    changed: dict[str, Any] = {
+        name: value for name, value in given.items() if value != defaults.get(name)
+    }
+    if others := sorted(changed.keys() - BY_LENGTH):
+        raise UserError(
+            f"--{others[0]} cannot be combined with --lengths: leave one of them out, or use one "
+            f"of --{', --'.join(BY_LENGTH)}"
+        )
+    n = changed.pop("limit", None)
+    if n is not None and n % 1:
+        raise UserError(f"--limit {n:g} is not a number of documents: give 1 or more")
+    options = HarnessOptions(n=n, **changed, **tasks.model_dump(exclude={"options"}))
+    models = Models(checkpoints=[model.checkpoint], **model.model_dump(exclude={"checkpoint"}))
+    evaluate("harness", models, [options.evaluation()], output, options.variant())

@@ -31,6 +31,10 @@ class Mitigated(Options):
     mitigation: str | None = None
     """Mitigation of state collapse: 'sliding_window(window=8192)', or a file of `calibrate`."""
 
+    def under(self, checkpoint: str) -> str:
+        """Return the name of a checkpoint under the mitigation, after its own."""
+        return "+".join(filter(None, (checkpoint, self.mitigation)))
+
 
 class Source(Device):
     """One model, without a mitigation."""
@@ -68,18 +72,16 @@ class Output(Options):
         self,
         command: str,
         names: Sequence[str],
-        mitigation: str | None = None,
         variant: str | Sequence[Path] = "",
+        file: str = "",
     ) -> Path:
-        """Return the folder, by default that of `results_folder`, locked until the command ends."""
-        return lock_output(self.output or results_folder(command, names, mitigation, variant))
+        """Return the folder or a file, by default in `results_folder`, locked until the end."""
+        place = self.output or results_folder(command, names, variant) / file
+        return lock_output(place, "file" if file else "folder")
 
 
 def results_folder(
-    command: str,
-    checkpoints: Sequence[str],
-    mitigation: str | None = None,
-    variant: str | Sequence[Path] = "",
+    command: str, checkpoints: Sequence[str], variant: str | Sequence[Path] = ""
 ) -> Path:
     """Return the default folder for the results of a command, which a person can type.
 
@@ -88,7 +90,6 @@ def results_folder(
     Args:
         command: name of the folder above it.
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
-        mitigation: applied to all of them, after their own.
         variant: what is measured, where it is not the default, or the texts that are read.
     """
     from longrnn.hf.names import split_spec
@@ -100,7 +101,7 @@ def results_folder(
         name = place.name
         if name.startswith("checkpoint-"):  # which the checkpoints of all runs are called
             name = f"{place.parent.name}-{name}"
-        parts.append("+".join(filter(None, (name, given, mitigation))))
+        parts.append("+".join(filter(None, (name, given))))
     what = variant if isinstance(variant, str) else "-".join(text.stem for text in variant)
     name = "--".join(filter(None, (*parts, what))).lower()
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
@@ -110,28 +111,18 @@ def results_folder(
     return Path("results") / command / plain
 
 
-def lock_output(folder: Path) -> Path:
-    """Lock the folder for results until this command ends, and return it.
+def lock_output(path: Path, kind: str) -> Path:
+    """Lock the folder or file for results until this command ends, and return it.
+
+    Everything is checked before anything is computed.
 
     Raises:
-        UserError: it cannot be a folder, or another process is writing there.
+        UserError: it is of the other kind, it is below a file, this user may not write there, or
+            another process is writing there.
     """
     from longrnn.locks import hold
     from longrnn.processes import on_main
 
-    check_place(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: give a folder by --output")
-    on_main(lambda: hold(folder, instead="choose another --output"))
-    return folder
-
-
-def check_place(path: Path) -> None:
-    """Check that a file or folder can be written, before anything is computed.
-
-    Raises:
-        UserError: it is below a file, or this user may not write there.
-    """
     place = path.absolute()
     above = next((folder for folder in place.parents if os.path.lexists(folder)), place)
     if not above.is_dir():
@@ -140,6 +131,11 @@ def check_place(path: Path) -> None:
         )
     if not os.access(place if place.exists() else above, os.W_OK):
         raise UserError(f"{path} cannot be written by this user: choose another place")
+    present = "folder" if path.is_dir() else "file"
+    if path.exists() and present != kind:
+        raise UserError(f"{path} is a {present}: give a {kind} by --output")
+    on_main(lambda: hold(path, instead="choose another --output"))
+    return path
 
 
 def pick_device(device: str) -> str:

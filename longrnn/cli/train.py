@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # The folder of the run that this process has begun, and the command that continues it from there.
 CURRENT: dict[Path, list[str]] = {}
+# The options of `finetune` that the configuration of a run holds.
+OF_RUN = {"data", "length", "initial_state", "validation", "output"}
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
 # All options before the command are accelerate's, and all behind it the command's, `--help` too.
@@ -124,24 +126,14 @@ def finetune(options: Finetuning) -> None:
     )
     end_at_sigterm()
     if options.resume is not None:
-        of_run = ("data", "length", "initial_state", "validation", "output")
-        for name in of_run:
-            if getattr(options, name) != Finetuning.model_fields[name].default:
-                raise UserError(
-                    f"a resumed run has its own --{name.replace('_', '-')}: leave it out, or "
-                    "change a value of the configuration by key=value"
-                )
+        if given := OF_RUN & options.model_fields_set:
+            raise UserError(
+                f"a resumed run has its own --{min(given).replace('_', '-')}: leave it out, or "
+                "change a value of the configuration by key=value"
+            )
         config = resumed(options.resume, overrides, quiet=is_quiet())
     elif options.data:
-        config = finetuning(
-            checkpoint,
-            options.data,
-            length=options.length,
-            initial_state=options.initial_state,
-            validation=options.validation,
-            output_dir=options.output,
-            overrides=overrides,
-        )
+        config = finetuning(checkpoint, **options.model_dump(include=OF_RUN), overrides=overrides)
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if config.validation is None and not options.no_evaluate:
@@ -167,7 +159,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     from longrnn.processes import on_main
     from longrnn.training.models import tokenizer_of
 
-    folder = lock_output(Path(config.output_dir) / "evaluation")
+    folder = lock_output(Path(config.output_dir) / "evaluation", "folder")
     tokenizer, device = tokenizer_of(config), pick_device("auto")
     held_out = TASKS.build(cast(Any, config.validation), tokenizer)
     how = {"length": config.length.max, "longest": longest}

@@ -1,4 +1,4 @@
-"""The choice of a repair: attempts, their scores, and the file that records them."""
+"""What a repair tries, from cheap to dear, and its choice: scores, and the file that has them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from longrnn.diagnostics.attempts import ATTEMPTS
-from longrnn.diagnostics.job import Job, Members
+from longrnn.diagnostics.calibrate import calibrate
+from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
-from longrnn.evaluation.run import Outcome, run
-from longrnn.evaluation.suites import build_evaluation
+from longrnn.evaluation.run import Outcome, build_evaluation, run
 from longrnn.files import read_json, write_atomic
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import Estimate
+from longrnn.mitigations.spec import parse
 from longrnn.models.fold import unfoldable
-from longrnn.reporting.tables import TableCell
 
 UNREPAIRED, TRIED = "plain", "tried.json"
 # Scores that differ by less are alike: then what folds is taken, or what is cheaper.
@@ -26,7 +26,83 @@ CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 # The tokens of all prompts, relative to one: what is before a key is read once.
 PROMPTS_READ = 1 + KEYS_PER_DEPTH * sum(1 - depth for depth in DEPTHS)
-BITS_PER_BYTE, KEYS_RECALLED = "bits per byte", "keys recalled"
+# A token of a step with gradients takes as long as so many tokens without.
+GRADIENT_COST = 4
+FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
+# Passes over its windows and prompts in which a choice per head finds something, and at most.
+LEAST_PASSES, MOST_PASSES = 5, 60
+# A strict filter leaves this share of the tokens that are left by default.
+STRICT = 0.05
+
+
+class Attempt(NamedTuple):
+    """A mitigation, or a method of `calibrate`, on the plain model or on top of another attempt.
+
+    Attributes:
+        spec: the mitigation or the method; `make` fills in the names in braces.
+        tokens: about how many tokens it reads, counted without gradients, with a number of keyed
+            prompts.
+        may_fold: whether weights can express the result in some cells.
+        after: the name of the attempt that it builds on; empty for the plain model.
+    """
+
+    spec: str
+    tokens: Callable[[Job, int], float] = lambda job, keys: 32 * job.train_length
+    may_fold: bool = False
+    after: str = ""
+
+    def make(self, job: Job, base: Members, keys: int, tokens: float) -> Members:
+        """Return the mappings of which `mitigation` makes the whole mitigation.
+
+        Args:
+            job: what is repaired.
+            base: the mappings of `after`.
+            keys: prompts with a key that calibrations read.
+            tokens: that it may read.
+        """
+        trained, passes = job.train_length, min(MOST_PASSES, int(tokens / _pass_tokens(job, keys)))
+        strict = 1 - STRICT * trained / job.target_length
+        values = {"trained": trained, "keep": 1 - 1 / trained, "keys": keys, "strict": strict}
+        spec = self.spec.format(**values, passes=passes)
+        name, options = parse(spec)
+        if name in METHODS:
+            return [*base, *calibrate(job.under(base), spec)]
+        return [*base, {"kind": name, **options}]
+
+
+def _search_tokens(job: Job, _: int) -> float:
+    return (len(job.model.cells) + 1 + SEARCH_STEPS) * job.target_length
+
+
+def _fit_tokens(job: Job, keys: int) -> float:
+    segment = max(job.train_length, job.target_length / FIT_STEPS)
+    return GRADIENT_COST * FIT_STEPS * (FIT_ROWS + keys) * segment
+
+
+def _pass_tokens(job: Job, keys: int) -> float:
+    return (1 + keys) * job.target_length
+
+
+PER_HEAD = Attempt(
+    "per_head(windows=1, quantile={strict}, keys={keys}, passes={passes})",
+    tokens=lambda job, keys: LEAST_PASSES * _pass_tokens(job, keys),
+)
+ATTEMPTS = {
+    "forget_more": Attempt("forget_more(decay_scale={keep}, input_scale=1)"),
+    "sliding_window": Attempt("sliding_window(window={trained})"),
+    "state_norm": Attempt("state_norm"),
+    "token_filter": Attempt("token_filter"),
+    "scale_decay": Attempt(
+        f"scale_decay(windows=1, steps={SEARCH_STEPS})", _search_tokens, may_fold=True
+    ),
+    "fit": Attempt(
+        f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", _fit_tokens, may_fold=True
+    ),
+    "fit + token_filter": Attempt("token_filter", after="fit"),
+    "fit + strict token_filter": Attempt("token_filter(quantile={strict})", after="fit"),
+    "per_head": PER_HEAD,
+    "fit + per_head": PER_HEAD._replace(after="fit"),
+}
 
 
 def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[str, Any]:
@@ -35,11 +111,29 @@ def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[st
     return {"kind": "passkey", "seed": seed, **what}
 
 
-def cell_of(outcomes: Sequence[Outcome], model: str, at: int, column: str) -> TableCell | None:
-    """Return the cell of a model at a length, in the column whose title ends with these words."""
-    cells = (cell for outcome in outcomes for cell in outcome.table.cells)
-    mine = (cell for cell in cells if (cell.model, cell.at) == (model, at))
-    return next((cell for cell in mine if cell.metric.endswith(column) and cell.estimate), None)
+def scores(
+    job: Job, outcomes: Sequence[Outcome], model: str, field: str = "estimate"
+) -> dict[str, Estimate]:
+    """Return a model's `loss` and `keys` at the length, and its loss `inside`, if measured.
+
+    Args:
+        job: has the lengths.
+        outcomes: of perplexity and passkeys.
+        model: its name.
+        field: of the cells; `difference` for differences from the plain model.
+    """
+    wanted = {
+        (job.target_length, "bits per byte"): "loss",
+        (job.train_length, "bits per byte"): "inside",
+        (job.target_length, "keys recalled"): "keys",
+    }
+    found = {}
+    for cell in (cell for outcome in outcomes for cell in outcome.table.cells):
+        name = wanted.get((cell.at or 0, cell.metric.partition(", ")[2]))
+        value: Estimate | None = getattr(cell, field)
+        if name is not None and cell.model == model and value is not None:
+            found[name] = value
+    return found
 
 
 class Choice:
@@ -127,17 +221,8 @@ class Choice:
         opened = OpenCheckpoint(name, job.model, job.tokenizer)
         evaluations = [build_evaluation(spec) for spec in specs]
         outcomes = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
-
-        def mean(at: int, column: str) -> float:
-            cell = cell_of(outcomes, name, at, column)
-            return 0.0 if cell is None or cell.estimate is None else cell.estimate.mean
-
-        return {
-            "folds": not unfoldable(job.model),
-            "loss": mean(length, BITS_PER_BYTE),
-            "inside": mean(trained, BITS_PER_BYTE),
-            "keys": mean(length, KEYS_RECALLED),
-        }
+        means = {key: value.mean for key, value in scores(job, outcomes, name).items()}
+        return {"folds": not unfoldable(job.model), "keys": 0.0, **means}
 
     def score(self, name: str) -> float:
         """Return what is to be small: bits per byte, plus the share of keys that are lost."""

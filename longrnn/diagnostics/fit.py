@@ -17,7 +17,7 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,8 @@ from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
+from longrnn.mitigations import MITIGATIONS
+from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel
 from longrnn.options import Count
 from longrnn.progress import Progress
@@ -43,9 +45,8 @@ from longrnn.training.objective import Objective
 
 # Segments of a document with a key whose segments are repeated in closed form.
 REPEATED_SEGMENTS = 8
-# By layer, the additions to the rates and to the biases, `(h, 1)` or `(h, k)`; None where there is
-# no such weight.
-Additions = list[tuple[Tensor | None, Tensor | None]]
+# By layer, `(h, 1)` or `(h, k)`; None where there is no such weight.
+Additions = list[Tensor | None]
 
 
 @METHODS.register("fit")
@@ -74,13 +75,21 @@ class TimeScaleFit:
         """
         model: Any = job.model  # recurrent, or a hybrid
         device = model.init_state(1).position.device
-        additions = [_additions(cell, device) for cell in model.cells]
-        optimizer = _optimizer(additions, self.learning_rate)
+        rates, biases = _additions(model.cells, device)
+        of_rates, of_biases = (
+            [v for v in by_layer if v is not None] for by_layer in (rates, biases)
+        )
+        optimizer = torch.optim.Adam(
+            [{"params": of_rates}, {"params": of_biases, "lr": self.learning_rate / 2}],
+            lr=self.learning_rate,
+            betas=(0.9, 0.95),
+        )
         schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
-        fitted = [values for pair in additions for values in pair if values is not None]
         trained = model.under(None)
-        edits = [_merged(edit, *pair) for edit, pair in zip(model.edits, additions, strict=True)]
-        vars(trained).update(_edits=edits)
+        trained._edits = [
+            merge([edit or Edit(), Edit(rate=rate, bias=bias)])
+            for edit, rate, bias in zip(model.edits, rates, biases, strict=True)
+        ]
         objective, context = Objective(trained), Context(trained.init_state)
         starts = [Carry(context), Carry(context)]
         length = max(job.train_length, math.ceil(job.target_length / self.steps))
@@ -107,44 +116,28 @@ class TimeScaleFit:
                     raise UserError(
                         f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
                     )
-                torch.nn.utils.clip_grad_norm_(fitted, 1.0)
+                torch.nn.utils.clip_grad_norm_([*of_rates, *of_biases], 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
                 tokens = sum(batch.tokens.numel() for batch in batches)
                 progress.advance(1, tokens, f"loss {total:.3f}")
-        return [{"kind": "time_scales", **_options(additions)}]
+        found = {"rate": _listed(rates), "bias": _listed(biases)}
+        return [{"kind": "time_scales"} | {name: by for name, by in found.items() if any(by)}]
 
 
-def _optimizer(additions: Additions, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam, with half of the learning rate for biases."""
-    rates = [rate for rate, _ in additions if rate is not None]
-    biases = [bias for _, bias in additions if bias is not None]
-    groups = [
-        {"params": rates, "lr": learning_rate},
-        {"params": biases, "lr": learning_rate / 2},
+def _additions(cells: Sequence[Cell], device: torch.device) -> tuple[Additions, Additions]:
+    """The numbers to fit, which begin at 0: to the rates, and to the biases."""
+    for cell in cells:
+        check_defined(MITIGATIONS["time_scales"], type(cell))
+    zeros = partial(torch.zeros, dtype=torch.float64, device=device, requires_grad=True)
+    rates = [None if cell.rate_weight is None else zeros(cell.n_heads, 1) for cell in cells]
+    units = [1 if cell.scans else cell.d_model for cell in cells]
+    biases = [
+        None if cell.bias_weight is None else zeros(cell.n_heads, width)
+        for cell, width in zip(cells, units, strict=True)
     ]
-    return torch.optim.Adam([group for group in groups if group["params"]], betas=(0.9, 0.95))
-
-
-def _additions(cell: Cell, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The numbers to fit for one cell, which begin at 0."""
-
-    def zeros(width: int) -> Tensor:
-        size = (cell.n_heads, width)
-        return torch.zeros(size, dtype=torch.float64, device=device, requires_grad=True)
-
-    if cell.rate_weight is None and cell.bias_weight is None:
-        raise UserError(f"no weight of {cell.kind} sets its time scales alone: use another method")
-    rate = None if cell.rate_weight is None else zeros(1)
-    units = 1 if cell.scans else cell.d_model
-    return rate, None if cell.bias_weight is None else zeros(units)
-
-
-def _merged(edit: Edit | None, rate: Tensor | None, bias: Tensor | None) -> Edit:
-    """The edit of a layer with additions that have gradients, beside those that it has."""
-    given = Edit(rate=rate, bias=bias)
-    return given if edit is None else merge([edit, given])
+    return rates, biases
 
 
 def _stretches(job: Job, rows: int) -> Tensor:
@@ -217,17 +210,9 @@ def _factor(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
 
-def _options(additions: Additions) -> dict[str, Any]:
-    """The options of `time_scales`, by layer and head."""
-
-    def listed(values: Tensor | None) -> Any:
-        if values is None:
-            return 0.0
-        rounded = [[round(number, 6) for number in row] for row in values.tolist()]
-        return [row[0] if len(row) == 1 else row for row in rounded]
-
-    by_name = {
-        "rate": [listed(rate) for rate, _ in additions],
-        "bias": [listed(bias) for _, bias in additions],
-    }
-    return {name: values for name, values in by_name.items() if any(values)}
+def _listed(additions: Additions) -> list[Any]:
+    """An option of `time_scales`, by layer and head."""
+    return [
+        0.0 if values is None else values.detach().round(decimals=6).squeeze(1).tolist()
+        for values in additions
+    ]

@@ -92,7 +92,7 @@ class Job(NamedTuple):
         target_length: int,
         *,
         device: str | None,
-        quiet: bool,
+        quiet: bool = False,
     ) -> Self:
         """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
         trained = train_length or training_length(checkpoint)

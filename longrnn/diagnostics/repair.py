@@ -17,22 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longrnn.diagnostics.attempts import ATTEMPTS
-from longrnn.diagnostics.choice import (
-    BITS_PER_BYTE,
-    KEYS_RECALLED,
-    TRIED,
-    UNREPAIRED,
-    Choice,
-    cell_of,
-    passkeys,
-)
+from longrnn.diagnostics.choice import ATTEMPTS, TRIED, UNREPAIRED, Choice, passkeys, scores
 from longrnn.diagnostics.job import Job
 from longrnn.diagnostics.states import diagnose
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.run import Outcome, report, run
-from longrnn.evaluation.suites import build_evaluation
+from longrnn.evaluation.run import Outcome, build_evaluation, report, run
 from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
@@ -132,8 +122,8 @@ def repair(
     if best != UNREPAIRED:
         models.append(models[0]._replace(name=REPAIRED, model=repaired))
     outcomes = run(models, evaluations, folder, quiet=quiet)
-    is_better = best != UNREPAIRED and helps(outcomes, length)
-    reached = quote(checkpoint, best, outcomes, choice, prove) if is_better else NOTHING_HELPS
+    is_better = best != UNREPAIRED and helps(job, outcomes)
+    reached = quote(checkpoint, best, outcomes, job, prove) if is_better else NOTHING_HELPS
     sentences.append(reached)
     notes = [*sentences, f"Tried on {', '.join(path.name for path in choose)}:", *choice.lines()]
     _, page, *_ = report(models, outcomes, folder, notes)
@@ -204,39 +194,31 @@ def proof(choice: Choice, prove: Path) -> list[Evaluation[Any]]:
     return [build_evaluation(spec) for spec in specs]
 
 
-def helps(outcomes: Sequence[Outcome], length: int) -> bool:
+def helps(job: Job, outcomes: Sequence[Outcome]) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    loss = cell_of(outcomes, REPAIRED, length, BITS_PER_BYTE)
-    keys = cell_of(outcomes, REPAIRED, length, KEYS_RECALLED)
-    if keys and keys.difference and keys.difference.low > 0:
+    change = scores(job, outcomes, REPAIRED, "difference")
+    if "keys" in change and change["keys"].low > 0:
         return True
-    change = loss and loss.difference
-    return change is not None and (change.high if change.n > 1 else change.mean) < 0
+    loss = change.get("loss")
+    return loss is not None and (loss.high if loss.n > 1 else loss.mean) < 0
 
 
-def quote(
-    checkpoint: str, name: str, outcomes: Sequence[Outcome], choice: Choice, prove: Path
-) -> str:
+def quote(checkpoint: str, name: str, outcomes: Sequence[Outcome], job: Job, prove: Path) -> str:
     """Return the result in a sentence, with intervals."""
-    job = choice.job
     length, trained = format_length(job.target_length), format_length(job.train_length)
-
-    def shown(at: int, column: str) -> list[str]:
-        cells = [cell_of(outcomes, model, at, column) for model in (UNREPAIRED, REPAIRED)]
-        return [cell.estimate.show() if cell and cell.estimate else "–" for cell in cells]
-
-    plain, beyond = shown(job.target_length, BITS_PER_BYTE)
-    plain_inside, inside = shown(job.train_length, BITS_PER_BYTE)
-    loss = cell_of(outcomes, REPAIRED, job.target_length, BITS_PER_BYTE)
-    count = loss.estimate.n if loss and loss.estimate else 0
+    before, after = (scores(job, outcomes, model) for model in (UNREPAIRED, REPAIRED))
     sentence = (
-        f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has {beyond} bits per "
-        f"byte in the last half of {length} tokens of {prove.name}, and {plain} without the repair "
-        f"(n = {count} windows); inside the training length it has {inside} and {plain_inside}"
+        f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
+        f"{after['loss'].show()} bits per byte in the last half of {length} tokens of "
+        f"{prove.name}, and {before['loss'].show()} without the repair (n = {after['loss'].n} "
+        f"windows); inside the training length it has {after['inside'].show()} and "
+        f"{before['inside'].show()}"
     )
-    if choice.keys:
-        before, after = shown(job.target_length, KEYS_RECALLED)
-        sentence += f"; it recalls {after} of the keys at {length}, and {before} without"
+    if "keys" in after:
+        sentence += (
+            f"; it recalls {after['keys'].show()} of the keys at {length}, and "
+            f"{before['keys'].show()} without"
+        )
     return f"{sentence}."
 
 

@@ -33,8 +33,9 @@ class Item(NamedTuple):
     work: int = 1
 
 
-# What was measured of some items.
+# What was measured of some items, and that of one batch after another.
 Results = list[tuple[Item, Result]]
+Batches = Iterator[Results]
 
 
 class Sample(NamedTuple):
@@ -108,14 +109,18 @@ class Evaluation(ABC, Generic[OptionsT]):
         return {}
 
     @abstractmethod
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         """Measure items, and yield the results of each batch as soon as they are known."""
 
     @abstractmethod
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
+
+    def batched(self, items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+        """Yield items of equal `work`, which can be read together, at most `size` at once."""
+        for _, same in groupby(sorted(items, key=attrgetter("work")), attrgetter("work")):
+            alike = list(same)
+            yield from (alike[first : first + size] for first in range(0, len(alike), size))
 
     def notes(self, results: Mapping[str, Results]) -> list[str]:
         """Return sentences that belong under the table, from the results by model."""
@@ -135,10 +140,3 @@ def within(
     reasons = {at: out_of_reach(model.model, count) for at, count in tokens.items()}
     beyond = {(column, at): why for at, why in reasons.items() if why is not None}
     return [at for at, why in reasons.items() if why is None], beyond
-
-
-def batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Yield items of equal `work`, which can be read together, in batches of at most `size`."""
-    for _, same in groupby(sorted(items, key=attrgetter("work")), attrgetter("work")):
-        alike = list(same)
-        yield from (alike[first : first + size] for first in range(0, len(alike), size))

@@ -23,8 +23,7 @@ from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.passkey import PasskeyRetrieval
-from longrnn.evaluation.run import run
-from longrnn.evaluation.suites import build_evaluation, read_suite
+from longrnn.evaluation.run import build_evaluation, read_suite, run
 from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.text import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longrnn import state as states
-from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
+from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import CostOptions
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import SCORED_TOKENS
@@ -47,9 +47,7 @@ class Cost(Evaluation[CostOptions]):
             for reached, reasons in fitting
         ]
 
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         for item in items:
             yield [(item, measure(model.model, item.spec, self.options.decode))]
             progress.advance(1, item.spec)

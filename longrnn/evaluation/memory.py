@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, batches, within
+from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import cut_windows, read_documents
 from longrnn.hf.opened import OpenCheckpoint
@@ -66,10 +66,8 @@ class EffectiveMemory(Evaluation[MemoryOptions]):
                 plan.items.append(Item({**key, "position": position}, spec, work=work))
         return plan
 
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
-        for batch in batches(items, BATCH):
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
+        for batch in self.batched(items, BATCH):
             texts = torch.stack([text for _, text in (item.spec for item in batch)])
             distances = remembrance(model.model, texts, progress)
             yield [

@@ -164,7 +164,7 @@ class SequenceOptions(EvaluationOptions):
     Example: longrnn eval task runs/sort --lengths 16
     """
 
-    target = "sequences.Sequences"
+    target = "tasks.Sequences"
 
     task: str | dict[str, Any] | None = None
     """Name of the task, such as sort, recall or reverse_dual_frequency (default: as in training).
@@ -205,7 +205,7 @@ class MemoryOptions(EvaluationOptions):
 class AnswerOptions(EvaluationOptions):
     """Loss per answer token, and the share of documents whose answers are all exactly right."""
 
-    target = "answers.Answers"
+    target = "tasks.Answers"
     group = None
 
     # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
@@ -220,8 +220,21 @@ class AnswerOptions(EvaluationOptions):
     batch_size: Count = 8
 
 
+class LongTasks(Options):
+    """How lm-eval tasks with long prompts are read."""
+
+    lengths: Lengths | None = None
+    """Prompt lengths in tokens, for tasks that make prompts of a length; the results are then a
+    table by length and task in --output."""
+    data: Path | None = None
+    """A folder with the data that tasks would download."""
+    chunk_select: Tokens | None = None
+    """For tasks that generate: answer from the selected chunk of this many tokens and the last line
+    of the prompt."""
+
+
 @EVALUATIONS.register("harness")
-class HarnessOptions(EvaluationOptions):
+class HarnessOptions(LongTasks, EvaluationOptions):
     """Scores of lm-eval tasks by length, a document being one sample."""
 
     target = "harness.evaluation.HarnessTasks"
@@ -229,20 +242,14 @@ class HarnessOptions(EvaluationOptions):
 
     # Names of lm-eval tasks or groups.
     tasks: Annotated[list[str], BeforeValidator(listed), Field(min_length=1)]
-    # Of prompts in tokens, for tasks that make prompts of a length; by default that of the task.
-    lengths: Lengths | None = None
     # Documents of each task and length; by default all.
     n: Count | None = None
     # Examples before each question; by default those of the task.
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     # Replaces generation options of the tasks, such as max_gen_toks.
     gen_kwargs: dict[str, Any] | None = None
-    # Read only the selected chunk of this many tokens and the last line, the question.
-    chunk_select: Tokens | None = None
     # A folder with further task files.
     include_path: str | None = None
-    # A folder with the data that tasks would download.
-    data: Path | None = None
     # Documents in one batch.
     batch_size: Count = 8
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import Needle, RepeatedTokens, draw_needles, is_recalled, keys, read
+from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, within
+from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.files import read_text
@@ -79,13 +79,6 @@ class Question(NamedTuple):
         is_depth = isinstance(self.place, float)
         return f"depth {100 * self.place:g}%" if is_depth else format_length(self.place)
 
-    def prompt(self) -> tuple[list[RepeatedTokens], Tensor]:
-        """Return the context of the prompt, which begins with the header, and its question."""
-        task = self.task
-        start = int(self.start * task.n_filler) if task.own_filler else 0
-        context = task.context(self.needles, self.asked, length=self.length, start=start)
-        return context, task.question(self.needle)
-
 
 class PasskeyRetrieval(Evaluation[PasskeyOptions]):
     """Passkey retrieval, see `PasskeyOptions`."""
@@ -134,17 +127,11 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        options = self.options
-        return {
-            "seed": options.seed,
-            "n_keys": options.n_keys,
-            "filler": None if options.filler is None else read_text(options.filler)[1],
-            "chunk_select": options.chunk_select,
-        }
+        filler = self.options.filler
+        settings = self.options.model_dump(include={"seed", "n_keys", "chunk_select"})
+        return {**settings, "filler": None if filler is None else read_text(filler)[1]}
 
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         # With chunk selection, a prompt is answered before the next one is read.
         parts = [items] if self.options.chunk_select is None else [[item] for item in items]
         for part in parts:
@@ -165,7 +152,9 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
 
     def _prompt(self, model: OpenCheckpoint, asked: Question, progress: Progress) -> Tensor:
         """Return what is read before the answer."""
-        (header, *rest), question = asked.prompt()
+        task, question = asked.task, asked.task.question(asked.needle)
+        start = int(asked.start * task.n_filler) if task.own_filler else 0
+        header, *rest = task.context(asked.needles, asked.asked, length=asked.length, start=start)
         prefix, context = read([header]), read(rest)
         chunk, size = self.options.chunk_select, self.options.batch_size
         if chunk is None:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Evaluation, Item, Plan, Results, Sample, batches, within
+from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Results, Sample, within
 from longrnn.evaluation.options import PerplexityOptions
-from longrnn.evaluation.texts import Window, are_alike, cut_windows, newlines, read_documents
+from longrnn.evaluation.texts import Window, are_alike, cut_windows, read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.overlapping import overlapping_losses
 from longrnn.intervals import RATIO
@@ -56,12 +56,10 @@ class Perplexity(Evaluation[PerplexityOptions]):
                 f"a stride of {options.stride} leaves out tokens between windows of "
                 f"{options.context}: give a --stride of at most the --context"
             )
-        if not options.texts and not options.newlines:
-            raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
         longest = options.lengths[-1]
-        by_model = [read_documents(options.texts, m.tokenizer, m.model) for m in models]
+        count = (longest + 1) * options.newlines
+        by_model = [read_documents(options.texts, m.tokenizer, m.model, count) for m in models]
         for documents, model in zip(by_model, models, strict=True):
-            documents += [newlines(model.tokenizer, longest + 1)] if options.newlines else []
             if documents[0].byte_ends is None:
                 raise UserError(
                     f"the tokenizer of {model.name} does not know which bytes a token stands for: "
@@ -105,14 +103,11 @@ class Perplexity(Evaluation[PerplexityOptions]):
         return Plan(items, reasons)
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        context, stride = self.options.context, self.options.stride
-        return {"context": context, "stride": stride} if context else {}
+        return self.options.model_dump(include={"context", "stride"}, exclude_none=True)
 
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         options = self.options
-        for batch in batches(items, options.batch_size):
+        for batch in self.batched(items, options.batch_size):
             tokens = torch.stack([item.spec.tokens() for item in batch])
             nats = torch.zeros(tokens.shape, dtype=torch.float64)
             losses = overlapping_losses(

@@ -1,4 +1,4 @@
-"""Runs evaluations: measures what the store lacks, computes the tables, and writes the report."""
+"""Runs evaluations and suites of them: measures what the store lacks, and writes the report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from longrnn import processes
+from longrnn.bundled import find
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation, Item, Plan, Results
-from longrnn.evaluation.suites import build_evaluation, read_suite
+from longrnn.evaluation.options import EVALUATIONS
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
+from longrnn.options import Options, Seed
 from longrnn.progress import Progress
-from longrnn.reporting.evaluations import write_report
-from longrnn.reporting.tables import Column, ResultTable, TableCell
+from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report
 from longrnn.results import Origin, Store
+from longrnn.yaml import read_mapping
+
+SUITES = "eval/suites"
 
 # Values of samples by their names, by column and row of the table.
 Samples = dict[tuple[Column, int | None], dict[str, Any]]
+
+
+class Suite(Options):
+    """The content of the file of a suite: a list of evaluations."""
+
+    evaluations: list[dict[str, Any]] = Field(min_length=1)
+    seed: Seed = 0
 
 
 class Outcome(NamedTuple):
@@ -32,6 +45,45 @@ class Outcome(NamedTuple):
     evaluation: Evaluation[Any]
     results: dict[str, Results]
     table: ResultTable
+
+
+def build_evaluation(spec: Mapping[str, Any], *, seed: int | None = None) -> Evaluation[Any]:
+    """Build an evaluation from `{kind: …, option: value, …}`.
+
+    Args:
+        spec: the kind and its options.
+        seed: of an evaluation that has this option and does not set it.
+
+    Raises:
+        UserError: an unknown kind or option, or a value that is not valid.
+    """
+    kind = EVALUATIONS[str(spec.get("kind"))]
+    options = {key: value for key, value in spec.items() if key != "kind"}
+    if seed is not None and "seed" in kind.model_fields:
+        options.setdefault("seed", seed)
+    try:
+        return kind(**options).evaluation()
+    except UserError as error:
+        name = options.get("name", spec["kind"])
+        raise UserError(f"evaluation {name!r}: {error}") from error
+
+
+def read_suite(name_or_path: str) -> list[Evaluation[Any]]:
+    """Return the evaluations of a suite, in its order.
+
+    Args:
+        name_or_path: name of a bundled suite such as `quick`, or a YAML file.
+
+    Raises:
+        UserError: there is no such suite, or it is not a mapping of `evaluations` and `seed`.
+    """
+    path = find(name_or_path, SUITES)
+    content = read_mapping(path, "write evaluations: [{kind: passkey, …}]", kind="suite")
+    try:
+        suite = Suite(**content)
+        return [build_evaluation(spec, seed=suite.seed) for spec in suite.evaluations]
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def evaluate(

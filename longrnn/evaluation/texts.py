@@ -80,14 +80,22 @@ class Window(NamedTuple):
 
 
 def read_documents(
-    paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
+    paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel, newlines: int = 0
 ) -> list[Document]:
     """Read text files, one document per file; warn of those the model was calibrated on.
 
+    Args:
+        paths: of the files.
+        tokenizer: of the model.
+        model: that reads them.
+        newlines: of a further document, see `newlines_only`; 0 for none.
+
     Raises:
-        UserError: a file is missing, empty or not text, or the tokenizer has more ids than the
-            model.
+        UserError: there is no document, a file is missing, empty or not text, or the tokenizer has
+            more ids than the model.
     """
+    if not paths and not newlines:
+        raise UserError("there is nothing to read: give --text FILE, --newlines, or both")
     refuse_unfit(tokenizer, model)
     documents = []
     for path in paths:
@@ -97,10 +105,10 @@ def read_documents(
         documents.append(
             Document(path.name, digest, ids, None if ends is None else _integers(ends))
         )
-    return documents
+    return [*documents, newlines_only(tokenizer, newlines)] if newlines else documents
 
 
-def newlines(tokenizer: Tokenizer, count: int) -> Document:
+def newlines_only(tokenizer: Tokenizer, count: int) -> Document:
     """Return a text of `count` newlines, each of which is tokenized by itself.
 
     A tokenizer may have tokens for several newlines; they do not occur here, so that the model

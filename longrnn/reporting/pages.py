@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,19 +60,16 @@ def write_page(
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    counts: Counter[str] = Counter()
-    numbered = []
+    numbered: dict[str, Picture] = {}
     for picture in pictures:
-        counts[picture.name] += 1
-        count = counts[picture.name]
-        name = f"{picture.name}-{count}" if count > 1 else picture.name
-        numbered.append(picture._replace(name=name))
+        same = sum(other.name == picture.name for other in numbered.values())
+        numbered[f"{picture.name}-{same + 1}" if same else picture.name] = picture
     environment = Environment(
         loader=PackageLoader("longrnn.reporting"), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["breakable"] = breakable
-    html = environment.get_template(template).render({**values, "pictures": numbered})
-    for picture in numbered:
-        write_atomic(folder / f"{picture.name}.png", picture.data)
-    write_atomic(folder / REPORT, html)
-    return [folder / REPORT, *(folder / f"{picture.name}.png" for picture in numbered)]
+    html = environment.get_template(template).render({**values, "pictures": pictures})
+    files = {folder / f"{name}.png": picture.data for name, picture in numbered.items()}
+    for path, content in (files | {folder / REPORT: html}).items():
+        write_atomic(path, content)
+    return [folder / REPORT, *files]

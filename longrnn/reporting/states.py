@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrnn.files import write_atomic
-from longrnn.reporting.curves import Curves, Panel, curves
-from longrnn.reporting.figures import png
+from longrnn.reporting.figures import Curves, Panel, curves, png
 from longrnn.reporting.pages import Picture, write_page, write_records
 from longrnn.units import format_length
 from longrnn.yaml import yaml_text

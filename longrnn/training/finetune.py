@@ -23,7 +23,7 @@ def finetuning(
     length: int,
     initial_state: str = "carry",
     validation: Sequence[str] = (),
-    output_dir: str | None = None,
+    output: str | None = None,
     overrides: Sequence[str] = (),
 ) -> TrainConfig:
     """The configuration of a run that fine-tunes a checkpoint.
@@ -34,7 +34,7 @@ def finetuning(
         length: tokens of a row, or of a segment where a state is carried.
         initial_state: a kind of `longrnn.training.initial_states`.
         validation: held-out data, as `data`; by default a part of `data` is held out.
-        output_dir: by default `runs/NAME-finetuned`.
+        output: folder of the run, by default `runs/NAME-finetuned`.
         overrides: `key=value`, which go before all other settings.
 
     Raises:
@@ -45,7 +45,7 @@ def finetuning(
     kind = "instruct" if "task.kind=instruct" in overrides else "text"
     task: dict[str, Any] = {"kind": kind, "data": list(data)}
     values |= {
-        "output_dir": output_dir or f"runs/{Path(split_spec(checkpoint)[0]).name}-finetuned",
+        "output_dir": output or f"runs/{Path(split_spec(checkpoint)[0]).name}-finetuned",
         "init_from": checkpoint,
         "task": task,
         "length": {"max": length},

@@ -55,7 +55,7 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
 def test_default_folders_name_models_and_mitigations() -> None:
     """In characters that need no quotes, and not longer than a line."""
     specs = ["runs/A", "b+state_norm(threshold=3)"]
-    found = results_folder("compare", specs, "forget_more")
+    found = results_folder("compare", [f"{spec}+forget_more" for spec in specs])
     assert found == Path("results/compare/a-forget_more--b-state_norm-threshold-3-forget_more")
     long = [results_folder("compare", specs * n).name for n in (8, 9)]
     assert max(map(len, long)) < 80

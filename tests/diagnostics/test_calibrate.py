@@ -14,9 +14,13 @@ from torch import Tensor
 import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import calibrate
+from longrnn.diagnostics.calibrate import (
+    OBJECTIVE_TOLERANCE,
+    calibrate,
+    keyed_prompts,
+    search,
+)
 from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside, Job
-from longrnn.diagnostics.per_head import OBJECTIVE_TOLERANCE, keyed_prompts, search
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256

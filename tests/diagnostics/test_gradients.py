@@ -13,11 +13,17 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS, Edit, ScanningCell
 from longrnn.data import TASKS, Task
-from longrnn.diagnostics.gradients import factor_per_token, measure, through_time
-from longrnn.diagnostics.jacobian import jacobian, numbers, spectrum
+from longrnn.diagnostics.gradients import (
+    factor_per_token,
+    jacobian,
+    measure,
+    numbers,
+    spectrum,
+    through_time,
+)
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
-from longrnn.reporting.gradients import write_report
+from longrnn.reporting.training import write_gradients
 from longrnn.state import leaves, tree_map, unflatten
 from tests.contracts.builders import (
     D_MODEL,
@@ -144,7 +150,7 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
     assert rows[6]["factor"] is None
     assert (rows[7]["radius"], rows[7]["singular"]) == (1, 2), "a mean, and the largest"
     about = {"models": dict.fromkeys(models, "abc"), "task": "reverse", "length": 8}
-    files = write_report(about, rows, tmp_path)
+    files = write_gradients(about, rows, tmp_path)
     assert [file.name for file in files] == [
         "report.html", "norms.png", "weights.png", "gradients.jsonl",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import longrnn
 from longrnn import load
 from longrnn.bundled import bundled
-from longrnn.diagnostics import attempts, choice, repair
+from longrnn.diagnostics import choice, repair
 from longrnn.diagnostics.job import METHODS, Job
 from longrnn.errors import UserError
 from longrnn.hf.convert import OURS, convert, layout_of
@@ -24,14 +24,14 @@ from tests.refusals import naming
 CHOOSE, PROVE = (
     bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
 )
-FULL = dict(attempts.ATTEMPTS)
+FULL = dict(choice.ATTEMPTS)
 HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 1024, "train_length": 64}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer steps, windows and prompts."""
-    known = attempts.ATTEMPTS
+    known = choice.ATTEMPTS
     monkeypatch.setitem(
         known, "fit", known["fit"]._replace(spec="fit(steps=40, learning_rate=0.2)")
     )
@@ -43,8 +43,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Leaves some attempts, so that a test takes seconds."""
-    for name in [name for name in attempts.ATTEMPTS if name not in names]:
-        monkeypatch.delitem(attempts.ATTEMPTS, name)
+    for name in [name for name in choice.ATTEMPTS if name not in names]:
+        monkeypatch.delitem(choice.ATTEMPTS, name)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_repair_with_keys_tries_the_settings_of_the_record(
     """By docs/results.md, a fit with 4 rows of keys and then a filter of 0.9997 of the tokens bring
     back the keys of recall-collapse at 64k; a fit with 3 rows does not."""
     tried: list[str] = []
-    monkeypatch.setattr(attempts, "calibrate", lambda job, spec: tried.append(spec) or [])
+    monkeypatch.setattr(choice, "calibrate", lambda job, spec: tried.append(spec) or [])
     job = Job(load("recall-collapse"), [], train_length=384, target_length=65536)
     for name in ("fit", "fit + strict token_filter"):
         FULL[name].make(job, [], repair.CALIBRATED_KEYS, 0.0)

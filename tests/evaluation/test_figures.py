@@ -12,10 +12,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
 from longrnn.intervals import SCORE, mean, proportion
-from longrnn.reporting.curves import Panel, curves
-from longrnn.reporting.evaluations import write_report
-from longrnn.reporting.figures import Line, heat_maps, lines, png
-from longrnn.reporting.tables import Column, ResultTable, TableCell
+from longrnn.reporting.figures import Line, Panel, curves, heat_maps, lines, png
+from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report
 
 pytestmark = pytest.mark.pictures
 

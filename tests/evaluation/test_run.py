@@ -14,8 +14,7 @@ import pytest
 import longrnn
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.run import Outcome, run, run_and_report
-from longrnn.evaluation.suites import read_suite
+from longrnn.evaluation.run import Outcome, read_suite, run, run_and_report
 from longrnn.hf.opened import OpenCheckpoint
 from tests.cli.conftest import table
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model

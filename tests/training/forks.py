@@ -26,7 +26,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["longrnn.training.train", "longrnn.training.finetune", "longrnn.cli.app", "torch._dynamo"]
     + ["longrnn.evaluation.run", "longrnn.evaluation.before_after", "longrnn.evaluation.perplexity"]
-    + ["longrnn.reporting.evaluations", "matplotlib.backends.backend_agg", "jinja2", "transformers"]
+    + ["longrnn.reporting.tables", "matplotlib.backends.backend_agg", "jinja2", "transformers"]
 )
 LIMIT = 100  # seconds that anything may take
 

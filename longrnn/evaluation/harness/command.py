@@ -41,13 +41,7 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
     if data is not None:
         refuse_missing(data, parsed.tasks or [])
     manager = task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
-    with (
-        explained(),
-        own_tokenizers(),
-        read_from(data),
-        with_answers(),
-        patch.object(tasks, "TaskManager", manager),
-    ):
+    with prepared(data), patch.object(tasks, "TaskManager", manager):
         parsed.func(parsed)
 
 
@@ -65,6 +59,13 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if parsed.limit is not None and not parsed.limit > 0:
         raise UserError(f"--limit {parsed.limit:g} is not above 0: give a number of documents")
     return parsed
+
+
+@contextmanager
+def prepared(data: Path | None) -> Iterator[None]:
+    """Let lm-eval use our tokenizers and data in a folder, and explain its errors."""
+    with explained(), own_tokenizers(), read_from(data), with_answers():
+        yield
 
 
 @contextmanager

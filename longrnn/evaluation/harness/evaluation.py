@@ -16,19 +16,13 @@ import lm_eval
 from lm_eval.api import task as task_module
 
 from longrnn.errors import UserError
-from longrnn.evaluation.base import Evaluation, Item, Plan, Reasons, Results, Sample, within
-from longrnn.evaluation.harness.command import explained, task_manager
+from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Reasons, Sample, within
+from longrnn.evaluation.harness.command import explained, prepared, task_manager
 from longrnn.evaluation.harness.lm import LongRNN
-from longrnn.evaluation.harness.local_data import (
-    first_samples,
-    read_from,
-    refuse_missing,
-    with_answers,
-)
+from longrnn.evaluation.harness.local_data import first_samples, refuse_missing
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.files import one_line
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.tokenizer import own_tokenizers
 from longrnn.intervals import SCORE
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
@@ -113,10 +107,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         """Return lm-eval's tasks of a name, which has several if it is that of a group."""
         options = self.options
         with (
-            explained(),
-            own_tokenizers(),
-            read_from(options.data),
-            with_answers(),
+            prepared(options.data),
             redirect_stdout(io.StringIO()),
             first_samples(name, options.n or RULER_SAMPLES),
         ):
@@ -139,9 +130,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             items.append(Item(key, TaskDocument(task, name, length, number), (name, length)))
         return items
 
-    def measure(
-        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
-    ) -> Iterator[Results]:
+    def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         size = self.options.batch_size
         how = {"batch_size": size, "chunk_select": self.options.chunk_select, "quiet": True}
         lm: Any = LongRNN(model.model, tokenizer=model.tokenizer, **how)

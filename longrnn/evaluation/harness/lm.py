@@ -25,13 +25,7 @@ import lm_eval.models  # noqa: F401
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models import huggingface
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
+from lm_eval.models import huggingface, utils
 from torch import Tensor
 
 from longrnn import processes
@@ -156,8 +150,8 @@ class LongRNN(HFLM):
 
     def _prompt(self, text: str, more: int, progress: Progress) -> Ids:
         """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
-        special = False if has_bos_prefix(text, self.tokenizer.bos_token) else self.add_bos_token
-        special = True if special is None else special
+        begins = utils.has_bos_prefix(text, self.tokenizer.bos_token)
+        special = not begins and self.add_bos_token is not False
         ids = self.tok_encode(text, special) or [self.prefix_token_id]
         context = text.rstrip().rpartition("\n")[0]
         if self.chunk_select is not None and context:
@@ -210,7 +204,8 @@ class LongRNN(HFLM):
         self.counts["requested"] += sum(len(a) + len(b) - 1 for a, b in pairs)
         answers: dict[int, tuple[float, bool]] = {}
         # `loglikelihood_rolling` of the `hf` type asks for one batch of windows after another.
-        with self._progress("loglikelihood", len(pairs), "override_bs" in options) as progress:
+        quiet = self.quiet or "override_bs" in options
+        with Progress("loglikelihood", len(pairs), unit="tokens", quiet=quiet) as progress:
             scores = score(self.model, pairs, batch_size=self.batch_size, progress=progress)
             for index, result in scores:
                 answers[index] = result.nats, result.greedy
@@ -227,7 +222,7 @@ class LongRNN(HFLM):
             kinds.setdefault(json.dumps(options, sort_keys=True), []).append(index)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         answers = [""] * len(requests)
-        with self._progress("generate_until", len(requests)) as progress:
+        with Progress("generate_until", len(requests), unit="tokens", quiet=self.quiet) as progress:
             for options, indices in kinds.items():
                 settings = generation(json.loads(options), eos)
                 more = settings["max_new_tokens"]
@@ -243,15 +238,12 @@ class LongRNN(HFLM):
                     **settings,
                 ):
                     index = indices[place]
-                    answers[index] = postprocess_generated_text(text, settings["until"], None)
+                    answers[index] = utils.postprocess_generated_text(text, settings["until"], None)
                     args = requests[index].args
                     self.cache_hook.add_partial("generate_until", args, answers[index])
                     progress.advance(1, 0)
         self._count(progress)
         return answers
-
-    def _progress(self, title: str, total: int, is_part: bool = False) -> Progress:
-        return Progress(title, total, unit="tokens", quiet=self.quiet or is_part)
 
     def _count(self, progress: Progress) -> None:
         """Count the tokens of finished requests, and warn of what was truncated so far."""
@@ -311,17 +303,15 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
     Raises:
         UserError: an option that is not supported.
     """
-    given: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
-    unknown = {
-        name for name, value in given.items() if NEUTRAL.get(name) != value
-    } - GENERATION_OPTIONS
-    if unknown:
+    given: dict[str, Any] = dict(utils.normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
+    changed = {name for name, value in given.items() if NEUTRAL.get(name) != value}
+    if unknown := changed - GENERATION_OPTIONS:
         raise UserError(
             f"generation option {min(unknown)} is not supported: leave it out, or use "
             f"{', '.join(sorted(GENERATION_OPTIONS))}"
         )
     return {
-        "until": handle_stop_sequences(given["until"], eos=eos),
+        "until": utils.handle_stop_sequences(given["until"], eos=eos),
         "max_new_tokens": given["max_gen_toks"],
         "temperature": given["temperature"],
         "top_p": given.get("top_p") or 1.0,
