@@ -128,13 +128,10 @@ def through_time(
         before.append([numbers(cell_state) for cell_state in model.cell_states(state)])
         logits, state = model(token, state, keep=1)
     loss = F.cross_entropy(logits[:, -1], targets, reduction="sum")
-    weights = [
-        [
-            cell.get_parameter(name)
-            for name in cell.recurrent_weights or dict(cell.named_parameters())
-        ]
-        for cell in model.cells
-    ]
+    weights = []
+    for cell in model.cells:
+        names = cell.recurrent_weights or dict(cell.named_parameters())
+        weights.append([cell.get_parameter(name) for name in names])
     flat = [leaf for step in before for layer in step for leaf in layer]
     flat += [weight for of_cell in weights for weight in of_cell]
     gradients = iter(torch.autograd.grad(loss, flat, materialize_grads=True))

@@ -19,6 +19,7 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
 from longrnn.results import Result
+from longrnn.seeds import seeded
 
 MIB = 2**20
 COST_COLUMNS = {
@@ -64,9 +65,7 @@ def measure(model: LanguageModel, length: int, decode: int) -> dict[str, float]:
     Decoding is greedy, one token per call; the state is that after the prefill.
     """
     place = model.init_state(1).position.device
-    tokens = torch.randint(
-        model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
-    ).to(place)
+    tokens = torch.randint(model.vocab_size, (1, length), generator=seeded(0)).to(place)
     first, on_gpu = tokens[:, :8], place.type == "cuda"
     refuse_nonfinite(model(first, keep=1).logits, model, first)
     before = torch.cuda.memory_allocated(place) if on_gpu else 0

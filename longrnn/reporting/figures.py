@@ -42,14 +42,6 @@ SPARSE = 20
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
-class Line(NamedTuple):
-    """A line of a figure: its label, positions, and values with their intervals."""
-
-    label: str
-    at: Sequence[int]
-    values: Sequence[Estimate]
-
-
 class Panel(NamedTuple):
     """One panel.
 
@@ -79,34 +71,34 @@ def default_settings() -> Iterator[None]:
 
 
 @default_settings()
-def lines(drawn: Sequence[Line], *, across: str, up: str) -> Figure:
+def lines(drawn: Mapping[str, Mapping[int, Estimate]], *, across: str, up: str) -> Figure:
     """Draw lines over a logarithmic axis of tokens, with their 95 % intervals.
 
     The legend stands below the picture, because names of models under mitigations are long.
 
     Args:
-        drawn: at least one line.
+        drawn: values by tokens and by label; at least one.
         across: title of the axis of tokens.
         up: title of the other axis.
     """
-    labels = [fill(line.label, int(PER_INCH * 7)) for line in drawn]
+    labels = [fill(name, int(PER_INCH * 7)) for name in drawn]
     figure = new_figure(7.5, 4.2 + 0.17 * len("\n".join(labels).splitlines()))
     panel = figure.subplots()
     # The first lines are wide, so that a line under another is still seen.
     widths = np.linspace(3, 1, len(drawn))
     handles: list[Any] = []
-    for index, line in enumerate(drawn):
-        means, low, high = np.array([value[:3] for value in line.values], float).T
+    for index, cells in enumerate(drawn.values()):
+        means, low, high = np.array([value[:3] for value in cells.values()], float).T
         bars = np.array([means - low, high - means]).clip(min=0)
         bars[~np.isfinite(bars)] = math.nan  # not drawn
-        bar = panel.errorbar(line.at, means, bars, elinewidth=1, capsize=3)
+        bar = panel.errorbar([*cells], means, bars, elinewidth=1, capsize=3)
         # Ten colours, then the same with other dashes.
         style = STYLES[index // 10 % len(STYLES)]
         bar.lines[0].set(marker="o", alpha=0.8, linewidth=widths[index], linestyle=style)
         handles.append(bar)
-    places = {place for line in drawn for place in line.at}
+    places = {place for cells in drawn.values() for place in cells}
     lengths_axis(panel, max(places), measured=places)
-    values = [value.mean for line in drawn for value in line.values]
+    values = [value.mean for cells in drawn.values() for value in cells.values()]
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:

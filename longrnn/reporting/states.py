@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longrnn.files import write_atomic
-from longrnn.reporting.figures import Curves, Panel, curves, png
+from longrnn.reporting.figures import Panel, curves, png
 from longrnn.reporting.pages import Picture, write_page, write_records
 from longrnn.units import format_length
 from longrnn.yaml import yaml_text
@@ -87,27 +87,21 @@ def _pictures(diagnosis: Diagnosis) -> Iterator[Picture]:
     worst = diagnosis.collapsing()[:NAMED]
     heads = list(product(range(seen.norm.shape[1]), range(seen.norm.shape[3])))
 
-    def curves_of(values: Tensor, named: bool) -> Curves:
-        chosen = [head for head in heads if (head in worst) == named]
-        return {_name(head): (at, values[:, head[0], head[1]].tolist()) for head in chosen}
+    def panel(up: str, values: Tensor, level: float, *, log: bool = False) -> Panel:
+        named: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for layer, head in heads:
+            curve = at, values[:, layer, head].tolist()
+            (named if (layer, head) in worst else others)[_name((layer, head))] = curve
+        return Panel(up, named, log, level, grey=others)
 
+    levels = about["collapse_level"], about["global_retention"]
     for index, text in enumerate(about["texts"]):
         growing, kept = growth[:, :, index], seen.retention[:, :, index]
         panels = [
             Panel("loss\n(nats per token)", {}, grey={"": (at, seen.loss[:, index].tolist())}),
-            Panel(
-                "norm of the state /\nlargest inside",
-                curves_of(growing, True),
-                log=True,
-                level=about["collapse_level"],
-                grey=curves_of(growing, False),
-            ),
-            Panel(
-                "share of the\ninitial state left",
-                curves_of(kept, True),
-                level=about["global_retention"],
-                grey=curves_of(kept, False),
-            ),
+            panel("norm of the state /\nlargest inside", growing, levels[0], log=True),
+            panel("share of the\ninitial state left", kept, levels[1]),
         ]
         figure = curves(panels, across="tokens read (dotted: the training length)", trained=trained)
         yield Picture(f"states_{index + 1}", STATES.format(text["name"]), png(figure))

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from longrnn.console import print_table
 from longrnn.files import file_name, write_atomic
 from longrnn.intervals import Estimate, Quantity
-from longrnn.reporting.figures import Line, heat_maps, lines, png
+from longrnn.reporting.figures import heat_maps, lines, png
 from longrnn.reporting.pages import Picture, write_page
 from longrnn.units import format_length
 
@@ -192,9 +192,8 @@ def pictures(table: ResultTable) -> Iterator[Picture]:
             if cell.column == column and cell.at is not None and cell.estimate is not None:
                 curves.setdefault(cell.model, {})[cell.at] = cell.estimate
         if curves:
-            drawn = [Line(name, [*values], [*values.values()]) for name, values in curves.items()]
             place = across if column.listed else "position (tokens)"
-            figure = lines(drawn, across=place, up=column.name)
+            figure = lines(curves, across=place, up=column.name)
             yield Picture(_file(table, column.name), f"{column.name}.", png(figure))
     shares: dict[str, dict[tuple[int, str], float]] = {}
     for cell in table.cells:

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
 from longrnn.intervals import SCORE, mean, proportion
-from longrnn.reporting.figures import Line, Panel, curves, heat_maps, lines, png
+from longrnn.reporting.figures import Panel, curves, heat_maps, lines, png
 from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report
 
 pytestmark = pytest.mark.pictures
@@ -26,9 +26,7 @@ def labels(panel: Axes, axis: str) -> list[str]:
 def test_lines(models: int) -> None:
     """Labels at all lengths, a style of its own for each model, and its interval."""
     lengths = [256, 1024, 4096, 16384, 65536]
-    drawn = [
-        Line(f"model {k}", lengths, [proportion(k % 5, 5)] * len(lengths)) for k in range(models)
-    ]
+    drawn = {f"model {k}": dict.fromkeys(lengths, proportion(k % 5, 5)) for k in range(models)}
     figure = lines(drawn, across="length (tokens)", up="keys recalled")
     (panel,) = figure.axes
     assert labels(panel, "x") == ["256", "1k", "4k", "16k", "64k"]
@@ -36,11 +34,11 @@ def test_lines(models: int) -> None:
     bars = [cast(ErrorbarContainer, one).lines for one in panel.containers]
     styles = {(to_rgba(line.get_color()), line.get_linestyle()) for line, _, _ in bars}
     assert len(styles) == models
-    for line, (_, _, (intervals,)) in zip(drawn, bars, strict=True):
+    for values, (_, _, (intervals,)) in zip(drawn.values(), bars, strict=True):
         low, high = intervals.get_segments()[0][:, 1]
-        assert (low, high) == pytest.approx(line.values[0][1:3])
+        assert (low, high) == pytest.approx(values[256][1:3])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == [one.label for one in drawn]
+    assert names == [*drawn]
 
 
 def test_heat_maps() -> None:
@@ -66,10 +64,10 @@ def test_curves() -> None:
 
 def test_values_of_zero_have_an_axis_from_zero() -> None:
     """An axis of shares that are all 0 ends at 1; any other one has room above the intervals."""
-    zero = lines([Line("model", [64, 128], [proportion(0, 5)] * 2)], across="length", up="keys")
+    zero = lines({"model": dict.fromkeys([64, 128], proportion(0, 5))}, across="length", up="keys")
     assert zero.axes[0].get_ylim() == (-0.02, 1)
     bits = mean([12.9, 13.0, 12.8])
-    (above,) = lines([Line("model", [64], [bits])], across="length", up="bits").axes
+    (above,) = lines({"model": {64: bits}}, across="length", up="bits").axes
     low, high = above.get_ylim()
     assert low < 0 < 1.03 * bits.high < high
     flat = curves([Panel("accuracy", {"run": ([1, 2], [0.0, 0.0])})], across="step")
@@ -85,7 +83,7 @@ def test_names_are_drawn_as_they_are(
     matplotlib.rcParams["axes.facecolor"] = "red"
     share = proportion(1, 5)
     figures = [
-        lines([Line(name, [256], [share])], across="length", up=name),
+        lines({name: {256: share}}, across="length", up=name),
         heat_maps({name: {(256, "depth 0%"): share.mean}}, "length", name),
         curves([Panel(name, {name: ([1, 2], [1.0, 2.0])})], across="step"),
     ]
@@ -112,7 +110,7 @@ def test_long_names_are_inside_the_picture() -> None:
     """Names of models under mitigations are broken into lines, and none is cut off."""
     name = f"passkey-tiny+state_norm(threshold={[[30.1] * 8] * 4})".replace(" ", "")
     share = proportion(1, 5)
-    one = lines([Line(name, [256], [share])], across="length", up="keys")
+    one = lines({name: {256: share}}, across="length", up="keys")
     other = heat_maps({name: {(256, "depth 0%"): share.mean}}, "length", "keys")
     for figure, found in (one, one.legends[0].get_texts()[0]), (other, other.axes[0].title):
         figure.draw_without_rendering()
