@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longrnn.cells.observe import watch
-from longrnn.diagnostics.observe import GLOBAL, observe
+from longrnn.diagnostics.states import GLOBAL, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.hf.load import load_editable

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from longrnn import load, mitigation
-from longrnn.diagnostics.observe import observe
+from longrnn.diagnostics.states import observe
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.foreign_load import open_hugging_face
