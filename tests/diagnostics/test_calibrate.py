@@ -14,12 +14,7 @@ from torch import Tensor
 import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
-from longrnn.diagnostics.calibrate import (
-    OBJECTIVE_TOLERANCE,
-    calibrate,
-    keyed_prompts,
-    search,
-)
+from longrnn.diagnostics.calibrate import OBJECTIVE_TOLERANCE, calibrate, keyed_prompts, search
 from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside, Job
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
@@ -28,7 +23,6 @@ from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.load import load_editable
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Chain, Mitigation
-from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState
@@ -122,16 +116,6 @@ def mean_loss(model: Any, tokens: Tensor) -> float:
     """Return the loss in nats per token, from all logits at once."""
     chances = model(tokens[:, :-1]).logits.softmax(-1)
     return float(-chances.gather(2, tokens[:, 1:, None]).log().mean())
-
-
-def written(
-    folder: Path, model: RecurrentLM, documents: list[Document], members: list[dict[str, Any]]
-) -> Path:
-    """Return the path of the file that `longrnn calibrate` writes."""
-    path = folder / "calibrated.yaml"
-    hashes = tuple(document.sha256 for document in documents)
-    write_calibration(path, members, Calibration(str(path), model.fingerprint(), LENGTH, hashes))
-    return path
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
@@ -312,9 +296,10 @@ def test_a_model_whose_logits_are_not_finite_is_refused(documents: list[Document
 @pytest.mark.parametrize("method", list(METHODS))
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     """A calibration survives its file unchanged, and is refused for another model."""
-    model = build()
-    members = calibrate(Job(model, documents, **LENGTHS, quiet=True), QUICK[method])
-    path = written(tmp_path, model, documents, members)
+    model, path = build(), tmp_path / "calibrated.yaml"
+    job = Job(model, documents, **LENGTHS, quiet=True)
+    members = calibrate(job, QUICK[method])
+    job.write(path, members)
     content = yaml.safe_load(path.read_text())
     assert content["fingerprint"] == model.fingerprint()
     assert content["length"] == LENGTH

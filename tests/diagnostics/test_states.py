@@ -15,14 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
-from longrnn.diagnostics.states import (
-    Diagnosis,
-    Finding,
-    Observations,
-    diagnose,
-    find,
-    observe,
-)
+from longrnn.diagnostics.states import Diagnosis, Finding, Observations, diagnose, find, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import mitigation
