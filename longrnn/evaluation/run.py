@@ -203,9 +203,7 @@ def run(
             model.name: _measured(evaluation, model, plan.items, store, quiet)
             for model, plan in zip(models, of_models, strict=True)
         }
-        cells, notes = [], []
-        if processes.is_main():
-            cells, notes = list(_cells(evaluation, of_models, results)), evaluation.notes(results)
+        cells, notes = list(_cells(evaluation, of_models, results)), evaluation.notes(results)
         table = ResultTable(evaluation.title, evaluation.across, names, cells, notes)
         outcomes.append(Outcome(evaluation, results, table))
     return outcomes

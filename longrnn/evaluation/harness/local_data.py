@@ -46,35 +46,36 @@ HUB = "https://huggingface.co/datasets/"
 
 
 class NeededData(NamedTuple):
-    """Data that tasks need: its path in the folder, and where its owner offers it."""
+    """Data that tasks need: its path in the folder, and where its owner offers it.
+
+    Without a source, it is the data set of that name on the Hub.
+    """
 
     path: str
-    source: str
     tasks: tuple[str, ...]
+    source: str = ""
 
 
 ESSAYS = ("ruler", "niah_single_[23]", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 NEEDED = (
-    NeededData("baber/paul_graham_essays", f"{HUB}baber/paul_graham_essays", ESSAYS),
+    NeededData("baber/paul_graham_essays", ESSAYS),
     NeededData(
         "nltk_data/tokenizers/punkt_tab",
-        "https://github.com/nltk/nltk_data/tree/gh-pages/packages/tokenizers",
         ESSAYS,
+        source="https://github.com/nltk/nltk_data/tree/gh-pages/packages/tokenizers",
     ),
     NeededData(
         "dev-v2.0.json",
-        "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
         ("ruler", "ruler_qa_squad"),
+        source="https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
     ),
     NeededData(
         "hotpot_dev_distractor_v1.json",
-        f"{HUB}namlh2004/hotpotqa",
         ("ruler", "ruler_qa_hotpot"),
+        source=f"{HUB}namlh2004/hotpotqa",
     ),
-    NeededData(
-        "RMT-team/babilong-1k-samples", f"{HUB}RMT-team/babilong-1k-samples", ("babilong*",)
-    ),
-    NeededData("Xnhyacinth/LongBench", f"{HUB}Xnhyacinth/LongBench", ("longbench*",)),
+    NeededData("RMT-team/babilong-1k-samples", ("babilong*",)),
+    NeededData("Xnhyacinth/LongBench", ("longbench*",)),
 )
 
 
@@ -86,9 +87,8 @@ def refuse_missing(folder: Path, tasks: Sequence[str]) -> None:
         for task in tasks:
             path = folder / needed.path
             if any(fnmatch(task, pattern) for pattern in needed.tasks) and not path.exists():
-                raise UserError(
-                    f"{task} needs {path}, which does not exist: get it from {needed.source}"
-                )
+                source = needed.source or f"{HUB}{needed.path}"
+                raise UserError(f"{task} needs {path}, which does not exist: get it from {source}")
 
 
 @contextmanager
