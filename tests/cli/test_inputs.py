@@ -21,7 +21,8 @@ from tests.cli.conftest import CLI, Outcome, commands
 from tests.training.runs import tiny, write_config
 
 # Parameters that name a file or folder to read though their type is text.
-READ = {"checkpoint", "checkpoints", "sources", "source", "mitigation", "suites", "tokenizer"}
+READ = {"checkpoint", "checkpoints", "sources", "source", "mitigation", "runs", "suites"}
+READ |= {"tokenizer"}
 # Parameters that name a file or folder to write.
 WRITTEN = {"output", "out", "destination"}
 # What a command needs beside the parameter that is tried, by name; a new command may add one.
@@ -54,21 +55,21 @@ SECONDS = 300
 
 
 class Parameter(NamedTuple):
-    """One parameter of one command; `flag` is None for an argument."""
+    """One parameter of one command; `flag` is None for an argument, `value` is in its help."""
 
     command: tuple[str, ...]
     name: str
     flag: str | None
-    type: str
+    value: str
     required: bool
 
     def kind(self) -> str | None:
         """What is wrong with a value: a path to read or to write, or a number."""
-        if self.name in READ or ("Path" in self.type and self.name not in WRITTEN):
+        if self.name in READ or ("PATH" in self.value and self.name not in WRITTEN):
             return "read"
         if self.name in WRITTEN:
             return "write"
-        return "number" if re.search("int|float", self.type) else None
+        return "number" if re.search("INTEGER|NUMBER", self.value) else None
 
     def __str__(self) -> str:
         return f"{' '.join(self.command)} {self.flag or self.name}"
@@ -76,7 +77,7 @@ class Parameter(NamedTuple):
 
 PARAMETERS = [
     Parameter(name, one.name, one.opts[0] if one.opts[0][0] == "-" else None,
-              str(one.type_descriptor.annotation), one.required)
+              one.metavar or "", one.required)
     for name, command in commands(typer.main.get_command(app)) for one in command.params
 ]  # fmt: skip
 TRIED = [
