@@ -47,18 +47,14 @@ def states(model: Model, states: States, output: Output) -> None:
     from longrnn.hf.opened import open_checkpoint
     from longrnn.reporting.states import summary, write_report
 
-    trained = states.train_length or training_length(model.checkpoint)
     name = model.under(model.checkpoint)
     folder = output.folder("states", [name], states.texts)
     opened = open_checkpoint(name, device=pick_device(model.device))
     count = states.length * states.newlines
     documents = read_documents(states.texts, opened.tokenizer, opened.model, count)
+    trained = states.train_length or training_length(model.checkpoint)
     diagnosis = diagnose(
-        opened.model,
-        documents,
-        states.length,
-        train_length=trained,
-        checkpoint=model.checkpoint,
+        opened.model, documents, states.length, train_length=trained, checkpoint=model.checkpoint
     )
     files = write_report(diagnosis, folder)
     typer.echo("\n".join([summary(diagnosis), diagnosis.about["criterion"], *map(str, files)]))
