@@ -33,7 +33,7 @@ class Mitigated(Options):
 
     def under(self, checkpoint: str) -> str:
         """Return the name of a checkpoint under the mitigation, after its own."""
-        return "+".join(filter(None, (checkpoint, self.mitigation)))
+        return checkpoint if self.mitigation is None else f"{checkpoint}+{self.mitigation}"
 
 
 class Source(Device):
