@@ -100,7 +100,7 @@ class SequenceTask(Task):
             if share > 0.5:
                 raise LengthError(
                     f"{share:.0%} of the sequences of length {length} over {self.n_tokens} tokens "
-                    f"are held out: set held_out below {self.n_held_out}, or a larger vocab_size"
+                    f"are held out: set held_out below {self.n_held_out}, or give greater lengths"
                 )
             self._trainable.add(length)
         return forbidden
