@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -94,7 +94,14 @@ def timed_model(args: argparse.Namespace, dtype: torch.dtype) -> Timed:
     ours = {name: build(args, backend).to(dtype) for name, backend in BACKENDS.items()}
     theirs = transformers_twin(ours["longrnn"])
     cache = DynamicCache(config=theirs.config)
-    return Timed(args.cell, ours, theirs, cache, {"keep": 1}, {"logits_to_keep": 1})
+    return Timed(
+        ours["longrnn"].config.mixer["kind"],
+        ours,
+        theirs,
+        cache,
+        {"keep": 1},
+        {"logits_to_keep": 1},
+    )
 
 
 def mamba_layer(title: str, mixer: dict[str, Any], d_model: int) -> Timed:
@@ -153,10 +160,10 @@ def kda(d_model: int) -> Timed:
     )
 
 
-LAYERS: Sequence[Callable[[int], Timed]] = (
-    partial(mamba_layer, "Mamba-1", {"kind": "mamba"}),
-    partial(mamba_layer, "Mamba-2", MIXER),
-    mamba3,
-    gated_deltanet,
-    kda,
-)
+LAYERS: Mapping[str, Callable[[int], Timed]] = {
+    "mamba": partial(mamba_layer, "Mamba-1", {"kind": "mamba"}),
+    "mamba2": partial(mamba_layer, "Mamba-2", MIXER),
+    "mamba3": mamba3,
+    "gated_deltanet": gated_deltanet,
+    "kda": kda,
+}

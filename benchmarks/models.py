@@ -25,7 +25,7 @@ PIECE = 1024
 def build(args: argparse.Namespace, backend: str = "auto") -> RecurrentLM:
     """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
-    mixer = MIXER if args.cell == "mamba2" else {"kind": args.cell}
+    mixer = MIXER if args.cell in (None, MIXER["kind"]) else {"kind": args.cell}
     mixer = mixer if backend == "auto" else {**mixer, "backend": backend}
     config = RecurrentConfig(args.vocab, args.d_model, args.layers, mixer, residual_in_fp32=True)
     return RecurrentLM(config).eval()

@@ -252,8 +252,8 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 
 def layer(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    for build_layer in LAYERS:
-        timed = build_layer(args.d_model)
+    for cell in [args.cell] if args.cell else LAYERS:
+        timed = LAYERS[cell](args.d_model)
         text = torch.randn(1, max(args.tokens, args.steps), args.d_model)
         tokens = text.shape[1]
         name = f"{timed.title} layer, prefill of {tokens:,} tokens"

@@ -29,7 +29,7 @@ def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--cell", default="mamba2", help="of the models")
+    made.add_argument("--cell", help="of the models (default: mamba2), or the only one of layers")
     made.add_argument("--layers", type=int, default=24)
     made.add_argument("--d-model", type=int, default=768)
     made.add_argument("--vocab", type=int, default=50_288)
