@@ -88,7 +88,7 @@ class Timed(NamedTuple):
 
 
 def timed_model(args: argparse.Namespace, dtype: torch.dtype) -> Timed:
-    """A Mamba-1 or Mamba-2 by each backend, and the model of transformers with equal weights."""
+    """A Mamba-1 or Mamba-2 with each backend, and that of transformers with equal weights."""
     from transformers import DynamicCache
 
     ours = {name: build(args, backend).to(dtype) for name, backend in BACKENDS.items()}

@@ -101,7 +101,7 @@ def llama_timers(
 
     `--gguf` is a folder with the model as `float32.gguf` and `bfloat16.gguf`, which
     `convert_hf_to_gguf.py` of llama.cpp writes from a checkpoint of `longrnn convert --to hf`.
-    Without a model or the program there is no function.
+    Empty if the model or the program is missing.
 
     Args:
         args: of the benchmark.

@@ -45,7 +45,7 @@ from longrnn.training.objective import Objective
 
 # Segments of a document with a key whose segments are repeated in closed form.
 REPEATED_SEGMENTS = 8
-# By layer, `(h, 1)` or `(h, k)`; None where there is no such weight.
+# By layer, `(h, 1)` or `(h, k)`; None where a cell lacks the weight.
 Additions = list[Tensor | None]
 
 

@@ -75,7 +75,7 @@ def read_suite(name_or_path: str) -> list[Evaluation[Any]]:
         name_or_path: name of a bundled suite such as `quick`, or a YAML file.
 
     Raises:
-        UserError: there is no such suite, or it is not a mapping of `evaluations` and `seed`.
+        UserError: the suite is missing, or is not a mapping of `evaluations` and `seed`.
     """
     path = find(name_or_path, SUITES)
     content = read_mapping(path, "write evaluations: [{kind: passkey, …}]", kind="suite")

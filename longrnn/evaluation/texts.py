@@ -91,7 +91,7 @@ def read_documents(
         newlines: of a further document, see `newlines_only`; 0 for none.
 
     Raises:
-        UserError: there is no document, a file is missing, empty or not text, or the tokenizer has
+        UserError: no document is given, a file is missing, empty or not text, or the tokenizer has
             more ids than the model.
     """
     if not paths and not newlines:

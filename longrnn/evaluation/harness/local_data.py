@@ -80,7 +80,7 @@ NEEDED = (
 
 
 def refuse_missing(folder: Path, tasks: Sequence[str]) -> None:
-    """Raise a UserError if there is no such folder, or it lacks the data of a task."""
+    """Raise a UserError if the folder is missing, or lacks the data of a task."""
     if not folder.is_dir():
         raise UserError(f"--data {folder} is not a folder: give one with the data of the tasks")
     for needed in NEEDED:
