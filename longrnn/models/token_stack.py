@@ -1,4 +1,4 @@
-"""One token of all residual Mamba-2 blocks of a model in one call of C++.
+"""One token of all residual blocks of a Mamba or Mamba-2 in one call of C++.
 
 A token of a layer takes less time than the calls of Python around it, whose code and data the
 weights of each layer drive out of the caches. What the kernel reads of the modules is packed once,
@@ -9,14 +9,15 @@ other memory or another dtype of a tensor. Values are read anew in each call.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import Edit, EditedState, Mamba2, StepChange
+from longrnn.cells import Edit, EditedState, Mamba, Mamba2, StepChange
+from longrnn.cells.mamba import StepProjection
 from longrnn.models.blocks import Block
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
@@ -30,8 +31,7 @@ from longrnn.state import PyTree
 Edits = Sequence[Edit | None] | None
 # Options of a cell that the kernel reads, or that exclude it.
 CELL_OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
-# Of an edit, those that the kernel computes.
-STACK_STAGES = {"steps", "keep", "add", "limit", "window", "heads"}
+CELL_OPTIONS += ("select_norm_eps",)  # of a Mamba
 
 
 class TokenStack:
@@ -109,9 +109,10 @@ class _Packed:
         layers = [layer for layer in packed if layer is not None]
         cells: list[Any] = [block.mixer for block in blocks]
         shapes = {tuple(leaf.shape for leaf in cell.state_like()) for cell in cells}
-        if len(layers) == len(blocks) and len(shapes) == 1:
+        kernels = {STACKED[type(cell)].name for cell in cells}
+        if len(layers) == len(blocks) and len(shapes) == len(kernels) == 1:
             memory = cpu.joined([layer.content for layer in layers])
-            self.layers = cpu.PackedLayers(memory, layers)
+            self.layers = cpu.PackedLayers(*kernels, memory, layers)
 
     def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
@@ -124,17 +125,16 @@ class _Packed:
 
 
 def _suits(block: nn.Module) -> bool:
-    """Whether the kernel computes a block, gradients and hooks aside."""
-    if type(block) is not Block or block.norm is None or type(block.mixer) is not Mamba2:
+    """Whether a kernel computes a block, gradients and hooks aside."""
+    if type(block) is not Block or block.norm is None or type(block.mixer) not in STACKED:
         return False
-    cell = block.mixer
-    if any(type(projection) is not Linear for projection in (cell.in_proj, cell.out_proj)):
+    cell: Any = block.mixer
+    if any(type(getattr(cell, projection)) is not Linear for projection in cell.projections):
         return False
     parameters = list(block.parameters())
     return (
         cell.backend in ("auto", "cpu")
-        and cell.gate is None
-        and cell.norm_groups in (None, cell.n_groups)
+        and STACKED[type(cell)].suits(cell)
         and all(weight.dtype in MIXED and weight.is_contiguous() for weight in parameters)
         and cell.state_like().ssm.dtype == torch.float32
         and all("forward" not in vars(module) for module in block.modules())
@@ -143,14 +143,14 @@ def _suits(block: nn.Module) -> bool:
     )
 
 
-def _numbers(edit: Edit, heads: int) -> Tensor | None:
+def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
     """Stages 1, 2 and the limit per head, `(7, h)` float64, in the order of `edited.h`.
 
-    None for an edit that the kernel does not compute.
+    None for an edit with other stages than these.
     """
     ones = torch.ones(heads, dtype=torch.float64)
     change, *others = edit.steps or (StepChange(),)
-    if edit.stages - STACK_STAGES or others or not isinstance(change, StepChange):
+    if edit.stages - stages or others or not isinstance(change, StepChange):
         return None
     rows = {
         "largest ignored": (change.largest_ignored(torch.float32), -1.0),
@@ -167,31 +167,21 @@ def _numbers(edit: Edit, heads: int) -> Tensor | None:
 
 
 def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
-    """A block as the kernel reads it; None for an edit that it does not compute."""
+    """A block as its kernel reads it; None for an edit that it does not compute."""
     assert isinstance(block, Block)
-    assert isinstance(block.mixer, Mamba2)
     assert block.norm is not None
-    cell = block.mixer
-    numbers = None if edit is None else _numbers(edit, cell.n_heads)
+    cell: Any = block.mixer
+    kernel = STACKED[type(cell)]
+    numbers = None if edit is None else _numbers(edit, cell.n_heads, kernel.stages)
     if edit is not None and numbers is None:
         return None
     every = torch.ones(cell.n_heads, dtype=torch.bool)
     mask = every if edit is None or edit.heads is None else edit.heads
-    heads, weights = mask.nonzero()[:, 0], cell.weights()
-    h, p, n = cell.state_like().ssm.shape
+    heads = mask.nonzero()[:, 0]
     content = pack(
-        "Layer",
+        kernel.struct,
         torch.float32,
-        t=1,
-        h=h,
-        p=p,
-        g=weights.groups,
-        n=n,
-        k=cell.d_conv,
-        norm_eps=weights.norm_eps,
-        dt_least=weights.dt_limit[0],
-        dt_largest=weights.dt_limit[1],
-        **weights.tensors(),
+        **kernel.arguments(cell),
         edit=numbers,
         d=cell.d_model,
         eps=block.eps,
@@ -207,5 +197,80 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
         window=None if edit is None else edit.window,
         heads=heads,
         # See `ScanInputs.heads`.
-        groups=weights.groups if len(heads) == h or weights.groups == 1 else len(heads),
+        groups=cell.n_groups if len(heads) == len(every) or cell.n_groups == 1 else len(heads),
     )
+
+
+def _mamba2_suits(cell: Mamba2) -> bool:
+    return cell.gate is None and cell.norm_groups in (None, cell.n_groups)
+
+
+def _mamba2_arguments(cell: Mamba2) -> dict[str, Any]:
+    weights = cell.weights()
+    h, p, n = cell.state_like().ssm.shape
+    return {
+        "t": 1,
+        "h": h,
+        "p": p,
+        "g": weights.groups,
+        "n": n,
+        "k": cell.d_conv,
+        "norm_eps": weights.norm_eps,
+        "dt_least": weights.dt_limit[0],
+        "dt_largest": weights.dt_limit[1],
+        **weights.tensors(),
+    }
+
+
+def _mamba_suits(cell: Mamba) -> bool:
+    return type(cell.dt_proj) is StepProjection
+
+
+def _mamba_arguments(cell: Mamba) -> dict[str, Any]:
+    return {
+        "h": cell.n_heads,
+        "n": cell.d_state,
+        "k": cell.d_conv,
+        "rank": cell.dt_rank,
+        "select_eps": -1.0 if cell.select_norm_eps is None else cell.select_norm_eps,
+        "conv_weight": cell.conv1d.weight,
+        "conv_bias": cell.conv1d.bias,
+        "x_weight": cell.x_proj.weight,
+        "dt_weight": cell.dt_proj.weight,
+        "dt_bias": cell.dt_proj.bias,
+        "A_log": cell.A_log,
+        "D": cell.D,
+    }
+
+
+class _Stacked(NamedTuple):
+    """How a kernel reads the blocks of one kind of cell.
+
+    Attributes:
+        name: of the kernel.
+        struct: of `signatures`, with what it reads of one block.
+        stages: of an edit, those that it computes.
+        suits: whether it computes a cell with its options.
+        arguments: what it reads of a cell but for the projections of input and output.
+    """
+
+    name: str
+    struct: str
+    stages: set[str]
+    suits: Callable[[Any], bool]
+    arguments: Callable[[Any], dict[str, Any]]
+
+
+EDITED_STEPS = {"steps", "keep", "add"}
+STACKED: dict[type, _Stacked] = {
+    Mamba: _Stacked(
+        "selective_layers", "SelectiveLayer", EDITED_STEPS, _mamba_suits, _mamba_arguments
+    ),
+    Mamba2: _Stacked(
+        "layers",
+        "Layer",
+        EDITED_STEPS | {"limit", "window", "heads"},
+        _mamba2_suits,
+        _mamba2_arguments,
+    ),
+}

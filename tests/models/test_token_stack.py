@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells.mamba2 import Mamba2
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, clone
@@ -27,10 +26,11 @@ from tests.contracts.builders import (
 from tests.contracts.subjects import needs_kernels
 
 NATIVE = {"kind": "mamba2", "backend": "cpu", "d_state": 6, "head_dim": 4, "n_groups": 2}
+SELECTIVE = {"kind": "mamba", "backend": "cpu", "d_state": 21}
 
 
-def native_model(**config: Any) -> RecurrentLM:
-    return build_model(NATIVE, dtype=torch.float32, d_model=32, **config).eval()
+def native_model(mixer: dict[str, Any] = NATIVE) -> RecurrentLM:
+    return build_model(mixer, dtype=torch.float32, d_model=32).eval()
 
 
 @torch.no_grad()
@@ -56,13 +56,17 @@ MITIGATED: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("options", [1, 2, 8, {}, {"select_norm_eps": 1e-5, "bias": True}], ids=str)
 @pytest.mark.parametrize("specs", MITIGATED, ids=lambda specs: specs[-1]["kind"])
 @torch.no_grad()
-def test_single_tokens_under_mitigations(specs: list, groups: int, dtype: torch.dtype) -> None:
+def test_single_tokens_under_mitigations(specs: list, options: Any, dtype: torch.dtype) -> None:
     """They are those of one call in float64, and forks of a state do not meet."""
-    mixer = {"kind": "mamba2", "d_state": 21, "head_dim": 8, "n_groups": groups}
-    model = build_mitigated(specs, mixer, d_model=32, dtype=dtype, residual_in_fp32=True)
+    if isinstance(options, dict):
+        mixer, width = {**SELECTIVE, **options}, 4  # of eight channels
+    else:
+        mixer = {"kind": "mamba2", "d_state": 21, "head_dim": 8, "n_groups": options}
+        width = 32
+    model = build_mitigated(specs, mixer, d_model=width, dtype=dtype, residual_in_fp32=True)
     exact = copy.deepcopy(model).double()
     tokens = random_tokens(2, 12)
     state, whole = model(tokens).state, exact(tokens).state
@@ -98,15 +102,13 @@ def test_states_that_are_kept_are_never_written_to() -> None:
 
 
 def replace_options(model: RecurrentLM) -> None:
-    mixer = model.cells[1]
-    assert isinstance(mixer, Mamba2)
-    mixer.dt_limit, mixer.norm_eps = (0.0, 0.01), 0.5
+    mixer: Any = model.cells[1]
+    mixer.dt_limit, mixer.norm_eps, mixer.select_norm_eps = (0.0, 0.01), 0.5, 0.5
 
 
 def replace_projection(model: RecurrentLM) -> None:
-    mixer = model.cells[0]
-    assert isinstance(mixer, Mamba2)
-    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())  # type: ignore[assignment]
+    mixer: Any = model.cells[0]
+    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())
 
 
 def hook(name: str) -> Callable[[RecurrentLM], None]:
@@ -126,10 +128,11 @@ CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
 }
 
 
+@pytest.mark.parametrize("mixer", [NATIVE, SELECTIVE], ids=lambda mixer: mixer["kind"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_between_tokens_takes_effect(name: str) -> None:
+def test_what_changes_between_tokens_takes_effect(name: str, mixer: dict[str, Any]) -> None:
     """A decoded model that is changed gives what a copy gives that has decoded nothing before."""
-    model = native_model()
+    model = native_model(mixer)
     state = random_state(model, 2)
     before = decoded(model, state)[0]
     CHANGES[name](model)

@@ -7,6 +7,12 @@
 
 namespace {
 
+// The weight of a convolution (c, k) as (k, c).
+template <class T> void transpose(const T *weight, long c, long k, T *taps) {
+  for (long i = 0; i < c; i++)
+    for (long tap = 0; tap < k; tap++) taps[tap * c + i] = weight[i * k + tap];
+}
+
 // A call with its weights and inputs in the dtype T.
 template <class T> struct Cell {
   const long b, t, h, p, g, n, k;
@@ -22,8 +28,7 @@ template <class T> struct Cell {
         dt_bias(s.dt_bias, h), D(s.D, h), norm_weight(s.norm_weight, d()), conv(s.conv, b * (k - 1) * c()),
         taps(k * c()), A(h) {
     const Wide<T> weight(s.conv_weight, c() * k), A_log(s.A_log, h);
-    for (long i = 0; i < c(); i++)
-      for (long tap = 0; tap < k; tap++) taps[tap * c() + i] = weight[i * k + tap];
+    transpose<T>(weight, c(), k, taps);
     for (long head = 0; head < h; head++)
       A[head] = s.edit ? rate<T>(s.edit, h, head, A_log[head]) : -std::exp(A_log[head]);
   }

@@ -19,14 +19,20 @@ template <class T> T rate(const double *edit, long h, long head, T A_log) {
   return -T(std::min(rate, double(std::numeric_limits<T>::max())));
 }
 
+// The step of a head, which is dt before, and the gain of its input.
+template <class T> void change_step(const double *edit, long h, long head, T &step, T &gain) {
+  const bool ignored = double(step) <= edit[LARGEST_IGNORED * h + head];
+  step = ignored ? T(0) : step * T(edit[STEP * h + head]);
+  gain = step * T(edit[ADD * h + head]);
+}
+
 // `dt` becomes the gain.
 template <class T> void edit_steps(const double *edit, long tokens, long h, const T *A, T *dt, T *log_decay) {
   for (long token = 0; token < tokens; token++, dt += h, log_decay += h)
     for (long head = 0; head < h; head++) {
-      const bool ignored = double(dt[head]) <= edit[LARGEST_IGNORED * h + head];
-      const T step = ignored ? T(0) : dt[head] * T(edit[STEP * h + head]);
+      T step = dt[head];
+      change_step(edit, h, head, step, dt[head]);
       log_decay[head] = step * A[head] + T(edit[LOG_KEEP * h + head]);
-      dt[head] = step * T(edit[ADD * h + head]);
     }
 }
 

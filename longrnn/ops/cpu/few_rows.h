@@ -83,4 +83,13 @@ int few_rows(const FewRows &s) {
   return 1;
 }
 
+// y (rows, m) = x (rows, k) weightᵀ + bias
+inline void project(const Mixed &weight, const Mixed &bias, long rows, long m, long k, float *x, float *y) {
+  few_rows({rows, m, k, weight, x, y});
+  if (!bias.data) return;
+  const Wide<float> wide(bias, m);
+  for (long row = 0; row < rows; row++)
+    for (long i = 0; i < m; i++) y[row * m + i] += wide[i];
+}
+
 }  // namespace

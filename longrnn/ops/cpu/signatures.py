@@ -55,7 +55,13 @@ STRUCTS = {
         double keep add limit
     """,
     "FewRows": "long rows m k; mixed weight; floats x y",
-    "Layer": "CellCall of; long d; real eps; mixed norm in_weight in_bias out_weight out_bias",
+    "Selective": """
+        long h n k rank; real select_eps;
+        mixed conv_weight conv_bias x_weight dt_weight dt_bias A_log D; doubles edit?
+    """,
+    "Block": "long d; real eps; mixed norm in_weight in_bias out_weight out_bias",
+    "Layer": "CellCall of; Block block",
+    "SelectiveLayer": "Selective of; Block block",
     "States": "mixed conv conv_after; in state; out state_after?; Window window",
     "Stack": "long count rows; data layers states; mixed x x_after",
 }
@@ -80,6 +86,7 @@ KERNELS = {
     "stepwise": "Stepwise",
     "few_rows": "FewRows",
     "layers": "Stack",
+    "selective_layers": "Stack",
 }
 
 C_TYPES = {

@@ -113,10 +113,10 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class PackedLayer(NamedTuple):
-    """x + out_proj(cell(in_proj(rms_norm(x)))) with a Mamba-2 cell, for `layers`.
+    """x + out_proj(cell(in_proj(rms_norm(x)))), for `layers`.
 
     Attributes:
-        content: the `Layer` of `signatures`, with the addresses of its tensors.
+        content: the `Layer` or `SelectiveLayer` of `signatures`, with the addresses of its tensors.
         edit: `(7, h)` float64, numbers per head in the order of `edited.h`; None for no edit.
         window: its tokens; None for no window.
         heads: the heads that have a window, int64.
@@ -131,8 +131,9 @@ class PackedLayer(NamedTuple):
 
 
 class PackedLayers(NamedTuple):
-    """Layers of one shape; `memory` is the content of all of them."""
+    """Layers of one shape; `memory` is the content of all of them, which `kernel` reads."""
 
+    kernel: str
     memory: Tensor
     layers: Sequence[PackedLayer]
 
@@ -184,7 +185,7 @@ def layers(
         recents_after.append(recent)
     y = torch.empty_like(x)
     call(
-        "layers",
+        packed.kernel,
         None,
         count=len(states),
         rows=len(x),

@@ -1,0 +1,68 @@
+// What is between the projections of a Mamba-1, for one token per row; see `longrnn/cells/mamba.py`.
+
+#pragma once
+#include "cell.h"
+#include "channels.h"
+#include "few_rows.h"
+
+namespace {
+
+inline long inner_of(const Selective<float> &s) { return s.h; }
+inline long width_of(const Selective<float> &s) { return 2 * s.h; }
+
+// Writes n numbers, divided by their root mean square unless `eps` is negative.
+inline void copy_unit(const float *from, long n, float eps, float *to) {
+  const float scale = eps >= 0 ? 1 / std::sqrt(dot<float>(from, from, n) / float(n) + eps) : 1.0f;
+  for (long i = 0; i < n; i++) to[i] = from[i] * scale;
+}
+
+// −exp(A_log), or that of an edit, which exp keeps finite.
+inline void rates_of(const Selective<float> &s, const float *A_log, float *rates) {
+  for (long head = 0; head < s.h; head++) {
+    const float power = s.edit ? float(s.edit[POWER * s.h + head]) : 1.0f;
+    const float log_rate = s.edit ? float(s.edit[LOG_RATE * s.h + head]) : 0.0f;
+    each<float>(head * s.n, (head + 1) * s.n, [&](auto zero, long i) {
+      using V = decltype(zero);
+      write(rates + i, -exponential(power * read<V>(A_log + i) + log_rate));
+    });
+  }
+}
+
+inline void between(const Selective<float> &s, const States<float> &states, long rows, float *projected, float *y) {
+  const long h = s.h, n = s.n, selected = s.rank + 2 * n;
+  const Wide<float> conv(states.conv, rows * (s.k - 1) * h), weight(s.conv_weight, h * s.k), bias(s.conv_bias, h),
+      A_log(s.A_log, h * n), D(s.D, h);
+  Buffer<float> taps(s.k * h), x(rows * h), parts(rows * selected), delta(rows * s.rank), B(rows * n), C(rows * n),
+      gain(rows * h), step(rows * h), rates(h * n), log_keep(h);
+  Narrowed<float> conv_after(states.conv_after, rows * (s.k - 1) * h);
+  transpose<float>(weight, h, s.k, taps);
+  const Convolution<float> convolution{rows, 1, h, s.k, projected, 2 * h, 2 * h, conv, taps, bias, x, conv_after};
+  convolve<float>(convolution, 1);
+  keep_inputs<float>(convolution);
+
+  project(s.x_weight, {}, rows, selected, h, x, parts);
+  for (long row = 0; row < rows; row++) {
+    const float *from = parts + row * selected;
+    copy_unit(from, s.rank, s.select_eps, delta + row * s.rank);
+    copy_unit(from + s.rank, n, s.select_eps, B + row * n);
+    copy_unit(from + s.rank + n, n, s.select_eps, C + row * n);
+  }
+  project(s.dt_weight, s.dt_bias, rows, h, s.rank, delta, step);
+  for (long i = 0; i < rows * h; i++) step[i] = softplus(step[i]), gain[i] = step[i];
+  rates_of(s, A_log, rates);
+  if (s.edit) {
+    for (long i = 0; i < rows * h; i++) change_step<float>(s.edit, h, i % h, step[i], gain[i]);
+    for (long head = 0; head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
+  }
+  one_channel_token<float>({rows, 1, h, 1, n, x, gain, step, rates, s.edit ? log_keep.data : nullptr, B, C,
+                            states.state, y, states.state_after});
+  for (long row = 0; row < rows; row++)
+    each<float>(0, h, [&](auto zero, long i) {
+      using V = decltype(zero);
+      float *to = y + row * h + i;
+      const V whole = read<V>(to) + read<V>(D + i) * read<V>(x + row * h + i);
+      write(to, whole * silu(read<V>(projected + row * 2 * h + h + i)));
+    });
+}
+
+}  // namespace
