@@ -17,7 +17,8 @@ inline void copy_unit(const float *from, long n, float eps, float *to) {
 }
 
 // −exp(A_log), or that of an edit, which exp keeps finite.
-inline void rates_of(const Selective<float> &s, const float *A_log, float *rates) {
+inline void rates_of(const Selective<float> &s, const float *A_log, int threads, float *rates) {
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (long head = 0; head < s.h; head++) {
     const float power = s.edit ? float(s.edit[POWER * s.h + head]) : 1.0f;
     const float log_rate = s.edit ? float(s.edit[LOG_RATE * s.h + head]) : 0.0f;
@@ -30,6 +31,7 @@ inline void rates_of(const Selective<float> &s, const float *A_log, float *rates
 
 inline void between(const Selective<float> &s, const States<float> &states, long rows, float *projected, float *y) {
   const long h = s.h, n = s.n, selected = s.rank + 2 * n;
+  const int threads = threads_for(16.0 * h * n);
   const Wide<float> conv(states.conv, rows * (s.k - 1) * h), weight(s.conv_weight, h * s.k), bias(s.conv_bias, h),
       A_log(s.A_log, h * n), D(s.D, h);
   Buffer<float> taps(s.k * h), x(rows * h), parts(rows * selected), delta(rows * s.rank), B(rows * n), C(rows * n),
@@ -48,8 +50,9 @@ inline void between(const Selective<float> &s, const States<float> &states, long
     copy_unit(from + s.rank + n, n, s.select_eps, C + row * n);
   }
   project(s.dt_weight, s.dt_bias, rows, h, s.rank, delta, step);
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (long i = 0; i < rows * h; i++) step[i] = softplus(step[i]), gain[i] = step[i];
-  rates_of(s, A_log, rates);
+  rates_of(s, A_log, threads, rates);
   if (s.edit) {
     for (long i = 0; i < rows * h; i++) change_step<float>(s.edit, h, i % h, step[i], gain[i]);
     for (long head = 0; head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
