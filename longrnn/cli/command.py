@@ -71,7 +71,8 @@ def invoke(app: typer.Typer, words: list[str]) -> None:
     except typer.Exit as leaving:
         raise SystemExit(leaving.exit_code) from None
     except UsageError as error:
-        path = error.ctx.command_path
+        # An option without its value is reported without the command.
+        path = error.ctx.command_path if error.ctx else "longrnn COMMAND"
         raise UserError(f"{error.format_message().rstrip('.')}: see `{path} --help`") from error
 
 
