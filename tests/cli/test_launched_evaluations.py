@@ -48,19 +48,15 @@ COMMANDS = {
     "task": "eval task {m}/backwards --n 5",
     "perplexity": f"eval perplexity {{m}}/text {LOSSES} 100 --batch-size 2",
     "compare": f"compare {BOTH} --suite {{t}}.yaml",
+    "harness": "eval harness {m}/text --tasks longrnn_passkey --limit 5 --lengths 1k "
+    "--chunk-select 99",
     "overlapping": f"eval perplexity {BOTH} {LOSSES} 300 --context 64 --stride 32 --batch-size 1",
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "passkey",
-        pytest.param("task", marks=pytest.mark.slow),
-        pytest.param("compare", marks=pytest.mark.slow),
-        pytest.param("perplexity", marks=pytest.mark.slow),
-        pytest.param("overlapping", marks=pytest.mark.slow),
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "passkey")) for name in COMMANDS],
 )
 def test_two_processes_write_what_one_writes(
     name: str, models: Path, text: Path, tmp_path: Path
@@ -110,12 +106,15 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunks", [[], ["--chunk-select", "99"]], ids=str)
+def test_two_processes_share_the_documents_of_a_task(
+    chunks: list[str], models: Path, tmp_path: Path
+) -> None:
     """lm-eval gets the scores and samples of both processes, and tokens are counted in both."""
     found, samples = [], []
     for how, name in ((run, "one"), (launched, "two")):
         command = ["eval", "harness", models / "text", "--tasks", "longrnn_passkey"]
-        command += ["--limit", "5", "--log_samples"]
+        command += ["--limit", "5", "--log_samples", *chunks]
         done = how(*command, "--output_path", tmp_path / name)
         files = list((tmp_path / name).rglob("results_*.json"))
         assert len(files) == 1, done.stderr
