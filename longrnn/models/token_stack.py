@@ -23,7 +23,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
 from longrnn.ops.cpu.library import pack
-from longrnn.ops.hooks import ModuleRecord
+from longrnn.ops.hooks import ModuleRecord, own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.recent import Recent
 from longrnn.state import PyTree
@@ -101,6 +101,7 @@ class _Packed:
     def __init__(self, blocks: nn.ModuleList, edits: Edits) -> None:
         self._blocks, self._count, self._edits = blocks, len(blocks), edits
         options = [(block.mixer, name) for block in blocks for name in CELL_OPTIONS]
+        options += [(block, "eps") for block in blocks]
         self.record = ModuleRecord(list(blocks.modules()), options)
         self.layers: cpu.PackedLayers | None = None
         if not all(map(_suits, blocks)):
@@ -178,19 +179,20 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
     every = torch.ones(cell.n_heads, dtype=torch.bool)
     mask = every if edit is None or edit.heads is None else edit.heads
     heads = mask.nonzero()[:, 0]
-    content = pack(
-        kernel.struct,
-        torch.float32,
+    arguments = {
         **kernel.arguments(cell),
-        edit=numbers,
-        d=cell.d_model,
-        eps=block.eps,
-        norm=block.norm.weight,
-        in_weight=cell.in_proj.weight,
-        in_bias=cell.in_proj.bias,
-        out_weight=cell.out_proj.weight,
-        out_bias=cell.out_proj.bias,
-    )
+        "d": cell.d_model,
+        "eps": block.eps,
+        "norm": own_weight(block.norm),
+        "in_weight": cell.in_proj.weight,
+        "in_bias": cell.in_proj.bias,
+        "out_weight": cell.out_proj.weight,
+        "out_bias": cell.out_proj.bias,
+    }
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if not {*map(Tensor.data_ptr, tensors)} <= {*map(Tensor.data_ptr, block.parameters())}:
+        return None  # a parametrization computes a weight anew in each call
+    content = pack(kernel.struct, torch.float32, **arguments, edit=numbers)
     return cpu.PackedLayer(
         content,
         edit=numbers,
@@ -233,7 +235,7 @@ def _mamba_arguments(cell: Mamba) -> dict[str, Any]:
         "k": cell.d_conv,
         "rank": cell.dt_rank,
         "select_eps": -1.0 if cell.select_norm_eps is None else cell.select_norm_eps,
-        "conv_weight": cell.conv1d.weight,
+        "conv_weight": own_weight(cell.conv1d),
         "conv_bias": cell.conv1d.bias,
         "x_weight": cell.x_proj.weight,
         "dt_weight": cell.dt_proj.weight,

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
-from longrnn.mitigations import MITIGATIONS, mitigation
+from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, clone
 from tests.contracts.builders import (
@@ -106,9 +107,8 @@ def replace_options(model: RecurrentLM) -> None:
     mixer.dt_limit, mixer.norm_eps, mixer.select_norm_eps = (0.0, 0.01), 0.5, 0.5
 
 
-def replace_projection(model: RecurrentLM) -> None:
-    mixer: Any = model.cells[0]
-    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())
+def parametrize(name: str) -> Callable[[RecurrentLM], None]:
+    return lambda model: register_parametrization(model.get_submodule(name), "weight", nn.Tanh())
 
 
 def hook(name: str) -> Callable[[RecurrentLM], None]:
@@ -121,7 +121,10 @@ def hook(name: str) -> Callable[[RecurrentLM], None]:
 
 CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
     "options": replace_options,
-    "other projection": replace_projection,
+    "eps of a block": lambda model: setattr(model.blocks[0], "eps", 0.5),
+    "other projection": lambda model: setattr(model.cells[0], "out_proj", nn.Linear(64, 32)),
+    "computed weight of a norm": parametrize("blocks.1.norm"),
+    "computed weight of a convolution": parametrize("blocks.0.mixer.conv1d"),
     "hook of a block": hook("blocks.1"),
     "hook of a projection": hook("blocks.0.mixer.out_proj"),
     "backend": lambda model: setattr(model.cells[0], "backend", "torch"),
@@ -144,10 +147,7 @@ def test_what_changes_between_tokens_takes_effect(name: str, mixer: dict[str, An
 def test_a_model_and_its_mitigated_copies_decode_in_turn() -> None:
     """Each with its own edits, although they share their weights."""
     model = native_model()
-    copies = [
-        model,
-        *(model.under(mitigation(mitigation_spec(k))) for k in ("forget_more", "none")),
-    ]
+    copies = [model, *(model.under(mitigation_spec(k)) for k in ("forget_more", "none"))]
     state = random_state(model, 2)
     alone = [decoded(copy.deepcopy(one), state) for one in copies]
     assert not torch.allclose(alone[0][0], alone[1][0])
