@@ -153,6 +153,8 @@ def _write(repaired: LanguageModel, source: str, folder: Path) -> Path | None:
 
 def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     """Return the texts to choose on and the one that proves; halves of a single one are written."""
+    if not texts:
+        raise UserError(f"no text was given: {TEXT_REMEDY}")
     if len(texts) > 1:
         return list(texts[:-1]), texts[-1]
     text, _ = read_text(texts[0], TEXT_REMEDY)

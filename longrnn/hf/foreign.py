@@ -105,6 +105,15 @@ class ForeignLM(LanguageModel):
         rows = states.tree_map(lambda leaf: leaf[0].to("meta"), layers)
         return states.map_histories(lambda entries: entries[..., :0, :], rows)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # What `to`, `half` and others of nn.Module call: states have the dtype of the weights.
+        before = self.model.dtype
+        super()._apply(fn, recurse)
+        if self.model.dtype != before:
+            self.like = ()
+            self.like = self._state_like()
+        return self
+
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""
         zeros = partial(torch.zeros, device=self.model.device)

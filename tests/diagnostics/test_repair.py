@@ -198,6 +198,7 @@ def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
         ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
         ({"texts": [CHOOSE, tmp_path / "short.txt"]}, ("tokens", "length")),
         ({"length": 32}, ("32", "64")),
+        ({"texts": []}, ("text",)),
     ):
         with pytest.raises(UserError, match=naming(*words)):
             how: dict[str, Any] = HOW | change

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -187,18 +188,14 @@ def _by_channel(theirs: Any, x: Tensor) -> Tensor:
     return theirs.in_proj(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def _joined(*names: str) -> Callable[[Any, Tensor], Tensor]:
+def _joined(names: str, theirs: Any, x: Tensor) -> Tensor:
     """The outputs of several projections side by side."""
-
-    def project(theirs: Any, x: Tensor) -> Tensor:
-        return torch.cat([attrgetter(name)(theirs)(x) for name in names], dim=-1)
-
-    return project
+    return torch.cat([attrgetter(name)(theirs)(x) for name in names.split()], dim=-1)
 
 
-_OLMO = _joined("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-_KIMI = _joined("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj")
-_QWEN3_5 = _joined("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_OLMO = partial(_joined, "q_proj k_proj v_proj g_proj b_proj a_proj")
+_KIMI = partial(_joined, "q_proj k_proj v_proj forget_gate.f_a_proj g_a_proj b_proj")
+_QWEN3_5 = partial(_joined, "in_proj_qkv in_proj_z in_proj_b in_proj_a")
 
 # By the `model_type` of a configuration.
 FAMILIES: dict[str, Family] = {

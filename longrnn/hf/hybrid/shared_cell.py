@@ -40,7 +40,7 @@ class SharedCell(ScanningCell):
         activation = getattr(theirs, "activation", "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedLayerError(f"its activation is {activation}")
-        self.layer, self._family = theirs, family
+        self.layer, self._project = theirs, family.project
         assert self.rate_weight is not None
         assert self.bias_weight is not None
         self.rate_weight = f"layer.{self.renamed.get(self.rate_weight, self.rate_weight)}"
@@ -50,8 +50,8 @@ class SharedCell(ScanningCell):
         """What the cell itself does not have is read from the layer, in every use."""
         if name in ("layer", "recurrence"):
             return super().__getattr__(name)
-        if name == "in_proj" and self._family.project is not None:
-            return partial(self._family.project, self.layer)
+        if name == "in_proj" and self._project is not None:
+            return partial(self._project, self.layer)
         return attrgetter(self.renamed.get(name, name))(self.layer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
@@ -44,8 +46,7 @@ def whole(theirs: Any, text: Tensor) -> Tensor:
 def test_pieces_and_forks_equal_one_call_of_transformers(
     kind: str, options: dict[str, Any]
 ) -> None:
-    """Calls of any length, reused forks and rows of different lengths give the logits of
-    transformers, and no call changes a state."""
+    """Also calls of any length and rows of different lengths; no call changes a state."""
     theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
     expected = whole(theirs, text)
     assert_continues(hybrid_of(theirs), text, expected, TOLERANCE)
@@ -77,7 +78,7 @@ def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     """Whether other tensors are assigned to the model, or stand in for its own during a call."""
-    model, text = hybrid(kind), tokens(1, 12) % 60
+    model, text = pickle.loads(pickle.dumps(hybrid(kind))), tokens(1, 12) % 60
     weights = stirred_weights(model)
     called = {f"model.{name}": weight for name, weight in weights.items()}
     before = model(text).logits
@@ -135,7 +136,7 @@ def test_the_check_does_not_depend_on_which_of_two_equal_experts_is_chosen(kind:
 def test_weights_of_recurrences_are_not_rounded_on_loading(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The rest has the requested dtype, and the class of the model is as before."""
+    """The rest has the requested dtype, and states that of the weights, also after `to`."""
     theirs = architecture(kind)
     before = type(theirs)._keep_in_fp32_modules_strict
     theirs.save_pretrained(tmp_path)
@@ -148,7 +149,9 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
             if name.endswith(ours.wide_weights):
                 assert torch.equal(weight, weights[name].float()), name
         assert any(weight.dtype == dtype for weight in ours.parameters())
-    assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()
+    text, cast = tokens(1, 12, seed=1) % 60, LongRNNForCausalLM.of(stored.under("forget_more"))
+    for each in (model, cast.to(dtype).language_model):
+        assert each(text, each(text).state).logits.isfinite().all()
     named = load(f"{tmp_path}+{str(dtype).removeprefix('torch.')}+forget_more")
     assert named.mitigation is not None
     assert named.under(None).fingerprint() == model.fingerprint()
