@@ -44,12 +44,14 @@ def locked(
         wait: wait for a process that holds the lock.
 
     Raises:
-        UserError: the target is the root of all folders.
+        UserError: the target is the root of all folders, or a link to itself.
         LockedError: another process holds the lock.
     """
     from filelock import FileLock, Timeout  # imports asyncio
 
-    place = target.resolve()
+    place = Path(os.path.realpath(target))
+    if place.is_symlink():
+        raise UserError(f"{target} is a link to itself: {instead}")
     if place == place.parent:
         raise UserError(f"{target} is the root of all folders: {instead}")
     path = place.with_name(f".{place.name}.lock")

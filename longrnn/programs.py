@@ -128,10 +128,10 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
         return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
     detail = f" ({shorten(str(error), LONGEST_DETAIL, placeholder=' …')})" if str(error) else ""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        where = _LONG_NAME.sub(r"\1…\2", f" ({error.filename})") if error.filename else ""
+        what = _LONG_NAME.sub(r"\1…\2", str(error.filename or "a file or connection"))
         return (
-            f"{error.strerror}{where}: check path, permissions and free space, or choose another "
-            f"folder, then: {again}",
+            f"{what} cannot be used ({error.strerror}): check path, permissions and free space, or "
+            f"choose another folder, then: {again}",
             REFUSED,
         )
     if is_out_of_memory(error):

@@ -17,8 +17,10 @@ def main() -> None:
     limit_threads(os.environ, usable_cores())
     announce(sys.argv[1:])
 
-    from longrnn.cli.app import run
-
+    try:
+        from longrnn.cli.app import run
+    except KeyboardInterrupt:
+        sys.exit(130)  # nothing has begun
     run()
 
 

@@ -106,10 +106,16 @@ def _built(kind: type[Options], values: dict[str, Any]) -> Options:
 
 
 def flag(name: str, field: FieldInfo) -> str:
-    """Return the option of a field, `--batch-size`; `--text` for a field `texts`."""
+    """Return the option of a field, `--text` for a field `texts`, or the name of an argument."""
+    if argument := _argument(field):
+        return argument.metavar
     if _is_repeated(field):
         name = name.removesuffix("s")
     return f"--{name.strip('_').replace('_', '-')}"
+
+
+def _argument(field: FieldInfo) -> Argument | None:
+    return next((part for part in field.metadata if isinstance(part, Argument)), None)
 
 
 def _is_repeated(field: FieldInfo) -> bool:
@@ -139,8 +145,7 @@ def _metavar(field: FieldInfo) -> str | None:
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     """Return a field as a parameter from which typer makes an argument or an option."""
     kind, value = _kind(field), field.default
-    argument = next((part for part in field.metadata if isinstance(part, Argument)), None)
-    if argument is not None:
+    if argument := _argument(field):
         about: Any = typer.Argument(
             help=field.description, metavar=argument.metavar, show_default=False
         )

@@ -33,7 +33,14 @@ class Mitigated(Options):
 
     def under(self, checkpoint: str) -> str:
         """Return the name of a checkpoint under the mitigation, after its own."""
-        return checkpoint if self.mitigation is None else f"{checkpoint}+{self.mitigation}"
+        from longrnn.hf.names import DTYPE_NAMES
+
+        if self.mitigation is None:
+            return checkpoint
+        first = self.mitigation.partition("+")[0].strip()
+        if first in DTYPE_NAMES:
+            raise UserError(f"--mitigation {first} is a dtype: write {checkpoint}+{first} instead")
+        return f"{checkpoint}+{self.mitigation}"
 
 
 class Source(Device):
@@ -97,7 +104,7 @@ def results_folder(
     parts = []
     for checkpoint in checkpoints:
         path, given = split_spec(checkpoint)
-        place = Path(path).resolve()
+        place = Path(os.path.realpath(path))
         name = place.name
         if name.startswith("checkpoint-"):  # which the checkpoints of all runs are called
             name = f"{place.parent.name}-{name}"

@@ -52,10 +52,10 @@ def corpus_of(
     listed = [data] if isinstance(data, str) else list(data)
     if not listed:
         raise UserError("data is an empty list: give a file, a folder, a dataset or a corpus")
-    folder = Path(listed[0]).expanduser()
+    folder = Path(os.path.expanduser(listed[0]))
     if len(listed) > 1 or not os.path.isfile(folder / stream.HEADER):
         reading = Reading(instruct=instruct)
-        cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
+        cache = Path(os.environ.get("LONGRNN_CACHE") or os.path.expanduser("~/.cache/longrnn"))
         name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
         folder = cache / "corpora" / file_name(name)
         if not (folder / stream.HEADER).is_file():

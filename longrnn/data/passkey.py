@@ -17,6 +17,7 @@ Notable choices:
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,7 +129,7 @@ class Passkey(PasskeyPrompts, Task):
         self.grow_steps, self.max_repeat = grow_steps, max_repeat
         self.min_segments, self.max_segments = min_segments, max_segments
         files = [filler] if isinstance(filler, str) else filler or []
-        text = "".join(read_text(Path(file).expanduser())[0] for file in files) or FILLER
+        text = "".join(read_text(Path(os.path.expanduser(file)))[0] for file in files) or FILLER
         text = text if numbers_every is None else with_numbers(text, numbers_every)
         super().__init__(tokenizer, text, max(self.n_keys))
         self.own_filler = bool(files)

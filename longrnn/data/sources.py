@@ -42,7 +42,7 @@ def sources(data: Sequence[str]) -> list[Path | str]:
     """
     listed: list[Path | str] = []
     for given in data:
-        path = Path(given).expanduser().resolve()
+        path = Path(os.path.realpath(os.path.expanduser(given)))
         inside: list[Path | str] = []
         if os.path.isdir(path):
             inside += _files_in(path)
@@ -67,7 +67,7 @@ def _files_in(folder: Path) -> list[Path]:
     """
     distinct: dict[Path, Path] = {}
     for name in sorted(map(Path, glob("**", root_dir=folder, recursive=True))):
-        file = (folder / name).resolve()
+        file = Path(os.path.realpath(folder / name))
         if name.suffix.lower() in IN_FOLDERS and not file.is_dir():
             if not file.exists():
                 raise UserError(

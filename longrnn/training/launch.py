@@ -16,6 +16,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import NoReturn
 
 from longrnn import processes
 from longrnn.bundled import find
@@ -70,7 +71,7 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
         return UNEXPECTED
     except UserError:
         raise
-    except (AssertionError, ConnectionError, FileNotFoundError, ValueError) as error:
+    except Exception as error:  # a configuration file can be damaged in many ways
         raise UserError(
             f"the launch is not possible ({one_line(error)}): take a configuration such as cpu2, "
             "or see `accelerate launch --help`"
@@ -89,7 +90,9 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    arguments = launch_command_parser().parse_args([*options, "-m", "longrnn.cli", *program])
+    parser = launch_command_parser()
+    parser.error = _refuse
+    arguments = parser.parse_args([*options, "-m", "longrnn.cli", *program])
     if arguments.config_file is not None:
         arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
     planned, *_ = _validate_launch_command(arguments)
@@ -104,3 +107,7 @@ def _planned(options: Sequence[str], program: Sequence[str]) -> Namespace:
             f"{torch.cuda.device_count()}: give --num_processes, or --cpu for none"
         )
     return planned
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}: `accelerate launch --help` lists the options")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,7 +60,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a folder holds no run, or the run has logged nothing yet.
     """
-    distinct = {folder.resolve(): folder for folder in folders}
+    distinct = {Path(os.path.realpath(folder)): folder for folder in folders}
     short = [resolved.name for resolved in distinct]
     return [
         Run(

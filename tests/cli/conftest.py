@@ -127,6 +127,7 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
     torch.save(TorchModel("GRU", 1, 4), root / "whole.pt")
     torch.save({"epoch": 3}, root / "numbers.pt")
+    (root / "loop").symlink_to("loop")
     shutil.copytree(models / "text", root / "half")
     with open(root / "half/model.safetensors", "rb+") as file:
         file.truncate(2000)
@@ -159,7 +160,7 @@ class Shelf(NamedTuple):
 @pytest.fixture
 def shelf(inputs: Path, models: Path, cli: CLI, tmp_path: Path) -> Shelf:
     """The inputs in the folder in which commands run."""
-    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
     return Shelf(models)
 
 
