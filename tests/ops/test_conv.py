@@ -14,18 +14,19 @@ from longrnn.ops.rows import Rows
 from tests.backends.test_operations import local
 from tests.contracts.builders import assert_near, generator
 
-CHANNELS = 5
+CHANNELS = 21  # whole vectors and a remainder
 every_implementation = pytest.mark.parametrize("implementation", local(CONV))
 
 
-def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def draw(
+    time: int, width: int, dtype: torch.dtype = torch.float64, channels: int = CHANNELS
+) -> list[Tensor]:
     """Input, weight, bias and state."""
     randomness = generator(width)
-    shapes = [(2, time, CHANNELS), (CHANNELS, width), (CHANNELS,), (2, width - 1, CHANNELS)]
+    shapes = [(2, time, channels), (channels, width), (channels,), (2, width - 1, channels)]
     return [torch.randn(s, generator=randomness, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-@torch.no_grad()
 @every_implementation
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
@@ -34,16 +35,21 @@ def test_it_equals_conv1d(
     implementation: Implementation, time: int, width: int, with_bias: bool
 ) -> None:
     """Also for inputs shorter than the filter; the state holds the tokens before the first."""
-    x, weight, bias, state = draw(time, width)
+    x, weight, bias, state = leaves = [each.requires_grad_() for each in draw(time, width)]
     given = bias if with_bias else None
     y, after = implementation.run(x, weight, given, state)
     padded = torch.cat([state, x], 1)
     expected = F.silu(F.conv1d(padded.mT, weight[:, None], given, groups=CHANNELS).mT)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(after, padded[:, time:])
+    pairs = [(y, after), (expected, padded[:, time:])]
+    losses = [first.square().sum() + second.square().sum() for first, second in pairs]
+    used = leaves if with_bias else [x, weight, state]
+    ours, wanted = (torch.autograd.grad(loss, used) for loss in losses)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
     assert after.untyped_storage().nbytes() == after.numel() * after.itemsize  # not the input's
-    whole = x.split([1] * time, dim=1)
-    for number, piece in enumerate(whole):
+    state = state.detach()
+    for number, piece in enumerate(x.split([1] * time, dim=1)):
         found, state = implementation.run(piece, weight, given, state)
         assert_near(found, y[:, number : number + 1], 1e-12)
     assert torch.equal(state, after)
@@ -52,7 +58,7 @@ def test_it_equals_conv1d(
 @pytest.mark.parametrize("packed", [False, True])
 def test_first_and_second_derivatives_equal_finite_differences(packed: bool) -> None:
     """Of outputs and final state, w.r.t. all four arguments; Jacobian products need the second."""
-    arguments = [tensor.requires_grad_() for tensor in draw(5, 3)]
+    arguments = [tensor.requires_grad_() for tensor in draw(5, 3, channels=2)]
     starts, is_token = (torch.zeros(2, 5, dtype=torch.bool) for _ in "ab")
     starts[0, 1] = starts[1, 0] = is_token[0] = True
     is_token[1, :3] = True

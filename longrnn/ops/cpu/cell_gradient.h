@@ -2,16 +2,14 @@
 //
 // Notable choices:
 // - The forward pass keeps its input and the output of the recurrence. The convolution is computed again.
-// - Gradients of weights are sums over all tokens: they are summed over TOKENS in the dtype of the
-//   tensors, and these sums in double.
+// - Gradients of weights are sums over all tokens: see `convolution_gradient.h`.
 
 #pragma once
 #include "cell.h"
+#include "convolution_gradient.h"
 #include "scan_gradient.h"
 
 namespace {
-
-constexpr long TOKENS = 64;
 
 template <class T> struct GateWork {
   Buffer<T> inner, silu, slope, gated, grad_weight;
@@ -86,72 +84,6 @@ void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed,
   }
 }
 
-// The columns [i, i + lanes of V) of the convolution's gradient, K taps, or s.k where K is 0.
-template <class V, int K, class T>
-void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, long i) {
-  constexpr long LANES = sizeof(V) / sizeof(T);
-  const long c = s.c(), width = s.width(), k = K ? K : s.k, taps = k - 1;
-  const Convolution<T> convolution = s.convolution(nullptr, nullptr);
-  double grad_weight[LANES][MAX_TAPS + 1] = {};  // of the taps, then of the bias
-  V weight[MAX_TAPS];
-  for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.taps + tap * c + i);
-  const V bias = to.of.conv_bias.data ? read<V>(s.conv_bias + i) : V{};
-  for (long row = 0; row < s.b; row++) {
-    V inputs[MAX_TAPS], pending[MAX_TAPS] = {};  // of the tokens that the filter covers
-    for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(input_of(convolution, row, tap - taps) + i);
-    // The gradient of the input `at` tokens after the first of the row.
-    const auto gradient = [&](long at) {
-      return at < 0 ? to.grad_conv + (row * taps + at + taps) * c + i
-                    : to.grad_projected + (row * s.t + at) * width + s.d() + i;
-    };
-    for (long begin = 0; begin < s.t; begin += TOKENS) {
-      V sums[MAX_TAPS + 1] = {};
-      for (long at = begin; at < std::min(s.t, begin + TOKENS); at++) {
-        for (long tap = 0; tap < taps; tap++) inputs[tap] = inputs[tap + 1];
-        inputs[taps] = read<V>(input_of(convolution, row, at) + i);
-        V sum = bias;
-        for (long tap = 0; tap < k; tap++) sum += weight[tap] * inputs[tap];
-        const V open = sigmoid(sum);
-        const V grad_sum = read<V>(grad_mixed + (row * s.t + at) * c + i) * open * (T(1) + sum * (T(1) - open));
-        for (long tap = 0; tap < k; tap++) {
-          sums[tap] += grad_sum * inputs[tap];
-          pending[tap] += grad_sum * weight[tap];
-        }
-        sums[k] += grad_sum;
-        write<V>(gradient(at - taps), pending[0]);
-        for (long tap = 0; tap < taps; tap++) pending[tap] = pending[tap + 1];
-        pending[taps] = V{};
-      }
-      for (long tap = 0; tap <= k; tap++)
-        for (long lane = 0; lane < LANES; lane++) {
-          T sum;
-          std::memcpy(&sum, reinterpret_cast<const char *>(&sums[tap]) + lane * sizeof(T), sizeof(T));
-          grad_weight[lane][tap] += double(sum);
-        }
-    }
-    for (long tap = 0; tap < taps; tap++) {  // the last inputs are the state afterwards too
-      const V kept = to.grad_conv_after ? read<V>(to.grad_conv_after + (row * taps + tap) * c + i) : V{};
-      write<V>(gradient(s.t + tap - taps), pending[tap] + kept);
-    }
-  }
-  for (long lane = 0; lane < LANES; lane++) {
-    for (long tap = 0; tap < k; tap++) to.grad_conv_weight[(i + lane) * k + tap] = T(grad_weight[lane][tap]);
-    if (to.grad_conv_bias) to.grad_conv_bias[i + lane] = T(grad_weight[lane][k]);
-  }
-}
-
-template <class T> void convolution_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, int threads) {
-  constexpr int W = Lane<T>::W;
-  const long c = s.c(), vectors = c / W;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (long block = 0; block < vectors + c % W; block++) {
-    const long i = block < vectors ? block * W : vectors * W + block - vectors;
-    if (block >= vectors) columns_gradient<T, 0, T>(s, to, grad_mixed, i);
-    else if (s.k == 4) columns_gradient<Vec<T>, 4, T>(s, to, grad_mixed, i);
-    else columns_gradient<Vec<T>, 0, T>(s, to, grad_mixed, i);
-  }
-}
-
 // The gradients of dt's projection, dt_bias and A_log, from those of dt and dt A.
 template <class T>
 void steps_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *dt, const T *slope, const T *grad_dt,
@@ -194,7 +126,8 @@ template <class T> int cell_gradient(const CellGradient<T> &to) {
                     to.grad_state_after, grad_mixed, s.t * c, c, 1, grad_dt, grad_log, grad_mixed + d,
                     grad_mixed + d + s.g * s.n, s.t * c, c, to.grad_state});
   steps_gradient<T>(s, to, dt, slope, grad_dt, grad_log);
-  convolution_gradient<T>(s, to, grad_mixed, threads);
+  convolution_gradient<T>({s.convolution(nullptr, nullptr), grad_mixed, to.grad_conv_after, to.grad_projected + d,
+                           s.t * s.width(), s.width(), to.grad_conv, to.grad_conv_weight, to.grad_conv_bias});
   return 1;
 }
 

@@ -33,7 +33,11 @@ STRUCTS = {
         Channels of; in grad_y grad_final;
         out grad_x grad_gain grad_step grad_rate grad_B grad_C grad_state
     """,
-    "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y after",
+    "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y? after?",
+    "ConvolutionGradient": """
+        Convolution of; in grad_y grad_after?; out grad_x; long grad_x_row grad_x_token;
+        out grad_before grad_weight grad_bias?
+    """,
     "Gate": """
         long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
     """,
@@ -80,6 +84,7 @@ KERNELS = {
     "channels": "Channels",
     "channels_gradient": "ChannelsGradient",
     "convolution": "Convolution",
+    "convolution_gradient": "ConvolutionGradient",
     "gated_norm": "Gate",
     "cell": "CellCall",
     "cell_gradient": "CellGradient",
