@@ -113,7 +113,7 @@ class _Packed:
         kernels = {STACKED[type(cell)].name for cell in cells}
         if len(layers) == len(blocks) and len(shapes) == len(kernels) == 1:
             memory = cpu.joined([layer.content for layer in layers])
-            self.layers = cpu.PackedLayers(*kernels, memory, layers)
+            self.layers = cpu.PackedLayers(kernels.pop(), memory, layers)
 
     def is_of(self, blocks: nn.ModuleList, edits: Edits) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""

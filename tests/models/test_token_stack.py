@@ -107,7 +107,7 @@ def replace_options(model: RecurrentLM) -> None:
     mixer.dt_limit, mixer.norm_eps, mixer.select_norm_eps = (0.0, 0.01), 0.5, 0.5
 
 
-def parametrize(name: str) -> Callable[[RecurrentLM], None]:
+def parametrize(name: str) -> Callable[[RecurrentLM], object]:
     return lambda model: register_parametrization(model.get_submodule(name), "weight", nn.Tanh())
 
 
