@@ -65,7 +65,7 @@ def test_a_full_disk_is_named_and_loses_no_checkpoint(full: str, room: int, tmp_
     size = (tmp_path / "run" if room > 0 else first).joinpath(full).stat().st_size + room
     resource.prlimit(process.process.pid or 0, resource.RLIMIT_FSIZE, (size, size))
     assert process.end() == 2
-    assert f"/{full})" in process.err
+    assert f"/{full}" in process.err
     assert checkpoint.checkpoints(tmp_path / "run")
     assert not list((tmp_path / "run").glob(".*"))
     assert run("train", "--resume", tmp_path / "run").returncode == 0
