@@ -45,6 +45,7 @@ def decoded(model: RecurrentLM, state: LMState, seed: int = 0) -> tuple[Tensor, 
 
 
 MITIGATED: list[list[dict[str, Any]]] = [
+    [{"kind": "power_decay", "scale": 60.0}, mitigation_spec("token_filter")],
     *([mitigation_spec(kind)] for kind in MITIGATIONS if kind != "none"),
     [
         {"kind": "scale_delta", "scale": [[0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 3.0, 1.0], 0.8]},
@@ -77,8 +78,7 @@ def test_single_tokens_under_mitigations(specs: list, options: Any, dtype: torch
     for seed, (found, after) in enumerate(forks, 1):
         expected, final = exact(random_tokens(2, 6, seed), whole)
         assert_near(found, expected, 2e-5 if dtype == torch.float32 else 0.1)
-        pairs = zip(model.memories(after), exact.memories(final), strict=True)
-        for ours, wanted in pairs:
+        for ours, wanted in zip(model.memories(after), exact.memories(final), strict=True):
             assert_near(ours, wanted, 2e-5 if dtype == torch.float32 else 0.1)
         assert_trees_equal(decoded(copy.deepcopy(model), clone(given), seed), (found, after))
 

@@ -16,7 +16,7 @@ inline void copy_unit(const float *from, long n, float eps, float *to) {
   for (long i = 0; i < n; i++) to[i] = from[i] * scale;
 }
 
-// −exp(A_log), or that of an edit, which exp keeps finite.
+// −exp(A_log), or that of an edit, which is finite because 0 times an infinite rate would be NaN.
 inline void rates_of(const Selective<float> &s, const float *A_log, int threads, float *rates) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long head = 0; head < s.h; head++) {
@@ -24,7 +24,8 @@ inline void rates_of(const Selective<float> &s, const float *A_log, int threads,
     const float log_rate = s.edit ? float(s.edit[LOG_RATE * s.h + head]) : 0.0f;
     each<float>(head * s.n, (head + 1) * s.n, [&](auto zero, long i) {
       using V = decltype(zero);
-      write(rates + i, -exponential(power * read<V>(A_log + i) + log_rate));
+      const V log = power * read<V>(A_log + i) + log_rate;
+      write(rates + i, -exponential(log > 88.0f ? V{} + 88.0f : log));
     });
   }
 }
