@@ -99,6 +99,10 @@ def build(
             something else. Nothing is left behind.
     """
     listed = sources(data)
+    if (reading.subset or reading.split != "train") and not any(isinstance(at, str) for at in listed):
+        raise UserError(
+            "files have no splits or subsets: name the files of one, or a dataset on the Hub"
+        )
     identity = _identity(listed, reading, tokenizer)
     with locked(folder, instead="choose another --out", wait=wait):
         if (folder / stream.HEADER).is_file() and stream.read_header(folder).identity == identity:
