@@ -99,7 +99,8 @@ def build(
             something else. Nothing is left behind.
     """
     listed = sources(data)
-    if (reading.subset or reading.split != "train") and not any(isinstance(at, str) for at in listed):
+    selects = reading.subset or reading.split != "train"
+    if selects and all(isinstance(source, Path) for source in listed):
         raise UserError(
             "files have no splits or subsets: name the files of one, or a dataset on the Hub"
         )
