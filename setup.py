@@ -45,6 +45,7 @@ class BuildPy(build_py):
 
 setup(
     cmdclass={"build_py": BuildPy},
+    options={"build_ext": {"parallel": True}},
     ext_modules=[
         Extension(
             f"longrnn.ops.cpu._{name}",
