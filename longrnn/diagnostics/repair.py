@@ -26,7 +26,7 @@ from longrnn.evaluation.run import Outcome, build_evaluation, report, run
 from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
 from longrnn.hf.convert import OURS, layout_of, write_checkpoint
-from longrnn.hf.names import CheckpointName
+from longrnn.hf.names import CheckpointName, resolve
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.locks import hold
 from longrnn.models import LanguageModel, RecurrentLM
@@ -97,14 +97,16 @@ def repair(
             another repair.
     """
     folder = Path(output)
+    source = CheckpointName.parse(checkpoint)
+    resolve(source.checkpoint)  # before anything is written
     hold(folder, instead="choose another --output")
     paths = [texts] if isinstance(texts, str | Path) else texts
     choose, prove = divide([Path(path) for path in paths], folder)
     job = Job.open(checkpoint, choose, train_length, length, device=device, quiet=quiet)
-    if (folder / CHECKPOINT).exists() and not (folder / TRIED).exists():
-        raise UserError(f"{folder / CHECKPOINT} is not of this repair: choose another --output")
+    for path in (folder / CHECKPOINT, folder / MITIGATION):
+        if path.exists() and not (folder / TRIED).exists():
+            raise UserError(f"{path} is not of this repair: choose another --output")
     choice = Choice(job, CALIBRATED_KEYS if keys else 0, choose, folder)
-    source = CheckpointName.parse(checkpoint)
     models = [OpenCheckpoint(UNREPAIRED, job.model, job.tokenizer, source, device or "cpu")]
     evaluations = proof(choice, prove)
     for evaluation in evaluations:
@@ -155,8 +157,11 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     """Return the texts to choose on and the one that proves; halves of a single one are written."""
     if not texts:
         raise UserError(f"no text was given: {TEXT_REMEDY}")
-    if len(texts) > 1:
-        return list(texts[:-1]), texts[-1]
+    *others, last = texts
+    if last.resolve() in [text.resolve() for text in others]:
+        raise UserError(f"{last} is given twice: give another last --text, or this one alone")
+    if others:
+        return others, last
     text, _ = read_text(texts[0], TEXT_REMEDY)
     middle = text.find("\n", len(text) // 2) + 1 or len(text) // 2
     halves = folder / f"{texts[0].stem}_choose.txt", folder / f"{texts[0].stem}_prove.txt"

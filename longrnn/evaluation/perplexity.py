@@ -80,9 +80,11 @@ class Perplexity(Evaluation[PerplexityOptions]):
                     "token has its bytes: give greater --lengths, or more text"
                 )
         if 1 < len(windows[0]) < LEAST_WINDOWS:
+            is_cut = options.windows is not None and options.windows < LEAST_WINDOWS
+            remedy = "--windows" if is_cut else "smaller lengths or more text"
             logger.warning(
                 f"{len(windows[0])} windows give wide intervals: give at least {LEAST_WINDOWS} by "
-                "--windows, smaller lengths or more text"
+                f"{remedy}"
             )
         if options.windows is None and len(windows[0]) > MANY_WINDOWS:
             logger.warning(

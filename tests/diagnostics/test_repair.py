@@ -135,8 +135,7 @@ def test_where_nothing_helps_no_checkpoint_is_written(
     assert (done.choice, done.checkpoint, done.mitigation) == (None, None, None)
     assert "no checkpoint" in done.sentences[-1]
     assert not (tmp_path / "out/checkpoint").exists()
-    page = done.report.read_text()
-    assert page.count("left out, because of the budget: give --budget") == 2
+    assert done.report.read_text().count("left out, because of the budget: give --budget") == 2
 
 
 def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +144,7 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     filler = tmp_path / "filler.txt"
     filler.write_text(longrnn.data.prompts.FILLER * 400)  # type: ignore[attr-defined]
     monkeypatch.setattr(choice, "DEPTHS", [0.1, 0.5])
-    how: dict[str, Any] = {"texts": [filler, filler], "length": 8192, "keys": True}
+    how: dict[str, Any] = {"texts": filler, "length": 8192, "keys": True}
     done = longrnn.repair("passkey-tiny-short", output=tmp_path / "out", **how)
     assert done.choice == "token_filter"
     assert "of the keys are recalled" in done.sentences[1]
@@ -198,6 +197,7 @@ def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
         ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
         ({"texts": [CHOOSE, tmp_path / "short.txt"]}, ("tokens", "length")),
         ({"length": 32}, ("32", "64")),
+        ({"texts": [CHOOSE, PROVE, CHOOSE]}, (CHOOSE.name, "last")),
         ({"texts": []}, ("text",)),
     ):
         with pytest.raises(UserError, match=naming(*words)):
