@@ -102,7 +102,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     name, known = str(name_or_path), embedded()
     path = known.get(name, Path(name_or_path))
     # Unlike `Path.is_dir` and `Path.is_file`, also for a name that is too long.
-    if os.path.isdir(path) or (path.suffix == GGUF and os.path.isfile(path)):
+    if (name and os.path.isdir(path)) or (path.suffix == GGUF and os.path.isfile(path)):
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         return path

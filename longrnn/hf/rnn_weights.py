@@ -226,7 +226,7 @@ def _name(pattern: str, layer: int) -> str:
 def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
     """Remove a tensor and return it; a ValueError if there is none of that name."""
     if name not in tensors:
-        raise ValueError(f"it has no tensor {name}: {nearest(name, tensors)}")
+        raise ValueError(f"it has no tensor {name}: change --names; {nearest(name, tensors)}")
     return tensors.pop(name)
 
 
