@@ -37,7 +37,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         key, equals, text = override.partition("=")
         if not key or not equals:
-            raise UserError(f"override {override!r} is not of the form key=value: write it so")
+            raise UserError(f"override {override!r} is not key=value: write it so, or leave it out")
         try:
             value = _copied(parse_yaml(text))
         except ValueError as error:

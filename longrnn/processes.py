@@ -56,11 +56,11 @@ def start() -> None:
         UserError: they cannot find each other; every one of them would do all the work.
     """
     global _rank, _size
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _size > 1:
-        return
-    import torch.distributed as dist
-
     try:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _size > 1:
+            return
+        import torch.distributed as dist
+
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=PATIENCE)
     except ValueError as error:

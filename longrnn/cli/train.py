@@ -136,8 +136,8 @@ def finetune(options: Finetuning) -> None:
         config = finetuning(checkpoint, **options.model_dump(include=OF_RUN), overrides=overrides)
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
-    if config.validation is None and not options.no_evaluate:
-        raise UserError("there is no validation data to evaluate on: add --no-evaluate")
+    if not options.no_evaluate and (config.validation is None or config.init_from is None):
+        raise UserError("there is no validation data or no init_from to compare: add --no-evaluate")
     if options.evaluate_to is not None and options.evaluate_to < config.length.max:
         raise UserError(
             f"--evaluate-to {options.evaluate_to} is below the length of the training, "

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from longrnn import processes
 from longrnn.config import flat
 from longrnn.errors import UserError, require
+from longrnn.files import one_line
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
@@ -143,8 +144,14 @@ def trackers(accelerator: Accelerator, config: TrainConfig) -> Iterator[None]:
         named = {"name": folder.resolve().name}
         options = {"wandb": {"dir": str(folder), **named}, "trackio": named}
         values = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
-        with redirect_stdout(sys.stderr):  # standard output is that of the command
-            accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
+        try:
+            with redirect_stdout(sys.stderr):  # standard output is that of the command
+                accelerator.init_trackers("longrnn", config=values, init_kwargs=options)
+        except Exception as error:  # of the tracker, such as a missing login
+            raise UserError(
+                f"{config.report_to} cannot be opened ({one_line(error)}): set it up, or choose "
+                f"report_to=none, and go on with --resume {folder}"
+            ) from error
     try:
         yield
     finally:

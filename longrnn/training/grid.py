@@ -34,7 +34,7 @@ def split_values(text: str) -> list[str]:
             values.append("")
         else:
             values[-1] += character
-    return values
+    return [value.strip() for value in values]
 
 
 def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
@@ -74,7 +74,7 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
         UserError: see `grid_of`, and `longrnn.training.train.train`; or a folder holds a run with
             other values, or this is a process of a launch.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             "the runs of a grid have one process each: give the command without `longrnn launch`, "
             "also several times at once"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longrnn import processes
-from longrnn.config import read_recorded
+from longrnn.config import RECORDED, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import partial_path
 from longrnn.locks import locked
@@ -91,7 +91,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
             f"{folder} holds no run (it has no train.yaml): give the output_dir of a run, or "
             "start one with `longrnn train CONFIG`"
         )
-    before = configured(recorded | {"output_dir": str(home)})
+    before = configured(recorded | {"output_dir": str(home)}, source=str(home / RECORDED))
     if is_branch != any(override.startswith("output_dir=") for override in overrides):
         raise UserError(
             "a resumed run stays in its folder, and one of its checkpoints continues in another: "

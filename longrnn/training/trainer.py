@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 
 from longrnn import processes
+from longrnn.config import RECORDED
 from longrnn.data import TASKS, Batch
 from longrnn.errors import DivergedError, Terminated, UserError
 from longrnn.models import TrainableLM
@@ -226,8 +227,10 @@ class Trainer:
             return
         saved = checkpoint.checkpoints(self.output_dir)
         healthy = f"the last healthy checkpoint is {saved[-1]}" if saved else "no step was saved"
+        is_recorded = (self.output_dir / RECORDED).is_file()  # not by a dry run
+        resume = f"--resume {self.output_dir} and " if is_recorded else ""
         raise DivergedError(
-            f"{where}; {healthy}: go on with --resume {self.output_dir} and learning_rate="
+            f"{where}; {healthy}: go on with {resume}learning_rate="
             f"{self.config.learning_rate / 2:g}, or with nonfinite=skip"
         )
 

@@ -180,8 +180,7 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:
     """A narrow checkpoint is widened; its tokenizer and configuration are those of the run."""
     first = run(tiny("reverse", tmp_path / "one", max_steps=3))
-    model: Any = first.model()
-    model.to(torch.bfloat16)
+    model: Any = first.model().to(torch.bfloat16)
     from longrnn.models.checkpoint import save_model
 
     save_model(model, tmp_path / "narrow")
@@ -190,10 +189,13 @@ def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> Non
     assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
 
 
-def test_the_end_of_a_tracker(tmp_path: Path) -> None:
-    """tensorboard gets the rows of the metrics."""
+def test_the_end_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tensorboard gets the rows of the metrics; a tracker that cannot be opened is named."""
     pytest.importorskip("tensorboard")
     run(tiny("reverse", tmp_path / "run", report_to="tensorboard"))
     assert list((tmp_path / "run").rglob("events.*"))
     with pytest.raises(UserError, match=naming("report_to")):
         run(tiny("reverse", tmp_path / "other", report_to="mlflow"))
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", lambda *_, **__: 1 / 0)
+    with pytest.raises(UserError, match=naming("tensorboard", "division by zero", "--resume")):
+        run(tiny("reverse", tmp_path / "third", report_to="tensorboard"))
