@@ -26,7 +26,7 @@ def with_weights(module: ModuleT, weights: Mapping[str, Tensor]) -> ModuleT:
     attributes.update(vars(module))
     for name, tensor in weights.items():
         first, _, rest = name.partition(".")
-        attributes[first] = with_weights(getattr(module, first), {rest: tensor}) if rest else tensor
+        attributes[first] = with_weights(getattr(copied, first), {rest: tensor}) if rest else tensor
     if isinstance(copied, nn.RNNBase):  # which lists its weights
         attributes["_flat_weights"] = [getattr(copied, name) for name in copied._flat_weights_names]
     return copied

@@ -81,7 +81,7 @@ def test_stock_transformers_computes_a_folded_hybrid(kind: str, tmp_path: Path) 
     architecture(kind).to(getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")
     source, text = f"{tmp_path / 'theirs'}+{dtype}", tokens(2, 90, seed=4) % 60
     spec = RATES if len(load(source).cells) > 1 else "scale_decay(scale=3, heads=[0])"
-    spec += "+time_scales(bias=-0.5)"
+    spec += "+time_scales(rate=0.4, bias=-0.5)"
     expected = logits(load(f"{source}+{spec}"), text)
     convert(f"{source}+{spec}", tmp_path / "folded", to="hf")
     assert_near(stock_logits(tmp_path / "folded", text, dtype), expected, tolerance)
