@@ -37,7 +37,7 @@ from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
-from longrnn.models import LanguageModel
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.options import Count
 from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
@@ -172,7 +172,14 @@ def _keyed_task(job: Job, keys: int, length: int, steps: int) -> Iterator[Passke
     if not keys:
         yield None
         return
-    repeats = all(isinstance(cell, ScanningCell) and cell.repeats for cell in job.model.cells)
+    pairs = zip(job.model.cells, job.model.edits, strict=True)
+    # `read_repeatedly` computes no hybrid, and no recurrence that is not linear.
+    repeats = isinstance(job.model, RecurrentLM) and all(
+        isinstance(cell, ScanningCell)
+        and cell.repeats
+        and (edit is None or not edit.stages & {"limit", "window"})
+        for cell, edit in pairs
+    )
     segments = max(1, job.target_length // length)
     few = min(REPEATED_SEGMENTS, segments) if repeats else segments
     with TemporaryDirectory() as folder:
