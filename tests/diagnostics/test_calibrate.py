@@ -225,9 +225,9 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
 def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None:
     """Every layer of a Falcon-H1 gets numbers, from text and from keys."""
     model: Any = open_hugging_face(causal("falcon_h1", vocab_size=256)).beyond()  # type: ignore
-    lengths: dict[str, Any] = {"train_length": 160, "target_length": 480}
+    lengths: dict[str, Any] = {"train_length": 160, "target_length": 3200}
     for keys in (0, 1):
-        method = f"fit(steps={3 + 9 * keys}, rows=2, keys={keys})"  # until segments repeat
+        method = f"fit(steps={4 + 16 * keys}, rows=2, keys={keys})"  # short segments are repeated
         (member,) = calibrate(Job(model, documents, **lengths, quiet=True), method)
         assert [len(layer) for layer in member["rate"]] == [cell.n_heads for cell in model.cells]
         assert all(any(layer) for layer in [*member["rate"], *member["bias"]])
