@@ -45,7 +45,7 @@ def finetuning(
     kind = "instruct" if "task.kind=instruct" in overrides else "text"
     task: dict[str, Any] = {"kind": kind, "data": list(data)}
     values |= {
-        "output_dir": output or f"runs/{Path(split_spec(checkpoint)[0]).name}-finetuned",
+        "output_dir": output or f"runs/{Path(split_spec(checkpoint)[0]).absolute().name}-finetuned",
         "init_from": checkpoint,
         "task": task,
         "length": {"max": length},

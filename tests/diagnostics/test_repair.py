@@ -142,7 +142,7 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     """A filter brings back the keys of a model of passkeys; other keys prove it."""
     only(monkeypatch, "forget_more", "token_filter")
     filler = tmp_path / "filler.txt"
-    filler.write_text(longrnn.data.prompts.FILLER * 400)  # type: ignore[attr-defined]
+    filler.write_text(longrnn.data.prompts.FILLER * 800)  # type: ignore[attr-defined]
     monkeypatch.setattr(choice, "DEPTHS", [0.1, 0.5])
     how: dict[str, Any] = {"texts": filler, "length": 8192, "keys": True}
     done = longrnn.repair("passkey-tiny-short", output=tmp_path / "out", **how)

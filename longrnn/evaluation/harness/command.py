@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from traceback import extract_tb
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -34,10 +35,16 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
 
     Raises:
         UserError: an unknown option or task, missing data, or a task that fails.
+        OSError: nothing can be written to --output_path.
     """
     parsed = parse(arguments)
     if not (parsed.tasks or parsed.config):
         raise UserError("no tasks are named: give --tasks NAMES; `lm-eval ls tasks` lists them")
+    if parsed.output_path is not None:  # lm-eval only logs, at the end, that it cannot write there
+        place = Path(parsed.output_path)
+        folder = place.parent if place.suffix == ".json" else place
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
     if data is not None:
         refuse_missing(data, parsed.tasks or [])
     manager = task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
