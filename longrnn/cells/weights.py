@@ -20,6 +20,8 @@ def with_weights(module: ModuleT, weights: Mapping[str, Tensor]) -> ModuleT:
         module: shares all other weights with the copy.
         weights: by name; a dotted one is that of a submodule.
     """
+    if "base_layer" in module._modules:  # an adapter of PEFT, which computes with that layer
+        weights = {f"base_layer.{name}": tensor for name, tensor in weights.items()}
     copied = type(module).__new__(type(module))
     # What is in the dictionary of an object takes precedence over parameters and submodules.
     attributes = vars(copied)

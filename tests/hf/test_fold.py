@@ -13,6 +13,8 @@ from longrnn import load
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.convert import convert
+from longrnn.hf.foreign_load import open_hugging_face
+from longrnn.hf.lora import add_adapters
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import save_model
 from longrnn.models.fold import fold
@@ -22,8 +24,7 @@ from tests.refusals import naming
 
 RATES = "scale_decay(scale=3, heads=[[0, 1], [1, 0]])+power_decay(scale=1.3, layers=[1])"
 BOTH = f"{RATES}+time_scales(rate=0.4, bias=-0.5, heads=[0, 2])"
-
-
+KINDS = "falcon_h1 jamba kimi_linear nemotron_h olmo_hybrid qwen3_next recurrent_gemma zamba zamba2"
 EXPERTS = ("jamba", "kimi_linear", "nemotron_h", "qwen3_next")
 
 
@@ -52,28 +53,18 @@ def test_stock_transformers_computes_a_folded_mamba(mixer: dict[str, Any], tmp_p
     save_model(build_model(mixer, vocab_size=60), tmp_path / "ours")
     text = tokens(2, 200) % 60
     expected = load(tmp_path / "ours").under(BOTH)(text).logits
-    convert(f"{tmp_path / 'ours'}+{BOTH}", tmp_path / "hf", to="hf")
-    assert_near(stock_logits(tmp_path / "hf", text), expected, 1e-10)
     plain = load(tmp_path / "ours")(text).logits
     assert (plain - expected).abs().max() > 1e-3 * expected.abs().max()
-    layouts = ["hf"]
-    if "select_norm_eps" not in mixer:
-        convert(f"{tmp_path / 'ours'}+{BOTH}", tmp_path / "native", to="native")
-        layouts.append("native")
-    for layout in layouts:
+    for layout in ["hf"] if "select_norm_eps" in mixer else ["hf", "native"]:
+        convert(f"{tmp_path / 'ours'}+{BOTH}", tmp_path / layout, to=layout)
         folded = load(tmp_path / layout)
         assert folded.mitigation is None
         assert_near(folded(text).logits, expected, 1e-10)
+    assert_near(stock_logits(tmp_path / "hf", text), expected, 1e-10)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("falcon_h1", "jamba", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen3_next"),
-        *("recurrent_gemma", "zamba", "zamba2"),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_stock_transformers_computes_a_folded_hybrid(kind: str, tmp_path: Path) -> None:
     """In its own architecture, under the names of its own weights."""
     # transformers does not compute experts in float64, and keeps some tables in float32.
@@ -89,13 +80,23 @@ def test_stock_transformers_computes_a_folded_hybrid(kind: str, tmp_path: Path) 
     assert (plain - expected).abs().max() > 2e-5 * expected.abs().max()
 
 
+@torch.no_grad()
+def test_a_bias_below_an_adapter_folds() -> None:
+    pytest.importorskip("peft")
+    model: Any = open_hugging_face(architecture("jamba"))
+    add_adapters(model, r=2, targets=["dt_proj"], full=[])
+    mitigated, text = model.under("time_scales(bias=-1)"), tokens(1, 30)
+    expected = mitigated(text).logits
+    fold(mitigated)
+    assert_near(model(text).logits, expected, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [k for k, cell in MIXERS.items() if cell.bias_weight])
 def test_a_folded_model_of_ours_computes_what_it_computed(kind: str) -> None:
     """Every cell, from a carried state; what does not fold stays a mitigation."""
     model = build_model(kind)
-    spec = "forget_more(decay_scale=0.9)+time_scales(bias=[[0.3], [-0.2]], heads=[0])"
-    if model.cells[0].n_heads > 1:
-        spec = spec.replace("[[0.3], [-0.2]]", "0.3")
+    bias = 0.3 if model.cells[0].n_heads > 1 else [[0.3], [-0.2]]
+    spec = f"forget_more(decay_scale=0.9)+time_scales(bias={bias}, heads=[0])"
     if MIXERS[kind].rate_weight:
         spec = f"scale_decay(scale=2, heads=[1])+{spec}+time_scales(rate=0.3, layers=[1])"
     mitigated, text = model.under(spec), random_tokens(2, 40)
