@@ -24,6 +24,7 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, refuse_long
+from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
 from longrnn.programs import reason_of
 from longrnn.state import LMState, PyTree
@@ -56,7 +57,6 @@ class ForeignLM(LanguageModel):
         max_length: the maximum length of a sequence in tokens; None for no limit.
         can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
-        like: the state's layers for one row without its batch axis, on the meta device.
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
@@ -64,7 +64,6 @@ class ForeignLM(LanguageModel):
     """
 
     model: Any  # its attributes depend on the architecture
-    like: PyTree = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -78,9 +77,10 @@ class ForeignLM(LanguageModel):
         reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)
-        self.like = self._state_like()
+        self._weights = {"dtype": model.dtype}  # also of the copies that share them
+        self._like: tuple[Any, PyTree] = None, ()
         limit = getattr(self.config, "max_position_embeddings", None)
-        self.max_length = limit if limit and states.histories(self.like) else None
+        self.max_length = limit if states.histories(self.like) and limit else None
         self._table = _table_of_positions(model)
         self.can_go_beyond = self._table is None
 
@@ -105,13 +105,20 @@ class ForeignLM(LanguageModel):
         rows = states.tree_map(lambda leaf: leaf[0].to("meta"), layers)
         return states.map_histories(lambda entries: entries[..., :0, :], rows)
 
+    @property
+    def like(self) -> PyTree:  # pyright: ignore
+        """The state's layers for one row without its batch axis, on the meta device."""
+        dtype = self._weights["dtype"]
+        if self._like[0] != dtype:
+            self._like = dtype, ()
+            with without_autocast(self.model.get_input_embeddings().weight):
+                self._like = dtype, self._state_like()
+        return self._like[1]
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # What `to`, `half` and others of nn.Module call: states have the dtype of the weights.
-        before = self.model.dtype
         super()._apply(fn, recurse)
-        if self.model.dtype != before:
-            self.like = ()
-            self.like = self._state_like()
+        self._weights["dtype"] = self.model.dtype
         return self
 
     def init_state(self, batch_size: int) -> LMState:
@@ -156,8 +163,7 @@ class ForeignLM(LanguageModel):
                 "would enter its cache: give rows of one document and of one length"
             )
         tokens = check_tokens(tokens, self.vocab_size)
-        if state is None:
-            state = self.init_state(len(tokens))
+        state = self.init_state(len(tokens)) if state is None else state
         states.check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
@@ -182,12 +188,10 @@ class ForeignLM(LanguageModel):
 
     def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
         """Process rows that have all read `position` tokens, in pieces; see `forward`."""
-
-        def last(entries: Tensor) -> Tensor:
-            return entries[..., max(0, entries.shape[-2] - position) :, :]
-
         # Drop the padding that rows with a longer history left in front.
-        layers = states.map_histories(last, state.layers)
+        layers = states.map_histories(
+            lambda entries: entries[..., max(0, entries.shape[-2] - position) :, :], state.layers
+        )
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
         while start < time:

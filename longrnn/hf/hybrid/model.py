@@ -121,7 +121,7 @@ class HybridLM(TrainableLM, ForeignLM):
         for number, cell, edit in zip(self.layer_numbers, self.cells, other.edits, strict=True):
             # A window has a state of its own.
             layers[number] = layers[number]._replace(cell=cell.like(edit))
-        other.like = tuple(layers)
+        other._like = self._like[0], tuple(layers)
         return other
 
     def with_attention_window(self, window: int) -> Self:

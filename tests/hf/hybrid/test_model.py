@@ -136,7 +136,7 @@ def test_the_check_does_not_depend_on_which_of_two_equal_experts_is_chosen(kind:
 def test_weights_of_recurrences_are_not_rounded_on_loading(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The rest has the requested dtype, and states that of the weights, also after `to`."""
+    """The rest has the requested dtype, states that of the weights, also after a copy's `to`."""
     theirs = architecture(kind)
     before = type(theirs)._keep_in_fp32_modules_strict
     theirs.save_pretrained(tmp_path)
@@ -150,7 +150,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
                 assert torch.equal(weight, weights[name].float()), name
         assert any(weight.dtype == dtype for weight in ours.parameters())
     text, cast = tokens(1, 12, seed=1) % 60, LongRNNForCausalLM.of(stored.under("forget_more"))
-    for each in (model, cast.to(dtype).language_model):
+    for each in (model, cast.to(dtype).language_model, stored):
         assert each(text, each(text).state).logits.isfinite().all()
     named = load(f"{tmp_path}+{str(dtype).removeprefix('torch.')}+forget_more")
     assert named.mitigation is not None
