@@ -42,7 +42,7 @@ from longrnn.ops.rows import Rows, positions_of
 from longrnn.state import LMState, PyTree, histories
 
 
-class HybridLM(TrainableLM, ForeignLM):
+class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
     """A Hugging Face model with recurrent layers, for training, evaluation and diagnosis.
 
     The layers are counted without the others: layer 0 of a mitigation or a diagnosis is the first
