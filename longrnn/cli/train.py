@@ -137,7 +137,7 @@ def finetune(options: Finetuning) -> None:
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if not options.no_evaluate and (config.validation is None or config.init_from is None):
-        raise UserError("there is no validation data or no init_from to compare: add --no-evaluate")
+        raise UserError("validation or init_from is missing to compare with: add --no-evaluate")
     if options.evaluate_to is not None and options.evaluate_to < config.length.max:
         raise UserError(
             f"--evaluate-to {options.evaluate_to} is below the length of the training, "
