@@ -2,15 +2,18 @@
 
 On an x86 CPU, float32 products are computed by oneDNN. torch computes them with MKL, which reaches
 half of oneDNN's speed on the AMD processors of `docs/results.md`, because it does not use AVX-512
-there. Both sum in float32. On CPUs without instructions for bfloat16, such products are computed in
-float32 too, in a third of the time that torch takes. Without gradients, products of at most
-`FEW_ROWS` rows, as in decoding, are computed by a C++ kernel where it was compiled: decoding is 1.7
-to 2.4 times as fast as with the backend `torch` (`docs/results.md`). Other dtypes, devices and
-small products use torch's own operators, and so does autocast, which casts them.
+there. Both sum in float32. Products in bfloat16 are computed in float32 too, where that takes less
+time than in torch: without instructions for bfloat16 a third of the time, on some processors with
+them 0.6 of it. Each process measures this once for each class of sizes. Without gradients, products
+of at most `FEW_ROWS` rows, as in decoding, are computed by a C++ kernel where it was compiled:
+decoding is 1.7 to 2.4 times as fast as with the backend `torch` (`docs/results.md`). Other dtypes,
+devices and small products use torch's own operators, and so does autocast, which casts them.
 """
 
 from __future__ import annotations
 
+import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,10 +27,8 @@ from longrnn.ops.transforms import in_forward_mode, is_transformed
 MIN_ROWS = 32
 # At least so many multiplications, since a call of oneDNN costs a few microseconds.
 MIN_PRODUCTS = 2**18
-# The dtypes of these products.
-PRODUCT_DTYPES = {torch.float32}
-if not torch.cpu._is_avx512_bf16_supported():
-    PRODUCT_DTYPES.add(torch.bfloat16)
+# The largest sizes whose time is measured; larger ones have the same ratio of times.
+MEASURED_ROWS, MEASURED_WIDTH = 128, 1024
 
 
 def _available() -> bool:
@@ -77,14 +78,41 @@ def _suits(a: Tensor, b: Tensor) -> bool:
     return (
         AVAILABLE
         and a.dtype == b.dtype
-        and a.dtype in PRODUCT_DTYPES
+        and a.dtype in (torch.float32, torch.bfloat16)
         and a.device.type == b.device.type == "cpu"
         and len(a) >= MIN_ROWS
         and a.numel() * len(b) >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
         and not in_forward_mode()
         and not torch.compiler.is_compiling()  # Inductor chooses a product itself
+        and (a.dtype == torch.float32 or _is_faster_in_float32(*_size_class(a, b)))
     )
+
+
+def _size_class(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns and inner size of a bᵀ, each rounded to a power of 2, and threads."""
+    rows = min(MEASURED_ROWS, 2 ** (len(a).bit_length() - 1))
+    columns, inner = (
+        min(MEASURED_WIDTH, 2 ** (size.bit_length() - 1)) for size in (len(b), a.shape[1])
+    )
+    return rows, columns, inner, torch.get_num_threads()
+
+
+@cache
+def _is_faster_in_float32(rows: int, columns: int, inner: int, threads: int) -> bool:
+    """Whether a product in bfloat16 takes less time in float32, with both conversions.
+
+    Float32 must save a tenth, so that processes on the same machine choose alike.
+    """
+    a = torch.ones(rows, inner, dtype=torch.bfloat16, device="cpu")
+    b = torch.ones(columns, inner, dtype=torch.bfloat16, device="cpu")
+    seconds = {F.linear: [], _Product.forward: []}
+    for _ in range(4):  # the first also sets up the kernels
+        for product, measured in seconds.items():
+            start = time.perf_counter()
+            product(a, b)
+            measured.append(time.perf_counter() - start)
+    return min(seconds[_Product.forward]) < 0.9 * min(seconds[F.linear])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
