@@ -7,11 +7,13 @@ Notable choices:
   pass; they are as large as the hidden states and the head.
 - MAX_PIECE_LOGITS was chosen by measurement on a CPU. With a small vocabulary one piece
   suffices. Other devices take larger pieces, as a product of 166 rows leaves most of a GPU idle.
+- `torch.nn.functional.linear_cross_entropy` has no soft cap and returns no ids, and with a weight
+  for each token it computes the logits a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,21 +69,45 @@ def weighted_cross_entropy(
             "this loss has no forward-mode derivative: use torch.nn.functional.cross_entropy with "
             "the logits of the model"
         )
-    weights = weights.detach() * (targets >= 0)
-    rows, dtype = _rows(hidden, head), product_dtype(hidden)
-    loss, predictions = _HeadLoss.apply(
-        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, soft_cap
-    )
+    rows, ids = hidden.flatten(0, -2), targets.flatten()
+    predictions = torch.empty_like(ids)
+    is_trained = torch.is_grad_enabled()
+    grad_rows = torch.empty_like(rows) if is_trained and hidden.requires_grad else None
+    wide, narrow_head = _wide(hidden), head.detach().to(product_dtype(hidden))
+    trains_head = is_trained and head.requires_grad
+    grad_head = torch.zeros_like(head, dtype=wide) if trains_head else None
+    with torch.no_grad(), without_autocast(hidden):
+        loss = rows.new_zeros((), dtype=wide)
+        # The weight of one token among many may underflow float16: scale the largest weight to 1.
+        weights = (weights * (targets >= 0)).flatten().to(wide)
+        scale = weights.abs().amax() if len(weights) else weights.sum()
+        weights = (weights / scale.clamp(min=torch.finfo(wide).tiny))[:, None]
+        # Vectors that are not finite, because 0 · NaN would be NaN.
+        broken = (weights == 0) & ~rows.isfinite().all(-1, keepdim=True)
+        for part, x, logits in _pieces(rows.masked_fill(broken, 0), narrow_head, soft_cap):
+            losses, predictions[part], gradient = _losses(logits, ids[part])
+            loss += (losses * weights[part, 0]).sum()
+            if grad_rows is None and grad_head is None:
+                continue
+            index = ids[part, None].clamp(min=0)
+            gradient.scatter_add_(1, index, torch.full_like(weights[part], -1.0))
+            if soft_cap is not None:
+                gradient *= 1 - (logits / soft_cap).square()
+            gradient = gradient.to(x.dtype)
+            if grad_rows is not None:
+                product = matmul_nt(gradient, narrow_head.t()).to(wide)
+                grad_rows[part] = product * weights[part] * scale
+            if grad_head is not None:
+                _add_products(grad_head, gradient, (x * weights[part]).to(x.dtype))
+        if grad_head is not None:
+            grad_head = grad_head.mul_(scale).to(head.dtype)
+    loss = _WithGradients.apply(loss * scale, rows, head, grad_rows, grad_head)
     return HeadLoss(loss, predictions.view_as(targets))
 
 
 @torch.no_grad()
 def token_cross_entropy(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    *,
-    soft_cap: float | None = None,
+    hidden: Tensor, head: Tensor, targets: Tensor, *, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token without a tensor of all logits, and without gradients.
 
@@ -96,37 +122,39 @@ def token_cross_entropy(
     Returns:
         −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
     """
-    rows, dtype = _rows(hidden, head), product_dtype(hidden)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
-    losses = [hidden.new_empty(0, dtype=wide)]
-    predictions = [targets.new_empty(0)]
+    ids, narrow_head = targets.flatten(), head.to(product_dtype(hidden))
+    losses, predictions = ids.new_empty(len(ids), dtype=_wide(hidden)), torch.empty_like(ids)
     with without_autocast(hidden):
-        logits_of = _logits_in(wide, head.to(dtype))
-        for x, target in pairs:
-            logits = _capped(logits_of(x.to(dtype)), soft_cap)
-            result = _losses(logits, target.clamp(min=0), None)
-            losses.append(result.losses.masked_fill(target < 0, 0))
-            predictions.append(result.predictions)
-    return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
+        for part, _, logits in _pieces(hidden.flatten(0, -2), narrow_head, soft_cap):
+            losses[part], predictions[part], _ = _losses(logits, ids[part])
+    return losses.masked_fill(ids < 0, 0).view_as(targets), predictions.view_as(targets)
 
 
-def _rows(hidden: Tensor, head: Tensor) -> int:
-    """Tokens of one piece."""
-    most = MAX_PIECE_LOGITS if hidden.device.type == "cpu" else MAX_DEVICE_LOGITS
-    return max(1, most // len(head))
+def _wide(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
-    return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
+def _pieces(
+    rows: Tensor, head: Tensor, soft_cap: float | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """For each piece its slice of `rows`, these in the dtype of `head`, and their logits.
 
-
-def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function x ↦ x headᵀ in `dtype`, which is wide enough that no product is rounded."""
-    if head.is_cuda and head.dtype != dtype == torch.float32 and torch.__version__ >= "2.8":
-        return lambda x: torch.mm(x, head.t(), out_dtype=dtype)
-    wide = head.to(dtype)
-    return lambda x: matmul_nt(x.to(dtype), wide)
+    The logits are float32 or wider, so that no product is rounded.
+    """
+    wide, most = _wide(rows), MAX_PIECE_LOGITS if rows.device.type == "cpu" else MAX_DEVICE_LOGITS
+    size = max(1, most // len(head))
+    mixed = head.is_cuda and head.dtype != wide == torch.float32 and torch.__version__ >= "2.8"
+    wide_head = head if mixed else head.to(wide)
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
+        x = rows[part].to(head.dtype)
+        if mixed:
+            logits = torch.mm(x, head.t(), out_dtype=wide)
+        else:
+            logits = matmul_nt(x.to(wide), wide_head)
+        if soft_cap is not None:
+            logits = soft_cap * (logits / soft_cap).tanh()
+        yield part, x, logits
 
 
 def _add_products(total: Tensor, gradient: Tensor, x: Tensor) -> None:
@@ -136,106 +164,36 @@ def _add_products(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         total[part] += matmul_nt(gradient[:, part].t(), x.t())
 
 
-class _RowLosses(NamedTuple):
-    """Losses of rows of logits.
-
-    Attributes:
-        losses: `(rows,)`.
-        predictions: `(rows,)` int64.
-        gradient: `(rows, v)`, softmax − one-hot: of each loss with respect to its logits.
-    """
-
-    losses: Tensor
-    predictions: Tensor
-    gradient: Tensor | None
-
-
-def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _RowLosses:
-    """The losses of rows of logits.
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of rows of logits, the most likely ids and the probabilities `(rows, v)`.
 
     Args:
-        logits: `(rows, v)`, which may be overwritten.
-        targets: `(rows,)` int64, at least 0.
-        dtype: of the gradient; None for no gradient.
+        logits: `(rows, v)`.
+        targets: `(rows,)` int64; where they are negative, the loss has no meaning.
     """
-    index = targets[:, None]
     largest, most_likely = logits.max(-1, keepdim=True)
-    target_logits = logits.gather(1, index)
     probabilities = logits.softmax(-1)
     # −log of the largest probability, which is never small, and the distance to it.
-    losses = (largest - target_logits) - probabilities.gather(1, most_likely).log()
-    loss, prediction = losses[:, 0], most_likely[:, 0]
-    if dtype is None:
-        return _RowLosses(loss, prediction, None)
-    probabilities.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
-    return _RowLosses(loss, prediction, probabilities.to(dtype))
+    distance = largest - logits.gather(1, targets[:, None].clamp(min=0))
+    losses = distance - probabilities.gather(1, most_likely).log()
+    return losses[:, 0], most_likely[:, 0], probabilities
 
 
-class _HeadLoss(torch.autograd.Function):
-    """`weighted_cross_entropy` of `(t, d)` in pieces of `rows` tokens, with factors in `dtype`."""
+class _WithGradients(torch.autograd.Function):
+    """A loss with its known gradients with respect to two tensors; None for a constant."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        rows: int,
-        dtype: torch.dtype,
-        soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        narrow = head.to(dtype)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
-        # The weight of one token among many may underflow float16: scale the largest weight to 1.
-        weights = weights.to(wide)
-        scale = weights.abs().amax() if len(weights) else weights.sum()
-        relative = weights / scale.clamp(min=torch.finfo(wide).tiny)
-        trained = None if grad_hidden is None and grad_head is None else dtype
-        loss = hidden.new_zeros((), dtype=wide)
-        predictions = torch.empty_like(targets)
-        with without_autocast(hidden):
-            logits_of = _logits_in(wide, narrow)
-            for start in range(0, len(hidden), rows):
-                part = slice(start, start + rows)
-                x, weight = hidden[part].to(dtype), relative[part, None]
-                broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
-                x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
-                logits = _capped(logits_of(x), soft_cap)
-                slope = None if soft_cap is None else 1 - (logits / soft_cap).square()
-                result = _losses(logits, targets[part].clamp(min=0), trained)
-                predictions[part] = result.predictions
-                loss += (result.losses * weight[:, 0]).sum()
-                gradient = result.gradient
-                if gradient is None:
-                    continue
-                if slope is not None:
-                    gradient = gradient * slope.to(gradient.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = matmul_nt(gradient, narrow.t()).to(wide) * weight * scale
-                weighted = (x * weight).to(dtype)
-                if grad_head is not None:
-                    _add_products(grad_head, gradient, weighted)
-        if grad_head is not None:
-            grad_head = grad_head.mul_(scale).to(head.dtype)
-        ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.mark_non_differentiable(predictions)
-        return loss * scale, predictions
+        ctx: Any, loss: Tensor, hidden: Tensor, head: Tensor, *gradients: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_loss: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
-            None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = [
+            None if gradient is None else gradient * grad_loss.to(gradient.dtype)
+            for gradient in ctx.saved_tensors
+        ]
+        return None, *gradients, None, None
