@@ -37,10 +37,15 @@ def check_device(device: Any) -> None:
     """Check that torch can use a device.
 
     Raises:
-        UserError: it cannot, or has fewer GPUs than there are processes.
+        UserError: it cannot, or has fewer GPUs than there are processes; or it lacks float64.
     """
     import torch
 
+    if str(device).partition(":")[0] == "mps":
+        raise UserError(
+            f"device {str(device)!r} has no float64, in which longrnn computes decays and angles: "
+            "give cpu"
+        )
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

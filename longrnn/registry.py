@@ -29,9 +29,21 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         self.family = family
 
     def register(self, name: str) -> Callable[[M], M]:
-        """Class decorator that enters a member under `name`."""
+        """Class decorator that enters a member under `name`.
+
+        The same class of a module, or of a notebook's cell, that runs again replaces itself.
+
+        Raises:
+            UserError: another class has that name.
+        """
 
         def enter(member: M) -> M:
+            known = self.get(name, member)
+            if (known.__module__, known.__qualname__) != (member.__module__, member.__qualname__):
+                raise UserError(
+                    f"{self.family} {name!r} is registered already, by {known.__qualname__} of "
+                    f"{known.__module__}: register {member.__qualname__} under another name"
+                )
             self[name] = member  # type: ignore[assignment]
             return member
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,7 +22,11 @@ def with_weights(module: ModuleT, weights: Mapping[str, Tensor]) -> ModuleT:
     """
     if "base_layer" in module._modules:  # an adapter of PEFT, which computes with that layer
         weights = {f"base_layer.{name}": tensor for name, tensor in weights.items()}
-    copied = type(module).__new__(type(module))
+    kind: Any = type(module)
+    # A property, with which a parametrization computes a weight, would hide the other weight.
+    if computed := {name for name in weights if isinstance(getattr(kind, name, None), property)}:
+        kind = type(kind.__name__, (kind,), dict.fromkeys(computed))
+    copied: ModuleT = kind.__new__(kind)
     # What is in the dictionary of an object takes precedence over parameters and submodules.
     attributes = vars(copied)
     attributes.update(vars(module))

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.cells import merge
+from longrnn.errors import UserError
 from longrnn.mitigations import Chain, Mitigation
 from longrnn.models.base import LanguageModel
 
@@ -25,6 +26,9 @@ def fold(model: LanguageModel) -> Chain:
 
     Returns:
         The other parts: under them, the model computes what it computed before.
+
+    Raises:
+        UserError: a parametrization computes a weight that would change.
     """
     parts, rest = _parts(model), unfoldable(model)
     folding = [pair for pair in parts if pair[0] not in rest]
@@ -33,7 +37,13 @@ def fold(model: LanguageModel) -> Chain:
         weights = cell.fold(merge(chosen).to(cell.device))
         assert weights is not None
         for name, weight in weights.items():
-            attrgetter(name)(cell).copy_(weight)
+            stored = attrgetter(name)(cell)
+            if not isinstance(stored, nn.Parameter):
+                raise UserError(
+                    f"{name} of layer {layer} is computed by a parametrization, and what is folded "
+                    "into it would be lost: call torch.nn.utils.parametrize.remove_parametrizations"
+                )
+            stored.copy_(weight)
     if folding:
         vars(model).update(loaded_from=None)
     return Chain(rest)

@@ -3,7 +3,7 @@
 A token of a layer takes less time than the calls of Python around it, whose code and data the
 weights of each layer drive out of the caches. What the kernel reads of the modules is packed once,
 and packed again when one of them has changed: another tensor, module or option in its place, or
-other memory or another dtype of a tensor. Values are read anew in each call.
+other memory, strides, sizes or another dtype of a tensor. Values are read anew in each call.
 """
 
 from __future__ import annotations

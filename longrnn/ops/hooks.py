@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -58,7 +57,7 @@ class ModuleRecord:
         self._names = [name for _, name in slots]
         self._values = self._held()
         self.tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._addresses, self._dtypes = self._memory()
+        self._layouts = self._memory()
         self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
 
     @property
@@ -67,16 +66,13 @@ class ModuleRecord:
         return any(self._hooks) or bool(torch_module._has_any_global_hook())
 
     def is_current(self) -> bool:
-        """Whether the modules hold the same objects, and the tensors the same memory and dtype."""
-        return all(map(is_, self._held(), self._values)) and self._memory() == (
-            self._addresses,
-            self._dtypes,
-        )
+        """Whether the modules hold the same objects, and the tensors the same numbers in memory."""
+        return all(map(is_, self._held(), self._values)) and self._memory() == self._layouts
 
     def _held(self) -> list[Any]:
         return list(map(dict.get, self._holders, self._names))
 
-    def _memory(self) -> tuple[list[int], list[torch.dtype]]:
+    def _memory(self) -> list[list[Any]]:
         # One loop over all tensors per property: a loop over tensors in Python takes longer.
-        addresses = list(map(Tensor.data_ptr, self.tensors))
-        return addresses, list(map(attrgetter("dtype"), self.tensors))
+        properties = (Tensor.data_ptr, Tensor.stride, Tensor.size, attrgetter("dtype"))
+        return [list(map(read, self.tensors)) for read in properties]

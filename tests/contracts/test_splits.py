@@ -17,6 +17,7 @@ from tests.contracts.builders import (
     MIXER_SPECS,
     Spec,
     build_mitigated,
+    build_model,
     mixer_spec,
     random_sizes,
     random_state,
@@ -38,6 +39,14 @@ from tests.contracts.subjects import (
 pytestmark = pytest.mark.core
 
 TIME = 75  # more than a chunk of the C++ kernels, and several windows
+
+
+def test_gradients_of_one_token_after_another() -> None:
+    """Of one row with one head, whose slices are contiguous although they begin at odd numbers."""
+    model = build_model({"kind": "mamba3", "d_state": 5, "head_dim": 16})
+    state, tokens = started(model, 1), random_tokens(1, 3)
+    whole = outcome(model, tokens, state, [3])
+    assert_same(outcome(model, tokens, state, [1, 1, 1]), whole, torch.float64)
 
 
 @every_subject_in_a_dtype

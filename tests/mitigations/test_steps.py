@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from longrnn.cells import MIXERS, Edit, merge
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
+from longrnn.models.fold import fold
 from tests.contracts.builders import assert_near, build_model, mixer_spec, random_tokens
+from tests.refusals import naming
 
 pytestmark = pytest.mark.core
 
@@ -111,3 +115,27 @@ def test_a_stage_that_an_implementation_does_not_know_is_refused(kind: str, back
     for tokens in (random_tokens(1, 5), random_tokens(1, 1)):
         with torch.no_grad(), pytest.raises(UserError, match="extra"):
             model(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        ("mamba2", "A_log"),
+        ("mamba", "dt_proj.bias"),
+        ("kda", "dt_bias"),
+        ("lstm", "cell.bias_hh_l0"),
+    ],
+)
+@torch.no_grad()
+def test_time_scales_of_a_weight_that_a_parametrization_computes(kind: str, weight: str) -> None:
+    """They change what it computes, in calls of any number of tokens; it cannot be folded."""
+    option = "rate" if weight == "A_log" else "bias"
+    computed = build_model(mixer_spec(kind), n_layers=1).under(f"time_scales({option}=0.5)")
+    stored = copy.deepcopy(computed)
+    owner, _, name = f"blocks.0.mixer.{weight}".rpartition(".")
+    register_parametrization(computed.get_submodule(owner), name, nn.Tanh())
+    stored.get_parameter(f"{owner}.{name}").tanh_()
+    for tokens in (random_tokens(1, 1), random_tokens(1, 9)):
+        assert_near(computed(tokens).logits, stored(tokens).logits, 1e-10)
+    with pytest.raises(UserError, match=naming(weight, "layer 0", "remove_parametrizations")):
+        fold(computed)

@@ -111,6 +111,12 @@ def parametrize(name: str) -> Callable[[RecurrentLM], object]:
     return lambda model: register_parametrization(model.get_submodule(name), "weight", nn.Tanh())
 
 
+def stride(model: RecurrentLM) -> None:
+    """The same numbers in memory, column by column: what `weight.data.t()` does to a square one."""
+    weight = model.get_parameter("blocks.0.mixer.out_proj.weight")
+    weight.data = weight.data.as_strided(weight.shape, (1, len(weight)))
+
+
 def hook(name: str) -> Callable[[RecurrentLM], None]:
     def register(model: RecurrentLM) -> None:
         module = model.get_submodule(name)
@@ -123,6 +129,7 @@ CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
     "options": replace_options,
     "eps of a block": lambda model: setattr(model.blocks[0], "eps", 0.5),
     "other projection": lambda model: setattr(model.cells[0], "out_proj", nn.Linear(64, 32)),
+    "strides of a projection": stride,
     "computed weight of a norm": parametrize("blocks.1.norm"),
     "computed weight of a convolution": parametrize("blocks.0.mixer.conv1d"),
     "hook of a block": hook("blocks.1"),
