@@ -1,8 +1,9 @@
 """The training loop.
 
 Notable choices:
-- Random choices are functions of (seed, step), and everything else is in the checkpoint: on a CPU,
-  a run that was interrupted and resumed ends bit for bit where an undisturbed one does.
+- Random choices, dropout included, are functions of (seed, step), and everything else is in the
+  checkpoint: on a CPU, a run that was interrupted and resumed ends bit for bit where an undisturbed
+  one does.
 - `Trainer` writes nothing until `train` is called: a dry run is the same set-up and two steps.
 - Metrics are summed over processes once per step, together with the request to stop, so that all
   processes stop after the same step.
@@ -28,6 +29,7 @@ from longrnn.data import TASKS, Batch
 from longrnn.errors import DivergedError, Terminated, UserError
 from longrnn.models import TrainableLM
 from longrnn.progress import Progress
+from longrnn.seeds import mix
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
@@ -118,6 +120,7 @@ class Trainer:
 
         A skipped step returns `stop` alone.
         """
+        torch.manual_seed(mix(self.config.seed, "step", self.step, processes.rank()))  # of dropout
         set_learning_rate(self.optimizer, self.step, self.config)
         count, limit = self.config.gradient_accumulation_steps, self.config.max_grad_norm
         micro_batches = [self._forward_backward(micro) for micro in range(count)]

@@ -70,12 +70,14 @@ class Validation:
         device = next(objective.parameters()).device
         size, n = self.config.per_device_train_batch_size, len(self.rows.tokens)
         nats, scores = [], {}
+        objective.eval()  # without dropout
         for start in range(0, n, size):
             rows = self.rows.row(*range(start, min(start + size, n)))
             losses, predictions = self._read(objective, rows.to(device))
             nats.append(losses)
             for name, values in self.task.score(predictions, rows).items():
                 scores.setdefault(name, []).append(values)
+        objective.train()
         scored = self.rows.targets != UNSCORED
         losses = torch.cat(nats)
         values = {"eval_loss": float(losses[scored].mean())}

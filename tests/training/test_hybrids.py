@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import peft
@@ -26,6 +26,7 @@ from longrnn.training.distributed import build_accelerator
 from longrnn.training.grid import run_grid
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import build
+from longrnn.training.objective import rows_of
 from longrnn.training.train import dry_run
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import assert_near
@@ -34,7 +35,7 @@ from tests.hf.hybrid.test_gradients import NARROW
 from tests.launched import CPU2
 from tests.texts import BOOK, TEXTS
 from tests.training import forks
-from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
+from tests.training.runs import assert_same_run, crash, metrics, tiny, train, write_config
 from tests.training.test_processes import FSDP2, assert_alike, trained
 
 LENGTH = 32
@@ -152,6 +153,30 @@ def test_resume_is_exact(number: signal.Signals, changes: dict[str, Any], tmp_pa
     assert_same_run(tmp_path / "whole", tmp_path / "part")
     model = load(tmp_path / "part")
     assert (model.mitigation is None) == ("mitigation" not in changes)
+
+
+def test_dropout_is_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run ends bit for bit as an undisturbed one, however often it is validated, which is
+    done without dropout."""
+    base = with_bytes(architecture("bamba", vocab_size=256, attention_dropout=0.5), tmp_path / "b")
+    options: dict[str, Any] = {"task": {"kind": "text", "data": str(BOOK)}, "max_steps": 3}
+    options |= {"validation": "held_out", "eval_samples": 2, "eval_length": LENGTH}
+    every, whole, part = (
+        config(base, tmp_path / name, **options, eval_steps=steps)
+        for name, steps in (("every", 1), ("whole", 3), ("part", 3))
+    )
+    train(every)
+    train(whole)
+    crash(part, 2, monkeypatch)
+    train(part, resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
+    names = ("every", "whole")
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
+    assert one == other
+    rows = TASKS.build(cast("dict[str, Any]", whole.validation), None).held_out(2, length=LENGTH)
+    logits = load(tmp_path / "whole")(rows.tokens, rows=rows_of(rows, slice(None))).logits
+    loss = torch.nn.functional.cross_entropy(logits.mT, rows.targets)
+    assert metrics(tmp_path / "whole")[-2]["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_a_grid_and_a_dry_run(tmp_path: Path) -> None:
