@@ -212,10 +212,10 @@ class Mamba3(ScanningCell):
         state, rows = rest.state, rest.rows
         angle = _total(steps.dt[..., None] * rest.theta, state.angle, rows)
         near = angle.to(rest.B)
-        cos, sin = near.cos(), near.sin()
+        turn = torch.complex(near.cos(), near.sin())
         x = torch.cat([state.x[:, None], steps.x], 1)
-        B = torch.cat([state.B[:, None], _rotated(rest.B, cos, sin)], 1)
-        C = _rotated(rest.C, cos, sin)
+        B = torch.cat([state.B[:, None], _rotated(rest.B, turn)], 1)
+        C = _rotated(rest.C, turn)
         inputs = TrapezoidInputs(x, steps.gain, steps.log_decay, B, C, rest.mix)
         last_x = x[:, -1:] if rows is None else rows.last(x, 1)
         last_B = B[:, -1:] if rows is None else rows.last(B, 1)
@@ -265,10 +265,13 @@ def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:
     )
 
 
-def _rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`(b, t, h, n)` with the first pairs of entries rotated by angles, `(b, t, h, a)`."""
-    pairs, rest = vectors.tensor_split([2 * cos.shape[-1]], dim=-1)
-    # Not as complex numbers, whose gradients torch refuses at an odd place in memory.
-    one, two = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([one * cos - two * sin, one * sin + two * cos], -1)
-    return torch.cat([turned.flatten(-2), rest], -1)
+def _rotated(vectors: Tensor, turn: Tensor) -> Tensor:
+    """`(b, t, h, n)` with the first pairs of entries times `turn`, complex `(b, t, h, a)`."""
+    pairs, rest = vectors.tensor_split([2 * turn.shape[-1]], dim=-1)
+    turned = torch.view_as_complex(pairs.contiguous().unflatten(-1, (-1, 2))) * turn
+    rotated = torch.view_as_real(turned).flatten(-2)
+    if rest.shape[-1] == 0:
+        return rotated
+    # The product has a gradient of its own, where that of `cat` may begin at an odd place in
+    # memory, which torch cannot view as complex numbers.
+    return torch.cat([rotated * 1, rest], -1)
