@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
@@ -202,3 +203,8 @@ def _device_of(device_map: Any) -> Any:
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)
 AutoModelForCausalLM.register(LongRNNConfig, LongRNNForCausalLM, exist_ok=True)
+# Here the Trainer (for label smoothing), pipelines and others look up the name of a class.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES |= {
+    "longrnn": LongRNNForCausalLM.__name__,
+    "longrnn_hybrid": HybridForCausalLM.__name__,
+}

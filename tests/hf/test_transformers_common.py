@@ -125,12 +125,9 @@ class LongRNNTest:
 
     def setUp(self: Any) -> None:
         self.model_tester = Tester(self.options)
-        names = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
         if self._testMethodName in OF_BASE_MODELS:
-            names.append(modeling_auto.MODEL_MAPPING_NAMES)
-        for mapping in names:
             known = {"longrnn": LongRNNForCausalLM.__name__}
-            self.enterContext(mock.patch.dict(mapping, known))
+            self.enterContext(mock.patch.dict(modeling_auto.MODEL_MAPPING_NAMES, known))
         # The blocks that can be recomputed.
         self.enterContext(mock.patch.object(COMMON, "GradientCheckpointingLayer", Block))
 

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from longrnn import load
@@ -28,7 +29,7 @@ TEXT = tokens(2, 12) + 1
 @pytest.fixture
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     kind = getattr(request, "param", "falcon_h1")
-    theirs = architecture(kind, vocab_size=256, **KINDS[kind])
+    theirs = architecture(kind, vocab_size=256, **KINDS.get(kind, {}))
     return with_bytes(theirs, tmp_path / "base")
 
 
@@ -87,23 +88,41 @@ def test_adapters_of_peft_go_both_ways(base: Path, tmp_path: Path) -> None:
         assert_near(load(tmp_path / "adapter")(TEXT).logits, wanted, 1e-5)
 
 
-def test_sft_of_trl_has_the_loss_of_transformers(base: Path, tmp_path: Path) -> None:
-    """Also where logits are multiplied by a number."""
+@pytest.mark.parametrize("base", ["falcon_h1", "recurrent_gemma"], indirect=True)
+def test_sft_of_trl_has_the_loss_of_the_model(base: Path, tmp_path: Path) -> None:
+    """Also where logits are multiplied by a number, or limited."""
     trl = pytest.importorskip("trl")
     tokenizer = byte_level().tokenizer
     tokenizer.add_special_tokens({"eos_token": chr(0x100), "pad_token": chr(0x100)})
     data = Dataset.from_dict({"prompt": ["one ", "two "], "completion": ["a", "bb"]})
-    losses = []
-    for start in (LongRNNForCausalLM, AutoModelForCausalLM):
-        trainer = trl.SFTTrainer(
-            model=start.from_pretrained(base),
-            args=trl.SFTConfig(**arguments(tmp_path / "out", max_steps=1, bf16=False)),
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
-        trainer.train()
-        losses.append(trainer.state.log_history[0]["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    model: Any = LongRNNForCausalLM.from_pretrained(base)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**arguments(tmp_path / "out", max_steps=1, bf16=False)),
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
+    wanted = float(model(**next(iter(trainer.get_train_dataloader()))).loss)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("base", ["qwen3_next", "nemotron_h"], indirect=True)
+def test_the_trainer_goes_on_from_the_weights_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
+    """A checkpoint has other names and shapes than the model, which are converted or refused."""
+    data = Dataset.from_dict({"input_ids": TEXT.tolist(), "labels": TEXT.tolist()})
+    options = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    ends = []
+    for begin in (None, str(tmp_path / "checkpoint-1")):
+        model: Any = LongRNNForCausalLM.from_pretrained(base)
+        trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=data)
+        trainer.train(resume_from_checkpoint=begin)
+        ends.append(model.state_dict())
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+    stored = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    stored.popitem()
+    with pytest.raises(UserError, match="from_pretrained"):
+        model.load_state_dict(stored, strict=False)
 
 
 @pytest.mark.parametrize("base", ["qwen3_next"], indirect=True)

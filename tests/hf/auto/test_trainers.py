@@ -14,9 +14,11 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.state import leaves
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.foreign import build_auto
+from tests.hf.foreign import architecture, build_auto
 
 RATE = 0.05
 
@@ -53,6 +55,21 @@ def test_trainer_takes_the_steps_of_a_plain_loop(kind: str, tmp_path: Path) -> N
                 weight -= RATE * weight.grad
     for (name, weight), other in zip(own.named_parameters(), model.model.parameters(), strict=True):
         torch.testing.assert_close(other, weight, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "adapter", "plain"])
+def test_smoothed_labels_are_those_of_the_next_tokens(kind: str, tmp_path: Path) -> None:
+    model: Any = build_auto()
+    if kind == "hybrid":
+        model = LongRNNForCausalLM.of(open_hugging_face(architecture("falcon_h1")))
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["in_proj"]))
+    options = TrainingArguments(**arguments(tmp_path, label_smoothing_factor=0.1))
+    tokens = random_tokens(2, 7)
+    found = Trainer(model, options).compute_loss(model, {"input_ids": tokens, "labels": tokens})
+    predicted = model(tokens).logits[:, :-1].flatten(0, 1)
+    wanted = F.cross_entropy(predicted, tokens[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
