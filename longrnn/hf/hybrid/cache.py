@@ -51,6 +51,19 @@ class HybridCache(DynamicCache):
         self.edits, self.rows = edits, rows
         self.cells: dict[int, PyTree] = {}
         self.rnn_state = [CacheEntry(self) for _ in self.layers]
+        self._attends = any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in self.layers)
+
+    # transformers asks these of models without a layer of attention too, and does not answer them.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of keys of a layer; 0 in a model without attention."""
+        return super().get_seq_length(layer_idx) if self._attends else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The number of keys of a layer with those of this call, and the place of the first one."""
+        if not self._attends:
+            return query_length, 0
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def fill(
         self, layers: Iterable[LayerCache], windows: Sequence[int | None], position: int
