@@ -17,7 +17,7 @@ from lm_eval.__main__ import HarnessCLI
 
 from longrnn.bundled import bundled
 from longrnn.errors import UserError
-from longrnn.evaluation.harness.local_data import read_from, refuse_missing, with_answers
+from longrnn.evaluation.harness.local_data import read_from, refuse_missing
 from longrnn.files import one_line
 from longrnn.hf.tokenizer import own_tokenizers
 from longrnn.yaml import read_mapping
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
 
     Args:
         arguments: command line arguments of `lm-eval run`.
-        data: a folder with data of tasks, see `local_data`.
+        data: a folder with data sets of tasks, see `local_data`.
 
     Raises:
         UserError: an unknown option or task, missing data, or a task that fails.
@@ -70,8 +70,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 @contextmanager
 def prepared(data: Path | None) -> Iterator[None]:
-    """Let lm-eval use our tokenizers and data in a folder, and explain its errors."""
-    with explained(), own_tokenizers(), read_from(data), with_answers():
+    """Let lm-eval use our tokenizers and data sets in a folder, and explain its errors."""
+    with explained(), own_tokenizers(), read_from(data):
         yield
 
 

@@ -117,6 +117,12 @@ class HarnessTasks(Evaluation[HarnessOptions]):
                     task.set_config("num_fewshot", options.num_fewshot)
                 if options.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
                     task.set_config("generation_kwargs", options.gen_kwargs, update=True)
+                # Where not ten words fit, `ruler_cwe` has samples without an answer.
+                if any(document.get("outputs") == [] for document in task.eval_docs):
+                    raise UserError(
+                        f"{name} has no answer at this length with this tokenizer: give greater "
+                        "lengths"
+                    )
         return tasks
 
     def _items(self, task: Any, name: str, length: int | None) -> list[Item]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,10 @@ def test_lengths_from_the_command_line(
     assert reasons["niah_single_1", 1024] == ""
     assert "8,192" in reasons["niah_single_1", 9216]
     assert "no prompt fits" in reasons["ruler_vt", 1024]
-    found = re.search(r"ruler_cwe needs at least ([\d,]+) tokens", reasons["ruler_cwe", 1024])
-    assert found
-    shortest = int(found[1].replace(",", ""))
-    assert 1024 < shortest < 9216
-    # Measured at that length, and refused by lm-eval's own command below it.
+    assert "no answer" in reasons["ruler_cwe", 1024]
     command[command.index(tasks)] = "ruler_cwe"
-    enough = cli(*command, "--lengths", str(shortest), "--output", tmp_path / "enough")
+    enough = cli(*command, "--lengths", "3k", "--output", tmp_path / "enough")
     assert enough.code == 0, enough.err
-    metadata = json.dumps({"max_seq_lengths": [512], "tokenizer": str(checkpoint)})
-    short = cli(*command[:5], "--metadata", metadata, "--limit", "1")
-    assert short.code == 2
-    assert "ruler_cwe needs at least" in short.err
     refused = cli(*command, "--lengths", "1k", "--use_cache", "x")
     assert refused.code == 2
     assert "--use_cache cannot be combined with --lengths" in refused.err
@@ -108,46 +99,18 @@ def test_documents_and_answers_of_ruler_are_those_of_lm_eval(
         assert result["said"] == sample["filtered_resps"][0]
 
 
-def squad(folder: Path) -> None:
-    """Write a file as that of SQuAD: two paragraphs with two questions."""
-    paragraphs = [
-        {
-            "context": f"The {name} is {colour}. It was always so.",
-            "qas": [
-                {
-                    "question": f"Which colour has the {name}?",
-                    "answers": [{"text": colour}],
-                    "is_impossible": False,
-                }
-            ],
-        }
-        for name, colour in (("sun", "yellow"), ("sea", "blue"))
-    ]
-    content = json.dumps({"data": [{"paragraphs": paragraphs}]})
-    (folder / "dev-v2.0.json").write_text(content)
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [["babilong_qa1"], pytest.param(["babilong_qa1", "ruler_qa_squad"], marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_data_of_a_folder(measured: list[str], cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
-    """`--data` replaces datasets of the Hub and files of the web; a missing file is named."""
+def test_data_of_a_folder(cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
+    """`--data` replaces data sets of the Hub; a missing one is named with its address."""
     data = tmp_path / "data"
     data.mkdir()
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
-    tasks = ["--tasks", "babilong_qa1,ruler_qa_squad"]
-    places = {"dev-v2.0.json": data, "babilong-1k-samples": data / "RMT-team/babilong-1k-samples"}
-    for path, make in (("dev-v2.0.json", squad), ("babilong-1k-samples", babilong)):
-        refused = cli(*command, *tasks, "--output", tmp_path / "out")
-        assert refused.code == 2
-        assert path in refused.err
-        assert "https://" in refused.err
-        make(places[path])
-    done = cli(*command, "--tasks", ",".join(measured), "--output", tmp_path / "out")
+    command += ["--tasks", "babilong_qa1", "--output", tmp_path / "out"]
+    refused = cli(*command)
+    assert refused.code == 2
+    assert "https://huggingface.co/datasets/RMT-team/babilong-1k-samples" in refused.err
+    babilong(data / "RMT-team/babilong-1k-samples")
+    done = cli(*command)
     assert done.code == 0, done.err
     written: list[dict[str, Any]] = json.loads((tmp_path / "out/cells.json").read_text())["cells"]
-    columns = {name.replace("babilong_qa1", "babilong_qa1, acc") for name in measured}
-    assert {cell["metric"] for cell in written} == columns
+    assert {cell["metric"] for cell in written} == {"babilong_qa1, acc"}
     assert all(cell["at"] == 1024 and cell["estimate"]["n"] == 2 for cell in written)
