@@ -16,10 +16,12 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: number of ids.
+        bos_id: the id that the tokenizer puts in front of a text (BOS); None if it adds none.
         eos_id: the id that ends a text; None for a tokenizer without such an id.
     """
 
     vocab_size: int
+    bos_id: int | None
     eos_id: int | None
 
     def encode(self, text: str) -> list[int]:
@@ -45,17 +47,23 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
-    def byte_ends(self, text: str) -> Sequence[int] | None:
-        """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
+    def encode_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[int] | None]:
+        """The ids of a text, and where each token ends, in bytes of UTF-8 from its start.
 
-        Bytes without a token count to the next token, or to the last token. None if the tokenizer
-        does not report them.
+        Bytes without a token count to the next token, or to the last token. The ends are None if
+        the tokenizer does not report them.
         """
         ...
 
     def fingerprint(self) -> str:
         """A short text: two tokenizers with equal fingerprints give every text the same ids."""
         ...
+
+
+def with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids of what is read from an empty state: with BOS in front if the tokenizer adds it."""
+    bos = tokenizer.bos_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 def utf8(text: str) -> bytes:
@@ -74,6 +82,7 @@ class ByteTokenizer:
     """One id per byte of UTF-8, 256 in all."""
 
     vocab_size = 256
+    bos_id: int | None = None
     eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -93,8 +102,9 @@ class ByteTokenizer:
         # A model may have more ids than its tokenizer. No text has the byte 0xFF.
         return bytes(index if index < 256 else 0xFF for index in ids).decode(errors="replace")
 
-    def byte_ends(self, text: str) -> Sequence[int] | None:
-        return range(1, len(utf8(text)) + 1)
+    def encode_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[int] | None]:
+        ids = utf8(text)
+        return ids, range(1, len(ids) + 1)
 
     def fingerprint(self) -> str:
         return "bytes"

@@ -16,7 +16,7 @@ from longrnn.cli.options import Model, pick_device
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Documents
 from longrnn.options import Options, Seed, Tokens
-from longrnn.text import Reading
+from longrnn.text import Reading, with_bos
 from longrnn.units import counted
 
 
@@ -170,7 +170,8 @@ def generate(model: Model, sampling: Sampling) -> None:
     target = pick_device(model.device)
     opened = open_checkpoint(model.under(model.checkpoint), device=target)
     tokenizer, most = opened.tokenizer, sampling.max_new_tokens
-    ids = torch.tensor([tokenizer.encode(text or "")], dtype=torch.long, device=target)
+    read = with_bos(tokenizer.encode(text or ""), tokenizer)
+    ids = torch.tensor([read], dtype=torch.long, device=target)
     refuse_long(opened.model, ids.shape[1] + most)
     shown, ends = "", ends_of([tokenizer.encode(text) for text in sampling.stops])
 

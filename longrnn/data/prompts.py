@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import LengthError, UserError
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, with_bos
 
 PROMPT_HEADER = "Something important is hidden in the text below. Remember it.\n"
 FILLER = (
@@ -113,7 +113,8 @@ class PasskeyPrompts:
 
     def __init__(self, tokenizer: Tokenizer, filler: str, most_keys: int) -> None:
         self.tokenizer, self.most_keys = tokenizer, most_keys
-        self._header, self._filler = self.ids(PROMPT_HEADER), self.ids(filler)
+        self._header = torch.tensor(with_bos(tokenizer.encode(PROMPT_HEADER), tokenizer))
+        self._filler = self.ids(filler)
         self.n_header, self.n_filler = len(self._header), len(self._filler)
         if self.n_filler == 0:
             raise UserError("passkey needs a filler: name text files, or leave filler out")

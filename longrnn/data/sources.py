@@ -124,7 +124,11 @@ def documents(
             ids.append(np.array(piece_ids, dtype=np.int64))
             scored.append(np.array(marks, dtype=bool))
             if piece.ends:
-                yield np.concatenate(ids), np.concatenate(scored)
+                whole, marks = np.concatenate(ids), np.concatenate(scored)
+                bos = None if piece.ids else tokenizer.bos_id  # a chat template has its own
+                if bos is not None and len(whole) and whole[0] != bos:
+                    whole, marks = np.insert(whole, 0, bos), np.insert(marks, 0, False)
+                yield whole, marks
                 ids, scored = [], []
 
 

@@ -34,6 +34,7 @@ from longrnn.data.prompts import PasskeyPrompts, draw_needles
 from longrnn.diagnostics.fit import TimeScaleFit
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
+from longrnn.evaluation.texts import text_of
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
@@ -276,7 +277,7 @@ def keyed_prompts(texts: Tensor, pages: Tensor, tokenizer: Tokenizer) -> tuple[T
     """
     rows, targets, rng = [*texts], [row[1:] for row in texts], random.Random(0)
     for number, page in enumerate(pages):
-        prompts = PasskeyPrompts(tokenizer, tokenizer.decode(page.tolist()), 1)
+        prompts = PasskeyPrompts(tokenizer, text_of(page, tokenizer), 1)
         needle = draw_needles(rng, 1)[0]._replace(depth=number / len(pages))
         answer = prompts.answer(needle)
         prompt = prompts.prompt_of([needle], 0, length=len(page) - len(answer))

@@ -35,6 +35,7 @@ from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
+from longrnn.evaluation.texts import begun, text_of
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel, RecurrentLM
@@ -101,7 +102,7 @@ class TimeScaleFit:
             Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress,
         ):
             for step in range(self.steps):
-                batches = [_text_batch(text, step, length, job.target_length)]
+                batches = [_text_batch(text, step, length, job)]
                 if task is not None:
                     how: dict[str, Any] = {"length": length, "seed": 0, "carried": True}
                     batches.append(task.batch(step, range(self.keys), of=self.keys, **how))
@@ -152,17 +153,19 @@ def _stretches(job: Job, rows: int) -> Tensor:
     return whole[: rows * length].view(rows, length)
 
 
-def _text_batch(text: Tensor, step: int, length: int, target: int) -> Batch:
+def _text_batch(text: Tensor, step: int, length: int, job: Job) -> Batch:
     """The segment of a step from each stretch, which is read in a circle.
 
-    Rows begin a document every `target` tokens, each at other steps.
+    Rows begin a document every target length, each at other steps.
     """
     rows, size = text.shape
     at = (step * length + torch.arange(length + 1)) % size
-    segments = max(1, target // length)
+    segments = max(1, job.target_length // length)
     begins = (step + torch.arange(rows) * segments // rows) % segments == 0
+    begins |= torch.tensor(step == 0)
     tokens = text[:, at]
-    starts = row_starts(tokens[:, :-1], begins | torch.tensor(step == 0))
+    tokens = tokens.where(~begins[:, None], begun(tokens, job.tokenizer.bos_id))
+    starts = row_starts(tokens[:, :-1], begins)
     return Batch(tokens[:, :-1], tokens[:, 1:], starts)
 
 
@@ -184,7 +187,7 @@ def _keyed_task(job: Job, keys: int, length: int, steps: int) -> Iterator[Passke
     few = min(REPEATED_SEGMENTS, segments) if repeats else segments
     with TemporaryDirectory() as folder:
         filler = Path(folder) / "filler.txt"
-        parts = [job.tokenizer.decode(document.tokens.tolist()) for document in job.documents]
+        parts = [text_of(document.tokens, job.tokenizer) for document in job.documents]
         filler.write_text("\n".join(parts), encoding="utf-8")
         yield Passkey(
             job.tokenizer,

@@ -13,7 +13,7 @@ from torch import Tensor
 from longrnn.cells.observe import watch
 from longrnn.diagnostics.states import GLOBAL, observe
 from longrnn.errors import UserError
-from longrnn.evaluation.texts import Document, read_documents
+from longrnn.evaluation.texts import Document, begun, read_documents
 from longrnn.hf.load import load_editable
 from longrnn.hf.names import training_length
 from longrnn.hf.tokenizer import load_tokenizer
@@ -126,7 +126,8 @@ class Job(NamedTuple):
         long = [text for text in texts if len(text) >= length]
         windows = torch.cat([text.unfold(0, length, length) for text in long])
         count = min(most, len(windows))
-        return windows[torch.arange(count) * len(windows) // count]
+        chosen = windows[torch.arange(count) * len(windows) // count]
+        return begun(chosen, self.tokenizer.bos_id)
 
     def inside(self, most: int) -> Inside:
         """Observe at most `most` windows of the training length.

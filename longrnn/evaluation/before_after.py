@@ -139,7 +139,7 @@ def held_out_text(corpus: Corpus, tokenizer: Tokenizer, length: int) -> str:
         if start < stop and left > 0:
             first = corpus.spans[document, 0]
             ids = corpus.tokens[first + start : first + stop].tolist()
-            parts.append(tokenizer.decode(ids))
+            parts.append(tokenizer.decode(ids[int(ids[0] == tokenizer.bos_id) :]))
             left -= stop - start
     # A character may be cut at either end.
     return "\n\n".join(part.strip("\ufffd") for part in parts)

@@ -22,7 +22,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import MemoryOptions
-from longrnn.evaluation.texts import cut_windows, read_documents
+from longrnn.evaluation.texts import begun, cut_windows, read_documents
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import prefill
 from longrnn.intervals import SCORE
@@ -69,7 +69,7 @@ class EffectiveMemory(Evaluation[MemoryOptions]):
     def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
         for batch in self.batched(items, BATCH):
             texts = torch.stack([text for _, text in (item.spec for item in batch)])
-            distances = remembrance(model.model, texts, progress)
+            distances = remembrance(model.model, texts, progress, model.tokenizer.bos_id)
             yield [
                 (item, {str(kept): float(values[row]) for kept, values in distances.items()})
                 for row, item in enumerate(batch)
@@ -90,19 +90,23 @@ def kept_tokens(position: int) -> list[int]:
 
 
 @torch.no_grad()
-def remembrance(model: LanguageModel, texts: Tensor, progress: Progress) -> dict[int, Tensor]:
+def remembrance(
+    model: LanguageModel, texts: Tensor, progress: Progress, bos_id: int | None = None
+) -> dict[int, Tensor]:
     """Return EffRem after the last token by the number of tokens kept, each `(b,)` float64.
 
     Args:
         model: any language model.
         texts: `(b, t)` int64, t >= 2.
         progress: counts the tokens.
+        bos_id: precedes the tokens of a shortened context.
     """
     length = texts.shape[1]
 
     def chances(start: int) -> Tensor:
         state = model.init_state(len(texts))
-        logits, _ = prefill(model, texts[:, start:], state, progress, items=True)
+        begins = max(0, start - int(bos_id is not None))
+        logits, _ = prefill(model, begun(texts[:, begins:], bos_id), state, progress, items=True)
         return torch.softmax(logits.double(), -1).cpu()
 
     whole = chances(0)

@@ -119,6 +119,7 @@ class Perplexity(Evaluation[PerplexityOptions]):
                 context=options.context or batch[0].work,
                 stride=options.stride or batch[0].work,
                 rows=options.batch_size,
+                bos_id=model.tokenizer.bos_id,
             )
             for start, part in losses:
                 nats[:, start + 1 : start + 1 + part.shape[1]] = part

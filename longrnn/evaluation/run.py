@@ -151,6 +151,7 @@ def report(
             "checkpoint": model.checkpoint,
             "mitigation": model.mitigation,
             "device": model.device,
+            "bos_id": model.tokenizer.bos_id,
         }
         for model in models
     }
@@ -218,7 +219,9 @@ def _measured(
 ) -> Results:
     """Measure the missing items of one model, and return the results of all items."""
     prints = model.model.fingerprint(), model.tokenizer.fingerprint()
-    origin = Origin(evaluation.kind, *prints, evaluation.protocol(model))
+    protocol, bos = evaluation.protocol(model), model.tokenizer.bos_id
+    protocol |= {} if bos is None else {"bos_id": bos}
+    origin = Origin(evaluation.kind, *prints, protocol)
     # An item may be given twice, such as a text, and counts once.
     distinct = {origin.key(item.key): item for item in items}.values()
     todo = [item for item in distinct if store.get(origin, item.key) is None]

@@ -32,12 +32,14 @@ class Document(NamedTuple):
         tokens: `(n,)` int64.
         byte_ends: `(n,)` int64, the byte at which each token ends; None if the tokenizer has no
             offsets.
+        bos_id: with which the tokenizer begins a text, see `begun`.
     """
 
     name: str
     sha256: str
     tokens: Tensor
     byte_ends: Tensor | None = None
+    bos_id: int | None = None
 
 
 class Window(NamedTuple):
@@ -75,8 +77,9 @@ class Window(NamedTuple):
         return last - first
 
     def tokens(self) -> Tensor:
-        """Return the tokens, `(length + 1,)`."""
-        return self.document.tokens[self.ends[0] :][: self.edges[-1] + 1]
+        """Return the tokens, `(length + 1,)`, of which the first is BOS if the tokenizer has it."""
+        tokens = self.document.tokens[self.ends[0] :][: self.edges[-1] + 1]
+        return begun(tokens, self.document.bos_id)
 
 
 def read_documents(
@@ -101,11 +104,31 @@ def read_documents(
     for path in paths:
         text, digest = read_text(path, TEXT_REMEDY)
         warn_if_calibrated_on(path.name, digest, model)
-        ends, ids = tokenizer.byte_ends(text), _integers(tokenizer.encode(text))
-        documents.append(
-            Document(path.name, digest, ids, None if ends is None else _integers(ends))
-        )
+        documents.append(_document(path.name, digest, tokenizer, *tokenizer.encode_with_ends(text)))
     return [*documents, newlines_only(tokenizer, newlines)] if newlines else documents
+
+
+def _document(
+    name: str, sha256: str, tokenizer: Tokenizer, ids: Sequence[int], ends: Sequence[int] | None
+) -> Document:
+    """A document of tokens, with BOS in front if the tokenizer adds it."""
+    tokens, bos = _integers(ids), tokenizer.bos_id
+    byte_ends = None if ends is None else _integers(ends)
+    if bos is not None and (not len(tokens) or tokens[0] != bos):
+        tokens = torch.cat([torch.tensor([bos]), tokens])
+        byte_ends = None if byte_ends is None else torch.cat([torch.tensor([0]), byte_ends])
+    return Document(name, sha256, tokens, byte_ends, bos)
+
+
+def begun(rows: Tensor, bos_id: int | None) -> Tensor:
+    """Return tokens `(…, t)` that are read from an empty state, as the tokenizer begins a text.
+
+    BOS takes the place of the first token, which nothing predicts: what is predicted, and the
+    number of tokens, are the same with and without BOS.
+    """
+    if bos_id is None:
+        return rows
+    return torch.cat([torch.full_like(rows[..., :1], bos_id), rows[..., 1:]], -1)
 
 
 def newlines_only(tokenizer: Tokenizer, count: int) -> Document:
@@ -117,13 +140,17 @@ def newlines_only(tokenizer: Tokenizer, count: int) -> Document:
     Raises:
         UserError: the tokenizer has no newline.
     """
-    ids = tokenizer.encode("\n")
-    if not ids:
+    ids, ends = tokenizer.encode_with_ends("\n")
+    if not len(ids):
         raise UserError("the tokenizer has no newline: give a text (--text) and no newlines")
-    tokens, ends = _integers(ids).repeat(count), tokenizer.byte_ends("\n")
-    if ends is not None:
-        ends = (torch.arange(count)[:, None] + _integers(ends)).flatten()
-    return Document("newlines", hashlib.sha256(b"\n").hexdigest(), tokens, ends)
+    ends = None if ends is None else [end + at for at in range(count) for end in ends]
+    digest = hashlib.sha256(b"\n").hexdigest()
+    return _document("newlines", digest, tokenizer, [*ids] * count, ends)
+
+
+def text_of(tokens: Tensor, tokenizer: Tokenizer) -> str:
+    """Return the text of tokens `(t,)` that begin as `begun` says, without BOS."""
+    return tokenizer.decode(tokens[int(tokenizer.bos_id is not None) :].tolist())
 
 
 def warn_if_calibrated_on(name: str, sha256: str, model: LanguageModel) -> None:

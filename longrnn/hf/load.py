@@ -62,7 +62,7 @@ def load(
             transformers, or any other causal Hugging Face language model; `organisation/model` on
             the Hub; or a GGUF file, whose weights are dequantized. A mitigation may follow after a
             plus, `CHECKPOINT+MITIGATION`, and before it a dtype, `CHECKPOINT+float32`, unless a
-            path with that whole name exists.
+            path with that whole name exists. `+bos` and `+no_bos` are for `load_tokenizer`.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
         dtype: also by its name; None for that of the checkpoint, and float32 for an adapter. The
@@ -80,7 +80,7 @@ def load(
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
     processes.check_device(device)
-    checkpoint, named, parts = names.CheckpointName.parse(name_or_path)
+    checkpoint, named, parts, _ = names.CheckpointName.parse(name_or_path)
     given = names.DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and given is None:
         raise UserError(f"weights cannot be {dtype}: give one of {', '.join(names.DTYPE_NAMES)}")

@@ -28,6 +28,8 @@ NONE = "none"
 BEYOND = "beyond"
 # Likewise: limits the attention layers of a hybrid.
 WINDOW = "attention_window"
+# Likewise: whether texts begin with BOS, where the tokenizer's files say otherwise.
+BOS_NAMES = {"bos": True, "no_bos": False}
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -69,11 +71,13 @@ class CheckpointName(NamedTuple):
         checkpoint: the name of an embedded checkpoint, a folder, or `organisation/model`.
         dtype: of the weights; None for that of the checkpoint.
         mitigation: its parts; None for that which the checkpoint records.
+        bos: whether texts begin with BOS; None for what the tokenizer does by default.
     """
 
     checkpoint: str
     dtype: torch.dtype | None = None
     mitigation: tuple[str, ...] | None = None
+    bos: bool | None = None
 
     @classmethod
     def parse(cls, name: str | Path | CheckpointName) -> CheckpointName:
@@ -87,10 +91,21 @@ class CheckpointName(NamedTuple):
         return cls(checkpoint, DTYPE_NAMES[first]).under(rest if plus else None)
 
     def under(self, mitigation: str | None) -> CheckpointName:
-        """Return the name of the same model under a further mitigation."""
-        if mitigation is None:
-            return self
-        return self._replace(mitigation=(*(self.mitigation or ()), *split(mitigation)))
+        """Return the name of the same model under a further mitigation, or with another BOS."""
+        parts = [] if mitigation is None else split(mitigation)
+        named = self
+        for part in parts:
+            if part in BOS_NAMES:
+                named = named._replace(bos=BOS_NAMES[part])
+            else:
+                named = named._replace(mitigation=(*(named.mitigation or ()), part))
+        return named
+
+    @property
+    def tokenizer(self) -> str:
+        """The name by which `load_tokenizer` finds the tokenizer."""
+        bos = [f"+{name}" for name, value in BOS_NAMES.items() if value == self.bos]
+        return "".join([self.checkpoint, *bos])
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:

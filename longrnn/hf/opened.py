@@ -73,5 +73,5 @@ def open_checkpoint(
     """
     parsed = CheckpointName.parse(source).under(mitigation)
     name = name or "+".join(filter(None, (source, mitigation)))
-    model, tokenizer = load(parsed, device=device), load_tokenizer(parsed.checkpoint)
+    model, tokenizer = load(parsed, device=device), load_tokenizer(parsed.tokenizer)
     return OpenCheckpoint(name, model, tokenizer, parsed, str(device or "cpu"))

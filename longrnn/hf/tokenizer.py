@@ -17,7 +17,16 @@ from unittest.mock import patch
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
-from longrnn.hf.names import GGUF, base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
+from longrnn.hf.names import (
+    GGUF,
+    CheckpointName,
+    base_of,
+    embedded,
+    is_adapter,
+    is_hub_name,
+    resolve,
+    split_spec,
+)
 from longrnn.models.checkpoint import read_config
 from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer, utf8
@@ -37,7 +46,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
 )
-NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
+NO_BOS = "the tokenizer has no BOS token to put in front of texts: do not ask for one"
 MISSING = (
     "no tokenizer at {}: give 'bytes', a tokenizer.json, or a folder with one; put the "
     "tokenizer that a checkpoint was trained with into its folder (published Mamba-2: "
@@ -62,6 +71,12 @@ class HFTokenizer:
         self.vocab_size = len(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
         self._backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        # What the tokenizer puts around a text; the mask shows whether the first one is in front.
+        self._around: list[int] = self._backend.encode("").ids
+        self.bos_id: int | None = None
+        if self._around:
+            probe = self._backend.encode(self._backend.id_to_token(self._around[0]))
+            self.bos_id = probe.ids[0] if probe.special_tokens_mask[0] else None
 
     def encode(self, text: str) -> list[int]:
         utf8(text)  # the tokenizers library would raise a TypeError that does not say why
@@ -121,19 +136,21 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
-    def byte_ends(self, text: str) -> Sequence[int] | None:
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
         encoded = self._encoded([text], return_offsets_mapping=True)
         # Offsets count characters.
         bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
         ends = [bytes_up_to[stop] for _, stop in encoded["offset_mapping"][0]]
-        return [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
+        ids = encoded["input_ids"][0]
+        return ids, [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the SHA-256 of everything that determines the ids."""
         whole = json.loads(self._backend.to_str())
         names = ("added_tokens", "normalizer", "pre_tokenizer", "model")
         parts = [whole[name] for name in names]
+        parts += [self._around, self.bos_id] if self._around else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -185,14 +202,14 @@ def load_tokenizer(
     Args:
         name_or_path: `bytes`; a checkpoint, as `load` takes it, for its tokenizer; a folder with
             the files of a Hugging Face tokenizer; a `tokenizer.json`; or a GGUF file.
-        add_bos_token: whether the wrapped Hugging Face tokenizer puts BOS in front of texts when
-            it is called with special tokens; None for the setting in its files.
-            `Tokenizer.encode` never adds special tokens.
+        add_bos_token: whether BOS is put in front of texts (`Tokenizer.bos_id`); by default as
+            the name says (`CHECKPOINT+bos`, `CHECKPOINT+no_bos`), or else the tokenizer's files.
 
     Raises:
         UserError: the tokenizer is missing or damaged.
     """
-    name, _ = split_spec(str(name_or_path))
+    name, _, _, named_bos = CheckpointName.parse(str(name_or_path))
+    add_bos_token = named_bos if add_bos_token is None else add_bos_token
     path = embedded().get(name, Path(name))
     if name != "bytes" and not os.path.exists(path):
         if not is_hub_name(name):
@@ -258,7 +275,7 @@ def own_tokenizers() -> AbstractContextManager[Any]:
         checkpoint = split_spec(str(name))[0]
         is_local = checkpoint in embedded() or os.path.exists(checkpoint)
         if options.get("trust_remote_code") and is_local:
-            tokenizer = load_tokenizer(checkpoint)
+            tokenizer = load_tokenizer(str(name))
             return (tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()).tokenizer
         return before(name, *arguments, **options | {"trust_remote_code": False})
 

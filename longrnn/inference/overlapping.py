@@ -29,6 +29,7 @@ def overlapping_losses(
     context: int,
     stride: int,
     rows: int = 1,
+    bos_id: int | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Computes the loss of every token after the first in overlapping windows, in parts.
 
@@ -39,6 +40,7 @@ def overlapping_losses(
         context: tokens that a window reads.
         stride: tokens between the starts of two windows, from 1 to the context.
         rows: windows in one batch, of all texts together; at least one window of each text.
+        bos_id: is read in place of the first token of every window.
 
     Yields:
         The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
@@ -59,6 +61,8 @@ def overlapping_losses(
         size = min(context, length - begin)
         part = tokens[:, begin : begin + (count - 1) * stride + size + 1]
         windows, before = part.unfold(1, size + 1, stride).flatten(0, 1), size - scored
+        if bos_id is not None:
+            windows = windows.index_fill(1, torch.tensor(0, device=windows.device), bos_id)
         initial = model.init_state(len(windows))
         _, state = prefill(model, windows[:, :before], initial, progress, keep=0)
         for start, nats in token_losses(model, windows[:, before:], state):

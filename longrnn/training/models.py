@@ -17,7 +17,7 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import layout_of
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import base_folder, resolve, split_spec
+from longrnn.hf.names import CheckpointName, base_folder, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
@@ -130,7 +130,10 @@ def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
     if origin is not None and config.peft is None:
         source = origin
     else:
-        source = config.tokenizer or resolve(split_spec(str(config.init_from))[0])
+        named = CheckpointName.parse(str(config.init_from))
+        source = config.tokenizer
+        if source is None:
+            source = named._replace(checkpoint=str(resolve(named.checkpoint))).tokenizer
     try:
         tokenizer = load_tokenizer(source)
     except UserError as error:

@@ -37,7 +37,7 @@ def test_a_folder_of_raw_files_opens_with_its_characters(tmp_path: Path, cli: CL
     text = "a–b\r\n é—"
     assert tokenizer.decode(tokenizer.encode(text)) == "a--b\n é—"
     # An en dash has three bytes and became two tokens; a token has the bytes before it too.
-    assert tokenizer.byte_ends(text) == [1, 4, 4, 5, 7, 8, 10, 13]
+    assert tokenizer.encode_with_ends(text)[1] == [1, 4, 4, 5, 7, 8, 10, 13]
     with pytest.raises(UserError, match=naming("xyz", "replace")):
         tokenizer.encode_many(["abc", "zxy"])
     (tmp_path / "book.txt").write_text("a bad cab" * 10, encoding="utf-8")

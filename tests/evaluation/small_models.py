@@ -34,9 +34,9 @@ class PairTokenizer(ByteTokenizer):
         data += b" " * (len(data) % 2)
         return [(256 * a + b) % self.vocab_size for a, b in zip(data[::2], data[1::2], strict=True)]
 
-    def byte_ends(self, text: str) -> list[int]:
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         n = len(text.encode())
-        return [min(end, n) for end in range(2, n + 2, 2)]
+        return self.encode(text), [min(end, n) for end in range(2, n + 2, 2)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

@@ -73,7 +73,7 @@ def test_columns_are_bits_over_bytes(build: Any, tmp_path: Path) -> None:
     columns: dict[int, list[tuple[float, float]]] = {64: [], 256: [], 512: []}
     for path in texts(tmp_path):
         ids = torch.tensor([tokenizer.encode(path.read_text())])
-        count, ends = (ids.shape[1] - 1) // 512, tokenizer.byte_ends(path.read_text())
+        count, ends = (ids.shape[1] - 1) // 512, tokenizer.encode_with_ends(path.read_text())[1]
         for start in (count * k // 3 * 512 for k in range(3)):
             window = ids[:, start : start + 513]
             with torch.no_grad():
@@ -215,8 +215,8 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
         measure(options, tmp_path / "r", split)
 
     class NoOffsets(ByteTokenizer):
-        def byte_ends(self, text: str) -> list[int] | None:
-            return None
+        def encode_with_ends(self, text: str) -> tuple[list[int], None]:
+            return self.encode(text), None
 
     with pytest.raises(UserError, match="one.*fast tokenizer"):
         measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))

@@ -39,9 +39,9 @@ def nats_of(checkpoint: Path, count: int) -> tuple[float, int]:
     """The summed loss of the first tokens of the bundled excerpt, and how many bytes they have."""
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
     text = text_path("bundled:moby_dick").read_text(encoding="utf-8")
-    ends = tokenizer.byte_ends(text)
+    ids, ends = tokenizer.encode_with_ends(text)
     assert ends is not None
-    tokens = torch.tensor([tokenizer.encode(text)[: count + 1]])
+    tokens = torch.tensor([ids[: count + 1]])
     losses, _ = model.token_losses(tokens[:, :-1], tokens[:, 1:])
     return losses.sum().item(), ends[count] - ends[0]
 

@@ -27,7 +27,6 @@ from longrnn.intervals import SCORE
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
 from longrnn.results import Result
-from longrnn.text import ByteTokenizer
 from longrnn.units import format_length
 
 # Samples that RULER makes of each length.
@@ -54,7 +53,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         made: dict[str, tuple[list[Item], Reasons]] = {}
         plans = []
         for model in models:
-            print_of = f"{model.tokenizer.fingerprint()} {ids_around(model.tokenizer)}"
+            print_of = model.tokenizer.fingerprint()
             if print_of not in made:
                 made[print_of] = self._documents(model)
             items, failures = made[print_of]
@@ -68,15 +67,14 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         return plans
 
     def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
-        chosen = self.options.model_dump(include={"chunk_select"}, exclude_none=True)
-        around = ids_around(model.tokenizer)
-        return chosen | ({"ids_around": around} if around else {})
+        return self.options.model_dump(include={"chunk_select"}, exclude_none=True)
 
     def _documents(self, model: OpenCheckpoint) -> tuple[list[Item], Reasons]:
         """Return the documents of all tasks and lengths, and why others cannot be made."""
         options = self.options
         # lm-eval reads the values at each load.
-        metadata: dict[str, Any] = {"tokenizer": model.checkpoint}
+        named = "" if model.source is None else model.source.tokenizer
+        metadata: dict[str, Any] = {"tokenizer": named}
         manager = task_manager(options.tasks)(options.include_path, metadata)
         items: list[Item] = []
         failures: Reasons = {}
@@ -164,11 +162,6 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         for metric, value in result["scores"].items():
             name = ", ".join(filter(None, (item.spec.name, metric)))
             yield Sample(column(name), item.spec.length, item.key["document"], value)
-
-
-def ids_around(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer puts around the text of a request, such as BOS."""
-    return [] if type(tokenizer) is ByteTokenizer else tokenizer.tokenizer("").input_ids
 
 
 def reason(error: UserError) -> str:

@@ -134,8 +134,7 @@ class LongRNN(HFLM):
         answers = cache_hook.dbdict
         if answers is not None:
             prints = self.model.fingerprint(), self.fingerprint
-            around = self.tokenizer("").input_ids
-            settings = [*prints, around, self.add_bos_token, self.max_length, self.chunk_select]
+            settings = [*prints, self.add_bos_token, self.max_length, self.chunk_select]
             table = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
             answers.tablename = f"longrnn_{table}"
             columns = "(key TEXT PRIMARY KEY, value BLOB)"
