@@ -11,6 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NoReturn
 
+from longrnn.console import PlainFormatter, say
 from longrnn.errors import Terminated, UserError
 from longrnn.files import one_line
 from longrnn.locks import release_all
@@ -54,6 +56,8 @@ def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> No
         if isinstance(stream, TextIOWrapper):
             # Characters that the encoding lacks are printed as `\\u2013`.
             stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
     code = _ending(program, again)
     release_all()
     if "WORLD_SIZE" in os.environ:
@@ -73,7 +77,7 @@ def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
             code = leaving.code
         except Terminated as reason:
             if os.environ.get("RANK", "0") == "0":
-                print(f"terminated; {reason}; go on with: {again()}")
+                say(f"terminated; {reason}; go on with: {again()}")
         print(end="", flush=True)
     except BaseException as error:  # the last handler: whatever it is becomes a sentence
         return _fail(error, again)
@@ -91,7 +95,7 @@ def _fail(error: BaseException, again: Callable[[], str]) -> int:
     if isinstance(error, BrokenPipeError):
         return CLOSED
     if _is_first(sentence):
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        say(f"error: {sentence}".replace("\n", " "), error=True)
     return code
 
 

@@ -7,6 +7,7 @@ import sys
 
 from tqdm import tqdm
 
+from longrnn.console import printable
 from longrnn.processes import is_main
 
 # The variable of tqdm that `longrnn --quiet` sets, also for the processes that it starts.
@@ -43,7 +44,7 @@ class Progress(tqdm):
             every, columns = TERMINAL, os.get_terminal_size(sys.stderr.fileno()).columns or 80
         silent = quiet or is_quiet() or not is_main()
         super().__init__(
-            desc=title,
+            desc=printable(title),
             total=total,
             disable=silent,
             mininterval=every,
@@ -57,5 +58,6 @@ class Progress(tqdm):
         self.units += units
         rate = self.units / max(self.format_dict["elapsed"], 1e-9)
         shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        self.set_postfix_str(f"{shown} {self.rate_unit}/s {note}".rstrip(), refresh=False)
+        note = printable(f"{shown} {self.rate_unit}/s {note}".rstrip())
+        self.set_postfix_str(note, refresh=False)
         self.update(steps)

@@ -30,6 +30,16 @@ def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(
     assert all(f" {line} " in out for line in LINES) == is_terminal
 
 
+def test_names_in_a_table_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    print_rows("\x1b[2J", ["\x1b[3J"], [["\x1b[4J\u202e"]])
+    out = capsys.readouterr().out
+    assert all(rf"\x1b[{number}J" in out for number in "234")
+    assert not re.search(r"\x1b\[\dJ|\u202e", out)
+
+
 def test_a_difference_is_below_its_value(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from longrnn.cli import checkpoints, diagnose, doctor, evaluate, report, train
 from longrnn.cli.command import Group, enter, invoke
+from longrnn.console import say
 from longrnn.evaluation.options import EVALUATIONS
 from longrnn.processes import LAUNCH
 from longrnn.programs import run_to_end
@@ -59,7 +60,7 @@ def _show_version(is_asked: bool) -> None:
     if is_asked:
         from longrnn import __version__
 
-        typer.echo(f"longrnn {__version__}")
+        say(f"longrnn {__version__}")
         raise typer.Exit()
 
 

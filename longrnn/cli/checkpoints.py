@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -13,6 +14,7 @@ from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, pick_device
+from longrnn.console import printable, say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Documents
 from longrnn.options import Options, Seed, Tokens
@@ -36,7 +38,8 @@ def info(options: InfoOptions) -> None:
     """
     for name, value in (_corpus(options.checkpoint) or _model(options.checkpoint)).items():
         if value:
-            typer.echo(f"{name:<18} {value:,}" if isinstance(value, int) else f"{name:<18} {value}")
+            text = f"{value:,}" if isinstance(value, int) else str(value).replace("\n", " ")
+            say(f"{name:<18} {text}")
 
 
 def _corpus(folder: str) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def convert(conversion: Conversion) -> None:
         if conversion.to != "ours":
             raise UserError(f"--to {conversion.to} does not support these models: give --to ours")
         convert_rnn(Path(source), destination, library=conversion.from_, names=conversion.names)
-    typer.echo(str(conversion.destination))
+    say(conversion.destination)
 
 
 class Sampling(Options):
@@ -179,7 +182,8 @@ def generate(model: Model, sampling: Sampling) -> None:
         nonlocal shown
         text = tokenizer.decode(generated)
         if not text.endswith("\ufffd"):  # the last character is still incomplete
-            typer.echo(text[len(shown) :], nl=False)
+            new = text[len(shown) :]
+            typer.echo(printable(new) if sys.stdout.isatty() else new, nl=False)
             shown = text
         return ends(row, generated)
 
@@ -217,7 +221,7 @@ def build(corpora: Corpora) -> None:
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()
     header = build_corpus(corpora.data, read, out, reading=corpora, name=name)
     made = f"{out} is built already" if is_built else str(out)
-    typer.echo(f"{made}: {counted(header.documents, 'document')}, {header.tokens:,} tokens")
+    say(f"{made}: {counted(header.documents, 'document')}, {header.tokens:,} tokens")
     if header.dropped_documents:
         dropped = counted(header.dropped_documents, "document")
-        typer.echo(f"dropped: {dropped}, too short or without an answer")
+        say(f"dropped: {dropped}, too short or without an answer")

@@ -8,14 +8,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from pydantic import Field
 
 from longrnn.bundled import names
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, Output, Source, TrainLength, pick_device
 from longrnn.config import read_recorded
-from longrnn.console import print_rows
+from longrnn.console import print_rows, say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import TextFile, Texts
 from longrnn.options import Options, Tokens
@@ -57,7 +56,7 @@ def states(model: Model, states: States, output: Output) -> None:
         opened.model, documents, states.length, train_length=trained, checkpoint=model.checkpoint
     )
     files = write_report(diagnosis, folder)
-    typer.echo("\n".join([summary(diagnosis), diagnosis.about["criterion"], *map(str, files)]))
+    say(summary(diagnosis), diagnosis.about["criterion"], *files)
 
 
 class Gradients(Options):
@@ -106,7 +105,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     }
     report, *files = write_gradients(about, rows, folder)
     print_rows("gradients through time", list(GRADIENT_COLUMNS.values()), table(rows))
-    typer.echo("\n".join(map(str, [*files, report])))
+    say(*files, report)
 
 
 def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
@@ -176,7 +175,7 @@ def calibrate(options: CalibrateOptions) -> None:
         device=pick_device(options.device),
     )
     job.write(path, run(job, options.method))
-    typer.echo(f"{shorten(str(mitigation(path)), 100, placeholder=' …')}\n{path}")
+    say(shorten(str(mitigation(path)), 100, placeholder=" …"), path)
 
 
 class RepairOptions(Source, TrainLength):
@@ -210,4 +209,4 @@ def repair(options: RepairOptions, output: Output) -> None:
     given = {**options.model_dump(), "device": pick_device(options.device)}
     done = start(**given, output=folder, quiet=is_quiet())
     lines = [*done.sentences[2:], done.checkpoint, done.mitigation, done.report]
-    typer.echo("\n".join(str(line) for line in lines if line is not None))
+    say(*(line for line in lines if line is not None))

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from longrnn.bundled import bundled
-from longrnn.console import print_rows
+from longrnn.console import print_rows, say
 from longrnn.threads import usable_cores
 
 # The optional packages are the second line; docs/devices.md says what needs them.
@@ -31,8 +31,8 @@ def doctor() -> None:
 
     versions = {package: _version(package) for package in PACKAGES}
     for name, value in (versions | _machine()).items():
-        typer.echo(f"{name:<14}{value}")
-    typer.echo("\nLargest errors in float32, relative to the largest entry of each result:")
+        say(f"{name:<14}{value}")
+    say("\nLargest errors in float32, relative to the largest entry of each result:")
     failed = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         for cell in TESTED_CELLS:
@@ -45,7 +45,7 @@ def doctor() -> None:
                 if "FAILED" in result
             ]
     if failed:
-        typer.echo(f"please report what failed on this machine: {'; '.join(failed)}", err=True)
+        say(f"please report what failed on this machine: {'; '.join(failed)}", error=True)
         raise typer.Exit(1)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, Models, Output, pick_device
+from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import EVALUATIONS, HarnessOptions, LongTasks
 from longrnn.options import Options
@@ -95,7 +95,7 @@ def measure_and_show(
     if files:
         for outcome in outcomes:
             outcome.table.show()
-        typer.echo("\n".join(map(str, files)))
+        say(*files)
 
 
 class Tasks(LongTasks):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from longrnn.cli.command import Argument
+from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
 
@@ -166,5 +167,5 @@ def pick_device(device: str) -> str:
     if device == "cpu":
         reason = missing()
         if reason is not None and sys.stderr.isatty():
-            print(f"note: computing with torch alone, which is slower; {reason}", file=sys.stderr)
+            say(f"note: computing with torch alone, which is slower; {reason}", error=True)
     return device

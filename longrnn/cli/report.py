@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from longrnn.cli.command import Argument
 from longrnn.cli.options import Output
+from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.options import Options
 
@@ -41,12 +40,12 @@ def report(report: Report, output: Output) -> None:
 
     reasons = {run: run / DIVERGED for run in report.runs if (run / DIVERGED).is_file()}
     for run, reason in reasons.items():
-        typer.echo(f"{run}: diverged; {reason.read_text().strip()}")
+        say(f"{run}: diverged; {reason.read_text().strip()}")
     runs = read_runs([run for run in report.runs if run not in reasons])
     lines = [] if report.baseline is None else differences(runs, report.baseline)
     folder = output.folder("training", [str(run) for run in report.runs])
     files = write_report(runs, folder)
-    typer.echo("\n".join([summary(runs), *lines, *map(str, files)]))
+    say(summary(runs), *lines, *files)
 
 
 def differences(runs: Sequence[Run], baseline: str) -> list[str]:

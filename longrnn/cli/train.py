@@ -12,6 +12,7 @@ from pydantic import Field
 
 from longrnn.cli.command import Argument
 from longrnn.cli.options import lock_output, pick_device
+from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.evaluation.options import Documents
 from longrnn.options import Options, Tokens
@@ -66,7 +67,7 @@ def train(training: Training) -> None:
     from longrnn.training.train import resumed
 
     if training.help_config:
-        typer.echo(help_config())
+        say(help_config())
         return
     if training.grid and (training.resume is not None or training.dry_run):
         raise UserError(
@@ -78,7 +79,7 @@ def train(training: Training) -> None:
         from longrnn.training.grid import run_grid
 
         for line in run_grid(config, overrides, quiet=is_quiet()):
-            typer.echo(line)
+            say(line)
     elif training.resume is None:
         run(configured(config, overrides), training)
     else:
@@ -254,7 +255,7 @@ def echo_main(line: str) -> None:
     from longrnn.processes import is_main
 
     if is_main():
-        typer.echo(line)
+        say(line)
 
 
 def end_at_sigterm() -> None:

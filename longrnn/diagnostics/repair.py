@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longrnn.console import say
 from longrnn.diagnostics.choice import ATTEMPTS, TRIED, UNREPAIRED, Choice, passkeys, scores
 from longrnn.diagnostics.job import Job
 from longrnn.diagnostics.states import diagnose
@@ -231,4 +232,4 @@ def quote(checkpoint: str, name: str, outcomes: Sequence[Outcome], job: Job, pro
 
 def _say(lines: Sequence[str], quiet: bool) -> None:
     if not quiet:
-        print("\n".join(lines), flush=True)
+        say(*lines)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from longrnn.console import print_table
+from longrnn.console import print_table, say
 from longrnn.files import file_name, write_atomic
 from longrnn.intervals import Estimate, Quantity
 from longrnn.reporting.figures import heat_maps, lines, png
@@ -137,10 +137,8 @@ class ResultTable(NamedTuple):
         for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
             grid.add_row(*row, end_section="model" in titles[1:] and row[0] != after[0])
         print_table(grid)
-        for note in self.notes:
-            print(note)
-        if legend := self.legend():
-            print(legend)
+        for line in filter(None, [*self.notes, self.legend()]):
+            say(line)
 
     def legend(self) -> str:
         """Return what the brackets and the second lines of the cells are, if there are any."""

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from longrnn import processes
 from longrnn.bundled import find
+from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.programs import INTERRUPTED, UNEXPECTED, module_environment
@@ -43,7 +44,7 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
         UserError: accelerate refuses the options, or there are fewer GPUs than processes.
     """
     if sys.stderr.isatty() and not is_quiet():  # the imports of all processes take seconds
-        print(f"starting the processes of {shlex.join(program)}", file=sys.stderr)
+        say(f"starting the processes of {shlex.join(program)}", error=True)
     from accelerate.commands.launch import multi_gpu_launcher
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -67,7 +68,7 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
         rank, first = failed.get_first_failure()
         if first.exitcode > 0:
             return first.exitcode
-        print(f"error: process {rank} was ended by {first.signal_name()}", file=sys.stderr)
+        say(f"error: process {rank} was ended by {first.signal_name()}", error=True)
         return UNEXPECTED
     except UserError:
         raise

@@ -15,6 +15,7 @@ import torch
 
 from longrnn import processes
 from longrnn.config import RECORDED, read_recorded
+from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.files import partial_path
 from longrnn.locks import locked
@@ -107,7 +108,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
                 f"start a new run with init_from={folder}"
             )
     for line in () if quiet else changes(before, now):
-        print(line, file=sys.stderr)
+        say(line, error=True)
     return now
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from accelerate import Accelerator
 
 from longrnn import processes
 from longrnn.config import RECORDED
+from longrnn.console import say
 from longrnn.data import TASKS, Batch
 from longrnn.errors import DivergedError, Terminated, UserError
 from longrnn.models import TrainableLM
@@ -113,7 +113,7 @@ class Trainer:
     def say(self, line: str) -> None:
         """Prints a line, unless quiet."""
         if not self.quiet:
-            print(line, file=sys.stderr)
+            say(line, error=True)
 
     def train_step(self, *, stop: bool = False) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from longrnn.data.build import build
 from longrnn.results import read_rows
+from longrnn.text import ByteTokenizer, Reading
 from tests.cli.conftest import CLI, assert_refused
 from tests.training.runs import metrics, tiny, write_config
 
@@ -70,3 +76,34 @@ def test_a_full_disk_while_training(
     assert not list((tmp_path / "run").glob("*.safetensors"))
     assert cli("train", "--resume", "run").code == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
+
+
+HOSTILE = "\x1b]0;x\x07\x9b2J\u202e\rerror: none\n"
+
+
+@pytest.mark.parametrize("place", ["model_type", "tensor", "suite", "folder", "corpus", "text"])
+def test_names_of_strangers_do_not_control_the_terminal(
+    place: str, cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """Control characters of any name in a message or a description are written out."""
+    folder = tmp_path / (HOSTILE if place == "folder" else "here")
+    commands = {"suite": ["compare", models / "text", "--suite", "here/s.yaml"]}
+    commands["text"] = ["eval", "perplexity", models / "text", "--text", HOSTILE]
+    folder.mkdir()
+    if place == "model_type":
+        (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
+    elif place == "tensor":
+        shutil.copy(models / "text/config.json", folder)
+        save_file({HOSTILE: torch.ones(1)}, folder / "model.safetensors")
+    elif place == "suite":
+        spec = {"kind": "passkey", "name": HOSTILE, "lengths": HOSTILE}
+        (folder / "s.yaml").write_text(json.dumps({"evaluations": [spec]}))
+    elif place == "corpus":
+        (tmp_path / "a.txt").write_text("Once upon a time. ")
+        built = tmp_path / "built"
+        build([str(tmp_path / "a.txt")], ByteTokenizer(), built, reading=Reading(), name=HOSTILE)
+        folder = built
+    result = cli(*commands.get(place, ["info", folder]))
+    assert result.code == (0 if place == "corpus" else 2)
+    assert not {*"\x1b\x07\x9b\u202e\r"} & {*result.out, *result.err}
+    assert not [line for line in result.err.splitlines()[1:] if line.startswith("error")]

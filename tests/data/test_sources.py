@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longrnn.checksums import write_checksums
 from longrnn.data import build as building
 from longrnn.data.build import build
-from longrnn.data.stream import Corpus
+from longrnn.data.stream import DOCUMENTS, HEADER, SCORED, Corpus
 from longrnn.errors import UserError
+from longrnn.files import read_json
 from longrnn.text import ByteTokenizer, Reading
 from tests.refusals import naming
 
@@ -182,3 +185,33 @@ def test_an_interrupted_build_starts_again(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         build(["a.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)
     assert not Path("other").exists()
+
+
+DAMAGE: dict[str, dict[str, Any] | list[int]] = {
+    "dtype": {"dtype": "object"},  # whose numbers would be addresses in memory
+    "size": {"dtype": "<u4"},
+    "tokens": {"tokens": 9},
+    "documents": {"documents": 3},
+    "vocabulary": {"vocab_size": 100},
+    "answers": {"scored_tokens": 5},
+    "order": [6, 3],
+    "beyond": [3, 2**63],
+    "short": [3, 5],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_corpus_that_is_not_what_its_header_says_is_refused(name: str) -> None:
+    """Although its checksums are those of its files."""
+    corpus, change = Path("corpus"), DAMAGE[name]
+    Path("a.txt").write_text("one two")
+    build(["a.txt"], ByteTokenizer(), corpus, reading=Reading(split_on=" "), quiet=True)
+    if isinstance(change, dict):
+        header = read_json(corpus / HEADER) | change
+        (corpus / HEADER).write_text(json.dumps(header))
+        (corpus / SCORED).write_bytes(b"\1" * header["tokens"])
+    else:
+        (corpus / DOCUMENTS).write_bytes(np.array(change, "<u8").tobytes())
+    write_checksums(corpus, ("*",))
+    with pytest.raises(UserError, match=naming("corpus")):
+        Corpus(corpus)
