@@ -119,6 +119,19 @@ def cache_of(given: Any, state: LMState | None) -> StateCache:
 class RecurrentGeneration:
     """What differs from `GenerationMixin` of transformers, which comes after it among the bases."""
 
+    def prepare_inputs_for_generation(  # pyright: ignore
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See `GenerationMixin`; the tokenizer of stop strings is not an argument of a call."""
+        return super().prepare_inputs_for_generation(  # pyright: ignore
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
+
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore
         """Positions come from the state; those that a user gives mark packed documents."""
 
@@ -142,8 +155,16 @@ class RecurrentGeneration:
         With `use_cache=False` there is none, and each call reads the whole text again.
 
         Raises:
-            UserError: another cache, or padding after which a row cannot be continued.
+            UserError: another cache, drafts by some of the layers, or padding after which a row
+                cannot be continued.
         """
+        for name in ("cache_implementation", "assistant_early_exit"):
+            if getattr(config, name) is not None:
+                raise UserError(
+                    f"{name}={getattr(config, name)!r} needs a cache of attention, and this model "
+                    "continues a recurrent state: leave it out, or set it to None in the "
+                    "generation_config of the model"
+                )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and bool((mask > 1).any()):
             raise UserError(
@@ -161,5 +182,4 @@ class RecurrentGeneration:
             cache = model_kwargs["past_key_values"] = cache_of(*given)
             if config.is_assistant:
                 cache.activate_past_recording()
-        # It refuses a cache_implementation.
         super()._prepare_cache_for_generation(config, model_kwargs, *rest)  # pyright: ignore

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TextStreamer
 
 from longrnn.errors import UserError
-from longrnn.hf.auto import StateCache
+from longrnn.hf.auto import LongRNNForCausalLM, StateCache
+from longrnn.hf.foreign_load import open_hugging_face
+from longrnn.hf.tokenizer import byte_level
 from longrnn.models import generate
 from longrnn.state import clone, expand, take
 from tests.contracts.builders import VOCAB, assert_trees_equal, mitigation_spec, random_tokens
-from tests.hf.foreign import build_auto
+from tests.hf.foreign import architecture, build_auto
 
 KINDS = ["lstm", "mamba2"]
 
@@ -162,3 +167,33 @@ def test_a_long_prompt_can_be_read_in_pieces() -> None:
     wanted = new_tokens(model, tokens, 4, attention_mask=mask)
     pieces = new_tokens(model, tokens, 4, attention_mask=mask, prefill_chunk_size=4)
     assert torch.equal(pieces, wanted)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "mamba2"])
+def test_arguments_of_generate_have_their_meaning(kind: str) -> None:
+    """Stop strings, streams, processors, allowed tokens and negative prompts."""
+    model: Any = build_auto(vocab_size=256)
+    if kind == "hybrid":
+        hybrid = open_hugging_face(architecture("falcon_h1", vocab_size=256))
+        model = LongRNNForCausalLM.of(hybrid)
+    prompt, tokenizer = torch.tensor([[97, 98]]), cast(Any, byte_level().tokenizer)
+    plain = new_tokens(model, prompt, 6)[0].tolist()
+    at = next(i for i, byte in enumerate(plain) if 32 < byte < 128)
+    stop = {"stop_strings": [chr(plain[at])], "tokenizer": tokenizer}
+    assert new_tokens(model, prompt, 6, **stop)[0].tolist() == plain[: at + 1]
+    streamed = StringIO()
+    with redirect_stdout(streamed):
+        new_tokens(model, prompt, 6, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert streamed.getvalue().strip("\n") == tokenizer.decode(plain).strip("\n")
+    allowed = {"prefix_allowed_tokens_fn": lambda row, ids: [65, 66]}
+    assert set(new_tokens(model, prompt, 6, **allowed)[0].tolist()) <= {65, 66}
+    processors: Any = [lambda ids, scores: -scores]
+    least = model(prompt).logits[0, -1].argmin()
+    assert new_tokens(model, prompt, 1, logits_processor=processors)[0] == least
+    negative = torch.tensor([[122, 122]])
+    guided = new_tokens(model, prompt, 1, negative_prompt_ids=negative, guidance_scale=3.0)
+    scores = [model(ids).logits[0, -1].log_softmax(-1) for ids in (prompt, negative)]
+    assert guided[0] == (3 * scores[0] - 2 * scores[1]).argmax()
+    for name, value in (("cache_implementation", "static"), ("assistant_early_exit", 1)):
+        with pytest.raises(UserError, match=name):
+            new_tokens(model, prompt, 2, **{name: value})
