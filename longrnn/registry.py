@@ -1,8 +1,9 @@
 """Registries: a family's members by name, built from a mapping such as `{"kind": "lstm", …}`.
 
 A member's options are the keyword-only parameters of its constructor, so a new member states its
-options once, in its signature. They are checked and converted by pydantic: a range is an annotation
-of the type, as in `Annotated[int, Field(ge=1)]`.
+options once, in its signature; a member that is a pydantic model states them as its fields. They
+are checked and converted by pydantic: a range is an annotation of the type, as in
+`Annotated[int, Field(ge=1)]`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
                 there is no default.
         """
         member, options = self._checked(spec)
-        return member(*context, **dict(iter(options)))
+        return options if isinstance(options, member) else member(*context, **dict(iter(options)))
 
     def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """`spec` with the default of every option that it leaves out.
@@ -75,7 +76,7 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         _, options = self._checked(spec)
         return {"kind": spec["kind"], **dict(iter(options))}
 
-    def _checked(self, spec: Mapping[str, Any]) -> tuple[type[T], MemberOptions]:
+    def _checked(self, spec: Mapping[str, Any]) -> tuple[type[T], Any]:
         """The member, and its options as the types that its constructor states."""
         kind = spec.get("kind")
         if not isinstance(kind, str):
@@ -92,7 +93,9 @@ class MemberOptions(Options, coerce_numbers_to_str=True):
 
 
 @lru_cache(256)
-def _options_of(member: type) -> type[MemberOptions]:
+def _options_of(member: type) -> type[Options]:
+    if issubclass(member, Options):
+        return member
     defaults = getattr(member.__init__, "__kwdefaults__", None) or {}
     fields: dict[str, Any] = {
         name: (kind, defaults.get(name, ...)) for name, kind in keyword_options(member).items()
@@ -103,7 +106,7 @@ def _options_of(member: type) -> type[MemberOptions]:
 def keyword_options(member: type) -> dict[str, Any]:
     """Name and type, with its annotations, of every keyword-only parameter of a constructor."""
     # The fields of a dataclass may come from another module, with its names for their types.
-    source = member if is_dataclass(member) else member.__init__
+    source = member if is_dataclass(member) or issubclass(member, Options) else member.__init__
     hints = get_type_hints(source, include_extras=True)
-    parameters = inspect.signature(member.__init__).parameters.values()
+    parameters = inspect.signature(source).parameters.values()
     return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

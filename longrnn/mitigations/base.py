@@ -6,19 +6,16 @@ which holds nothing that depends on weights.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.mitigations.values import as_lists, as_tuples
-from longrnn.options import validated
-from longrnn.registry import Registry, keyword_options
+from longrnn.options import Options
+from longrnn.registry import Registry
 
 COLLAPSING = "collapsing"
 # Of a layer or a head; the heads of a list of them, or pairs [layer, head].
@@ -26,8 +23,7 @@ Index = Annotated[int, Field(ge=0, strict=True)]
 Pairs = list[tuple[Index, Index]]
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(NamedTuple):
     """Where the numbers of a calibrated mitigation come from.
 
     Attributes:
@@ -43,11 +39,10 @@ class Calibration:
     text_sha256: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mitigation:
+class Mitigation(Options):
     """A change to the recurrence of some layers and heads.
 
-    Subclasses are frozen dataclasses, registered in `MITIGATIONS`; their fields are their options.
+    Subclasses are registered in `MITIGATIONS`; their fields are their options.
     A cell without heads (RNN, GRU, LSTM) counts as one head.
 
     Args:
@@ -64,22 +59,23 @@ class Mitigation:
         UserError: options out of range.
     """
 
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
+
     layers: list[Index] | None = None
     heads: list[Index] | Pairs | Literal["collapsing"] | None = None
     diagnosis: Annotated[str | None, BeforeValidator(lambda path: path and str(path))] = None
-    calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
+    _calibration: Calibration | None = None
 
     name: ClassVar[str]
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _require_diagnosis(self) -> Self:
         if self.heads == COLLAPSING and self.diagnosis is None:
             raise UserError(
                 "heads='collapsing' needs a diagnosis: give diagnosis=FILE, the diagnosis.yaml "
                 "that `longrnn diagnose states` writes"
             )
-        for name, kind in keyword_options(type(self)).items():
-            where = f"mitigation {self.name!r}, option {name!r}"
-            self._set(name, as_tuples(validated(kind, getattr(self, name), where)))
+        return self
 
     # Implemented by subclasses
 
@@ -105,27 +101,27 @@ class Mitigation:
 
     def calibrated(self, known: Calibration) -> Self:
         """A copy that records where its numbers come from."""
-        copied = copy.copy(self)
-        copied._set("calibration", known)
+        copied = self.model_copy()
+        copied._calibration = known
         return copied
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self._calibration
 
     def describe(self) -> str:
         """The name and the given options as a spec; part of a mitigated model's fingerprint."""
-        names = [*self.own_options(), *keyword_options(Mitigation)]
-        given = {name: as_lists(getattr(self, name)) for name in names}
-        options = (f"{name}={value!r}" for name, value in given.items() if value is not None)
-        return f"{self.name}({', '.join(options)})"
+        given = self.model_dump(mode="json", exclude_none=True)
+        names = [name for name in (*self.own_options(), *Mitigation.model_fields) if name in given]
+        return f"{self.name}({', '.join(f'{name}={given[name]!r}' for name in names)})"
 
     @classmethod
     def own_options(cls) -> list[str]:
         """Names of the options that not every mitigation has."""
-        return [n for n in keyword_options(cls) if n not in Mitigation.__dataclass_fields__]
+        return [name for name in cls.model_fields if name not in Mitigation.model_fields]
 
     def __str__(self) -> str:
         return self.describe()
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
 
 def without_steps(cell: type[Cell]) -> str | None:
@@ -176,6 +172,3 @@ MITIGATIONS = MitigationRegistry("mitigation")
 @MITIGATIONS.register("none")
 class NoMitigation(Mitigation):
     """No change: the plain model, as a member of lists of mitigations to compare."""
-
-    def __init__(self) -> None:
-        super().__init__()

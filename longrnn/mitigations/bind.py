@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,9 +86,8 @@ def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
     """A mitigation with the heads that its diagnosis lists in place of the diagnosis."""
     if part.heads != COLLAPSING:
         return part
-    pairs = [[layer, int(h)] for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
-    listed = replace(part, diagnosis=None, heads=pairs)
-    return listed if part.calibration is None else listed.calibrated(part.calibration)
+    pairs = [(layer, int(h)) for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
+    return part.model_copy(update={"diagnosis": None, "heads": pairs})
 
 
 def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: Callable[[], str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
@@ -12,7 +10,6 @@ from longrnn.mitigations.values import Factor, per_head
 
 
 @MITIGATIONS.register("forget_more")
-@dataclass(frozen=True, kw_only=True)
 class ForgetMore(Mitigation):
     """Multiplies every decay and every input by a constant (arXiv 2410.07145).
 

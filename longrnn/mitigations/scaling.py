@@ -5,8 +5,6 @@ With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, StepChange
@@ -14,7 +12,6 @@ from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import FiniteAboveZero, per_head
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
     """Base of mitigations with one factor per layer and head, in (0, ∞)."""
 

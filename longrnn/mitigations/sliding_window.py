@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
@@ -12,7 +10,6 @@ from longrnn.options import Tokens
 
 
 @MITIGATIONS.register("sliding_window")
-@dataclass(frozen=True, kw_only=True)
 class SlidingWindow(Mitigation):
     """The state of a head depends on its last `window` inputs only (arXiv 2410.07145).
 

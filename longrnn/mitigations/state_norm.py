@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from longrnn.mitigations.values import AboveZero, per_head
 
 
 @MITIGATIONS.register("state_norm")
-@dataclass(frozen=True, kw_only=True)
 class StateNorm(Mitigation):
     """Limits the norm of a head's state: h_t = ĥ_t · min(1, threshold / ‖ĥ_t‖) (arXiv 2410.07145).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from longrnn.mitigations.values import Finite
 
 
 @MITIGATIONS.register("time_scales")
-@dataclass(frozen=True, kw_only=True)
 class TimeScales(Mitigation):
     """log |A|' = log |A| + rate, and dt' = softplus(… + dt_bias + bias), by head.
 
@@ -47,11 +45,11 @@ class TimeScales(Mitigation):
 
 def _additions(value: Any, layer: int, heads: Tensor) -> Tensor | None:
     """The additions of the heads of a layer, `(h, 1)` or `(h, k)` float64; None for none."""
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         value = value[layer]
     if value in (None, 0.0):
         return None
-    by_head = value if isinstance(value, tuple) else [value] * len(heads)
-    width = max(len(number) if isinstance(number, tuple) else 1 for number in by_head)
-    rows = [number if isinstance(number, tuple) else [number or 0.0] * width for number in by_head]
+    by_head = value if isinstance(value, list) else [value] * len(heads)
+    width = max(len(number) if isinstance(number, list) else 1 for number in by_head)
+    rows = [number if isinstance(number, list) else [number or 0.0] * width for number in by_head]
     return torch.tensor(rows, dtype=torch.float64).where(heads[:, None], 0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, StepChange
@@ -15,7 +13,6 @@ IGNORES_NOTHING = -1.0
 
 
 @MITIGATIONS.register("token_filter")
-@dataclass(frozen=True, kw_only=True)
 class TokenFilter(Mitigation):
     """dt_t := 0 where dt_t is at or below a threshold: such a token does not change the state.
 

@@ -1,7 +1,4 @@
-"""Options that are one number, one per layer, or one per layer and head.
-
-Lists are stored as tuples, so that the options of a mitigation are hashable.
-"""
+"""Options that are one number, one per layer, or one per layer and head."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from longrnn.errors import UserError
 
 
 def _numbers(holds: Callable[[float], bool], range_in_words: str) -> BeforeValidator:
-    """A check that returns floats for numbers and tuples for lists.
+    """A check that returns floats for numbers, alone or in lists.
 
     None in a list leaves the layer or head unchanged.
 
@@ -28,7 +25,7 @@ def _numbers(holds: Callable[[float], bool], range_in_words: str) -> BeforeValid
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return tuple(None if item is None else check(item) for item in value)
+            return [None if item is None else check(item) for item in value]
         try:
             # float would accept a bool.
             number = math.nan if isinstance(value, bool) else float(value)
@@ -58,13 +55,13 @@ def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
 
     Args:
         name: of the option, for error messages.
-        value: a number, or tuples by layer and head.
+        value: a number, or lists by layer and head.
         counts: number of heads of each layer.
 
     Raises:
         UserError: another number of layers, or of heads in a layer.
     """
-    if not isinstance(value, tuple):
+    if not isinstance(value, list):
         return
     if len(value) != len(counts):
         raise UserError(
@@ -72,7 +69,7 @@ def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
             "each layer"
         )
     for layer, (heads, count) in enumerate(zip(value, counts, strict=True)):
-        if isinstance(heads, tuple) and len(heads) != count:
+        if isinstance(heads, list) and len(heads) != count:
             raise UserError(
                 f"{name} lists {len(heads)} heads for layer {layer}, which has {count}: give one "
                 "number for each head"
@@ -83,23 +80,13 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
     """The numbers of the heads of one layer, `(h,)` float64.
 
     Args:
-        value: a number, or tuples by layer and head.
+        value: a number, or lists by layer and head.
         layer: index of the layer.
         heads: which of its heads are changed, `(h,)` bool.
         alone: the number that changes nothing, for the other heads and for None.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         value = value[layer]
-    numbers = value if isinstance(value, tuple) else [value] * len(heads)
+    numbers = value if isinstance(value, list) else [value] * len(heads)
     filled = [alone if number is None else number for number in numbers]
     return torch.where(heads, torch.tensor(filled, dtype=torch.float64), alone)
-
-
-def as_lists(value: Any) -> Any:
-    """Converts tuples to lists, as they are written in a spec."""
-    return [as_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def as_tuples(value: Any) -> Any:
-    """Converts lists to tuples."""
-    return tuple(as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
