@@ -116,7 +116,7 @@ class DeltaCell(ScanningCell):
     def inputs(self, steps: Steps, rest: DeltaRest) -> tuple[ScanInputs, DeltaRest]:
         v = steps.x if steps.add is None else steps.x * steps.add[:, None]
         beta = steps.dt.clamp(max=MAX_BETA)
-        return ScanInputs(v, beta, steps.log_decay, rest.k, rest.q), rest
+        return ScanInputs(v, beta, steps.decay, rest.k, rest.q), rest
 
     def after(self, y: Tensor, rest: DeltaRest, memory: Tensor) -> tuple[Tensor, ConvState]:
         y = rms_norm(y, own_weight(self.norm), self.norm_eps).flatten(2)

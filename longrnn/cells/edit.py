@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.ops.scan.decays import Decay
 
 # So many units in the last place may two computations of one step differ.
 ROUNDINGS = 128
@@ -34,43 +35,28 @@ ROUNDINGS = 128
 class Steps(NamedTuple):
     """What a scanning cell computes the inputs of its recurrence from.
 
-    A decay has one number per head, or one per key where the rate or the step of the decay has.
-
     Attributes:
         x: `(b, t, h, p)`, not yet multiplied by dt.
-        dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
-        A: `(h,)`, `(b, t, h)` or, per key, `(h, n)`, the rate, below 0, in the dtype of the state.
-        decay_dt: `(b, t, h)` or, per key, `(b, t, h, n)`, the step of the decay in a cell where it
-            is not dt; None where it is.
-        keep: `(h,)` float64, the factor of the decay; None for 1.
+        dt: `(b, t, h)`, the step of x, at least 0, in the dtype of the state.
+        decay: its step is dt in most cells.
         add: `(h,)`, the factor of what a token adds, in the dtype of dt; None for 1.
     """
 
     x: Tensor
     dt: Tensor
-    A: Tensor
-    decay_dt: Tensor | None = None
-    keep: Tensor | None = None
+    decay: Decay
     add: Tensor | None = None
-
-    @property
-    def log_decay(self) -> Tensor:
-        """`(b, t, h)` or `(b, t, h, n)`, at most 0."""
-        step = self.dt if self.decay_dt is None else self.decay_dt
-        by_key = step.ndim == 4 or self.A.ndim == 2
-        if by_key and step.ndim != 4:
-            step = step[..., None]
-        rate = self.A[..., None] if by_key and self.A.ndim != 2 else self.A
-        log_decay = step * rate
-        if self.keep is None:
-            return log_decay
-        log_keep = self.keep.log().to(log_decay)
-        return log_decay + (log_keep[:, None] if by_key else log_keep)
 
     @property
     def gain(self) -> Tensor:
         """`(b, t, h)`, the factor of x where the step multiplies it: dt · add."""
         return self.dt if self.add is None else self.dt * self.add
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Steps:
+        """The same change of dt and of the step of the decay."""
+        dt, step = change(self.dt), self.decay.step
+        step = dt if step is self.dt else change(step)
+        return self._replace(dt=dt, decay=self.decay._replace(step=step))
 
 
 class StepChange(NamedTuple):
@@ -89,20 +75,18 @@ class StepChange(NamedTuple):
     log_rate: Tensor | None = None
 
     def __call__(self, steps: Steps) -> Steps:
-        x, dt, decay_dt = steps.x, steps.dt, steps.decay_dt
-        if (largest := self.largest_ignored(dt.dtype)) is not None:
-            short = dt <= largest.to(dt.device)
+        if (largest := self.largest_ignored(steps.dt.dtype)) is not None:
+            short = (steps.dt <= largest.to(steps.dt.device))[..., None]
             # x too, because 0 times an infinite input would be NaN in the state.
-            x, dt = x.masked_fill(short[..., None], 0), dt.masked_fill(short, 0)
-            if decay_dt is not None:
-                by_key = decay_dt.ndim == 4
-                decay_dt = decay_dt.masked_fill(short[..., None] if by_key else short, 0)
+            steps = steps._replace(x=steps.x.masked_fill(short, 0))
+            steps = steps.each(lambda step: step.masked_fill(like(short, step), 0))
         if self.step is not None:
-            factor = self.step.to(dt)
-            dt = dt * factor
-            if decay_dt is not None:
-                decay_dt = decay_dt * (factor if decay_dt.ndim == 3 else factor[:, None])
-        return steps._replace(x=x, dt=dt, A=self._rate(steps.A), decay_dt=decay_dt)
+            factor = self.step.to(steps.dt)[:, None]
+            steps = steps.each(lambda step: step * like(factor, step))
+        rate = steps.decay.rate
+        if rate is None or (self.power is None and self.log_rate is None):
+            return steps
+        return steps._replace(decay=steps.decay._replace(rate=self._rate(rate)))
 
     def largest_ignored(self, dtype: torch.dtype) -> Tensor | None:
         """The largest dt that is ignored, `(h,)` in `dtype`; None without a threshold.
@@ -116,8 +100,6 @@ class StepChange(NamedTuple):
 
     def _rate(self, A: Tensor) -> Tensor:
         """The changed A. Its logarithm is computed in float64, in which no power overflows."""
-        if self.power is None and self.log_rate is None:
-            return A
         wide = A.double()
         power, log_rate = (
             None if numbers is None else (numbers[:, None] if A.ndim == 2 else numbers).to(wide)
@@ -146,6 +128,11 @@ class StepChange(NamedTuple):
             power=_both(torch.mul, self.power, later.power),
             log_rate=_both(torch.add, log_rate, later.log_rate),
         )
+
+
+def like(by_head: Tensor, step: Tensor) -> Tensor:
+    """Numbers by head, `(…, h, 1)`, in the shape of steps by head or by key."""
+    return by_head if step.ndim == 4 else by_head[..., 0]
 
 
 class Update(NamedTuple):
@@ -224,11 +211,11 @@ class Edit(NamedTuple):
         return self._replace(**numbers)
 
     def apply(self, steps: Steps) -> Steps:
-        """Stages 1 and 2 of a scanning cell; `Steps.log_decay` then includes `keep`."""
+        """Stages 1 and 2 of a scanning cell."""
         for change in self.steps or ():
             steps = change(steps)
         add = None if self.add is None else self.add.to(steps.dt)
-        return steps._replace(keep=self.keep, add=add)
+        return steps._replace(decay=steps.decay._replace(keep=self.keep), add=add)
 
 
 def merge(edits: Sequence[Edit]) -> Edit:

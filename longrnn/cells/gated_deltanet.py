@@ -22,6 +22,7 @@ from longrnn.cells.init import initialise
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 
 
 @MIXERS.register("gated_deltanet")
@@ -84,8 +85,8 @@ class GatedDeltaNet(DeltaCell):
         mixed, z, b, a = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, z, state, rows)
         beta = b.to(dtype).sigmoid() * self.largest_beta
-        decay_dt = F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
-        return Steps(v, beta, -self.A_log.to(dtype).exp(), decay_dt), rest
+        step = F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        return Steps(v, beta, Decay(step, -self.A_log.to(dtype).exp())), rest
 
     def activation(self, gate: Tensor) -> Tensor:
         return F.silu(gate)

@@ -25,6 +25,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 
 
 @MIXERS.register("kda")
@@ -90,12 +91,11 @@ class KDA(DeltaCell):
         mixed, a, g, b = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, self.gate_proj(g), state, rows)
         with without_autocast(a):  # which would round the decays
-            decay_dt = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
-        decay_dt = F.softplus(decay_dt + self.dt_bias.to(dtype))
+            step = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
+        step = F.softplus(step + self.dt_bias.to(dtype)).unflatten(-1, (self.n_heads, -1))
         # Flat, because a Hugging Face layer has further axes of length 1.
-        A = -self.A_log.to(dtype).exp().flatten()
-        steps = Steps(v, b.to(dtype).sigmoid(), A, decay_dt.unflatten(-1, (self.n_heads, -1)))
-        return steps, rest
+        rate = -self.A_log.to(dtype).exp().flatten()
+        return Steps(v, b.to(dtype).sigmoid(), Decay(step, rate)), rest
 
     def activation(self, gate: Tensor) -> Tensor:
         return gate.sigmoid()

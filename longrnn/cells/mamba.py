@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.edit import Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
 from longrnn.cells.scanning import ScanningCell, check_sizes, conv_state_like, step_bias
@@ -28,8 +28,8 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
-from longrnn.ops.selective import SELECTIVE
-from longrnn.ops.selective.definition import SelectiveInputs
+from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.definition import ScanInputs
 
 
 class MambaRest(NamedTuple):
@@ -76,8 +76,6 @@ class Mamba(ScanningCell):
     wide_weights = ("A_log", "D", "dt_proj.bias")
     rate_weight, bias_weight = "A_log", "dt_proj.bias"
     projections = ("in_proj", "x_proj", "out_proj")
-    layer_operation = SELECTIVE
-    tokens_at_once = 64
     has_key_decays = True
 
     def __init__(
@@ -122,8 +120,13 @@ class Mamba(ScanningCell):
         x, conv = CONV(self.backend, x, taps, bias, state.conv, rows)
         x = x if rows is None else rows.without_padding(x)
         dt, B, C = self.select(x, dtype)
-        steps = Steps(x.to(dtype)[..., None], F.softplus(dt), -self.A_log.to(dtype).exp())
+        dt = F.softplus(dt)
+        steps = Steps(x.to(dtype)[..., None], dt, Decay(dt, self.rate(dtype)))
         return steps, MambaRest(x, z, B, C, conv)
+
+    def rate(self, dtype: torch.dtype) -> Tensor:
+        """A, `(d, n)`."""
+        return -self.A_log.to(dtype).exp()
 
     def select(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """dt before the softplus, `(b, t, d)`, and B and C, `(b, t, g, n)`, in a dtype."""
@@ -147,26 +150,6 @@ class Mamba(ScanningCell):
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
         return self.out_proj(y), ConvState(rest.conv, memory)
 
-    def whole_layer(
-        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
-    ) -> tuple[Tensor, ConvState] | None:
-        """See `ScanningCell`; without the decays of all keys and tokens in memory."""
-        demands = self.demands(edit, rows)
-        if rows is not None and rows.has_padding and edit.keep is not None:
-            demands.add("padding")  # which a factor of all decays must not change
-        implementation = SELECTIVE.choose(self.backend, x, self.A_log, demands=demands)
-        if implementation is None:
-            return None
-        steps, rest = self.before(x, state, rows)
-        steps = edit.apply(steps)
-        gain, step, B, C = steps.gain, steps.dt, rest.B, rest.C
-        if rows is not None:
-            step = rows.without_padding(step).masked_fill(rows.is_start[..., None], torch.inf)
-        log_keep = None if steps.keep is None else steps.keep.log().to(step)
-        inputs = SelectiveInputs(steps.x[..., 0], gain, step, steps.A, log_keep, B, C)
-        y, memory = implementation.run(inputs, state.ssm[:, :, 0])
-        return self.after(y[..., None], rest, memory[:, :, None])
-
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
         self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])  # of all keys
@@ -175,6 +158,10 @@ class Mamba(ScanningCell):
     def state_like(self) -> ConvState:
         conv, ssm = (self.d_conv - 1, self.n_heads), (self.n_heads, 1, self.d_state)
         return conv_state_like(conv, ssm, self.conv1d.weight.dtype)
+
+    def inputs_like(self) -> ScanInputs:
+        like = super().inputs_like()
+        return like._replace(decay=Decay(like.gain, self.rate(like.gain.dtype)))
 
 
 def _unit(vectors: Tensor, eps: float) -> Tensor:

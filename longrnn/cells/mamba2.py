@@ -28,6 +28,7 @@ from longrnn.ops.mamba2_layer import MAMBA2_LAYER, OTHER_GATE
 from longrnn.ops.mamba2_layer.definition import Parts, Weights, after, before
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
 
 ANY_STEP = (0.0, math.inf)
@@ -153,7 +154,7 @@ class Mamba2(ScanningCell):
 
     def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, Parts]:
         parts = before(self.in_proj(x), self.weights(), state, self.backend, rows)
-        return Steps(parts.x, parts.dt, parts.A), parts
+        return Steps(parts.x, parts.dt, Decay(parts.dt, parts.A)), parts
 
     def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, ConvState]:
         return self.out_proj(after(y, rest, self.backend)), ConvState(rest.conv, memory)

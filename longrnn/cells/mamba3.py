@@ -40,6 +40,7 @@ from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import BEFORE, Rows
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
 
 # The slowest rate, as published.
@@ -64,7 +65,7 @@ class TrapezoidInputs(NamedTuple):
 
     x: Tensor
     gain: Tensor
-    log_decay: Tensor
+    decay: Decay
     B: Tensor
     C: Tensor
     mix: Tensor
@@ -98,12 +99,12 @@ class Trapezoid(Recurrence):
         rows: Rows | None = None,
     ) -> tuple[Tensor, Memory]:
         """See `Recurrence`. A limit or a window needs h itself: then each token is two inputs."""
-        x, B, C, log_decay = inputs.x, inputs.B, inputs.C, inputs.log_decay
+        x, B, C, log_decay = inputs.x, inputs.B, inputs.C, inputs.decay.log()
         right = inputs.mix * inputs.gain
         left = (1 - inputs.mix) * inputs.gain * log_decay.exp()
         if edit.limit is None and edit.window is None:
             left = left + log_decay.exp() * F.pad(right[:, :-1], (0, 0, 1, 0))
-            given = ScanInputs(x[:, :-1], left, log_decay, B[:, :-1], C)
+            given = ScanInputs(x[:, :-1], left, Decay(log_decay), B[:, :-1], C)
             y, state = operation(backend, given, memory.state)
             u = x[:, 1:] * right[..., None]
             y = y + u * (B[:, 1:] * C).sum(-1, keepdim=True)
@@ -112,7 +113,7 @@ class Trapezoid(Recurrence):
         given = ScanInputs(
             _pairs(x[:, :-1], x[:, 1:]),
             _pairs(left, right),
-            _pairs(log_decay, torch.zeros_like(log_decay)),
+            Decay(_pairs(log_decay, torch.zeros_like(log_decay))),
             _pairs(B[:, :-1], B[:, 1:]),
             _pairs(C, C),
         )
@@ -206,7 +207,7 @@ class Mamba3(ScanningCell):
         B = self._by_head(B.to(dtype), self.B_norm, self.B_bias)
         C = self._by_head(C.to(dtype), self.C_norm, self.C_bias)
         theta, mix = math.pi * theta.to(dtype).tanh()[:, :, None], mix.to(dtype).sigmoid()
-        return Steps(x, dt, A), Mamba3Rest(x, z, B, C, mix, theta, state, rows)
+        return Steps(x, dt, Decay(dt, A)), Mamba3Rest(x, z, B, C, mix, theta, state, rows)
 
     def inputs(self, steps: Steps, rest: Mamba3Rest) -> tuple[TrapezoidInputs, Mamba3Rest]:
         state, rows = rest.state, rest.rows
@@ -216,7 +217,7 @@ class Mamba3(ScanningCell):
         x = torch.cat([state.x[:, None], steps.x], 1)
         B = torch.cat([state.B[:, None], _rotated(rest.B, turn)], 1)
         C = _rotated(rest.C, turn)
-        inputs = TrapezoidInputs(x, steps.gain, steps.log_decay, B, C, rest.mix)
+        inputs = TrapezoidInputs(x, steps.gain, Decay(steps.decay.log()), B, C, rest.mix)
         last_x = x[:, -1:] if rows is None else rows.last(x, 1)
         last_B = B[:, -1:] if rows is None else rows.last(B, 1)
         # Copies, because slices would keep all tokens in memory.

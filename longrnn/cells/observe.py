@@ -51,8 +51,7 @@ def decay_sums(cells: Sequence[Cell]) -> Iterator[dict[int, Tensor]]:
 
     def add(index: int, seen: Any, *_: Any) -> None:
         if not isinstance(seen, Update):
-            total = seen.log_decay.double().sum(1)
-            log_decay = total if total.ndim == 3 else total[..., None]
+            log_decay = seen.decay.total()
         elif seen.keep is not None:
             log_decay = seen.keep.double().log()[:, None]
         else:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from longrnn.cells.edit import Edit
 from longrnn.ops.operation import Operation
-from longrnn.ops.recent import Recent
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import windowed
+from longrnn.ops.scan.recent import Recent
 
 
 class Memory(NamedTuple):
@@ -56,13 +55,13 @@ class Recurrence(nn.Module):
         if edit.window is None or recent is None:
             y, state = _plain(inputs, state, edit.limit, operation, backend)
             return y, Memory(state, recent)
+        assert operation.windowed is not None
+        windowed = operation.windowed.bound(backend)
         if edit.heads is None:
-            y, recent = windowed(inputs, recent, edit.window, operation.bound(backend), rows)
+            y, recent = windowed(inputs, recent, edit.window, rows)
             return y, Memory(state, recent)
         inside, outside = head_index(edit.heads, state), head_index(~edit.heads, state)
-        y_inside, recent = windowed(
-            inputs.heads(inside), recent, edit.window, operation.bound(backend), rows
-        )
+        y_inside, recent = windowed(inputs.heads(inside), recent, edit.window, rows)
         limit = None if edit.limit is None else edit.limit[..., outside]
         others = state.index_select(1, outside)
         y_outside, others = _plain(inputs.heads(outside), others, limit, operation, backend)

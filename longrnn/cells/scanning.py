@@ -16,11 +16,12 @@ from longrnn.cells.recurrence import Memory, Recurrence, head_index
 from longrnn.errors import UserError, nearest
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.operation import Implementation, Operation
-from longrnn.ops.recent import Recent
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import no_tokens, state_of
+from longrnn.ops.scan.recent import Recent
+from longrnn.ops.scan.window import no_tokens, state_of
 from longrnn.state import PyTree, reset
 
 # The stages of an edit that `ScanningCell.run` computes.
@@ -44,8 +45,6 @@ class ScanningCell(Cell):
         layer_operation: the operation that computes a whole layer (`whole_layer`), if there is one.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
-        tokens_at_once: longer calls are cut into pieces of so many tokens, so that the decays of
-            all keys of a long call never exist at once; None to compute a call as a whole.
         has_key_decays: whether each key of a head has a decay of its own.
         n_groups: how many B and C a window remembers per token; 0 for one per head.
         shown: names of the attributes in its `repr`.
@@ -56,7 +55,6 @@ class ScanningCell(Cell):
     repeats = True
     operation: ClassVar[Operation] = SCAN
     layer_operation: ClassVar[Operation | None] = None
-    tokens_at_once: ClassVar[int | None] = None
     has_key_decays = False
     n_groups: int = 0
     shown: tuple[str, ...] = ("n_heads",)
@@ -102,12 +100,12 @@ class ScanningCell(Cell):
             rest: of `before`.
 
         Returns:
-            `ScanInputs`, or what the cell's own `recurrence` takes, with a field `log_decay`; and
-            `rest`, with what `after` needs of the edited steps. `steps.log_decay` has the factor
-            `keep` of an edit and `steps.gain` the factor `add`. Documents are separated later.
-            This implementation reads B and C from `rest`.
+            `ScanInputs`, or what the cell's own `recurrence` takes, with a field `decay`; and
+            `rest`, with what `after` needs of the edited steps. `steps.decay` has the factor `keep`
+            of an edit and `steps.gain` the factor `add`. Documents are separated later. This
+            implementation reads B and C from `rest`.
         """
-        return ScanInputs(steps.x, steps.gain, steps.log_decay, rest.B, rest.C), rest
+        return ScanInputs(steps.x, steps.gain, steps.decay, rest.B, rest.C), rest
 
     @abstractmethod
     def after(self, y: Tensor, rest: Any, memory: Tensor) -> tuple[Tensor, PyTree]:
@@ -146,15 +144,7 @@ class ScanningCell(Cell):
         whole = self.whole_layer(x, cell_state, edit, rows)
         if whole is not None:
             return whole
-        size, time = self.tokens_at_once, x.shape[1]
-        if size is None or time <= size:
-            return self._run(x, state, edit, rows)
-        outputs = []
-        for start in range(0, time, size):
-            part = None if rows is None else rows.slice(start, start + size)
-            y, state = self._run(x[:, start : start + size], state, edit, part)
-            outputs.append(y)
-        return torch.cat(outputs, dim=1), state
+        return self._run(x, state, edit, rows)
 
     def _run(
         self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None
@@ -166,10 +156,10 @@ class ScanningCell(Cell):
             edit.refuse_unknown(STAGES, type(self).__name__)
         steps, rest = self.before(x, state, rows)
         if rows is not None:
-            steps = _without_padding(steps, rows)
+            steps = steps.each(rows.without_padding)
         inputs, rest = self.inputs(edit.apply(steps), rest)
         if rows is not None:
-            inputs = inputs._replace(log_decay=_separated(inputs.log_decay, rows))
+            inputs = inputs._replace(decay=_separated(inputs.decay, rows))
         before = Memory(state.ssm, recent)
         y, memory = self.recurrence(inputs, before, edit, self.operation, self.backend, rows)
         if rows is not None and edit.limit is not None:
@@ -194,9 +184,9 @@ class ScanningCell(Cell):
         ssm = self.state_like().ssm
         heads, channels, keys = ssm.shape
         gain = torch.empty(1, 0, heads, dtype=ssm.dtype, device=self.device)
-        log_decay = gain.new_empty(1, 0, heads, keys) if self.has_key_decays else gain
+        decay = Decay(gain.new_empty(1, 0, heads, keys) if self.has_key_decays else gain)
         B = gain.new_empty(1, 0, self.n_groups or heads, keys)
-        return ScanInputs(gain.new_empty(1, 0, heads, channels), gain, log_decay, B, B)
+        return ScanInputs(gain.new_empty(1, 0, heads, channels), gain, decay, B, B)
 
     def no_tokens(self, batch_size: int, edit: Edit) -> Recent:
         return no_tokens(self._windowed(edit), batch_size)
@@ -211,25 +201,25 @@ class ScanningCell(Cell):
         return state.state.ssm.index_copy(1, inside, of_windows)
 
     def _windowed(self, edit: Edit) -> ScanInputs:
-        """`inputs_like` of the windowed heads."""
+        """`inputs_like` of the windowed heads, with the decay under an edit."""
         like = self.inputs_like()
+        decay = edit.apply(Steps(like.x, like.gain, like.decay)).decay
+        like = like._replace(decay=decay)
         return like if edit.heads is None else like.heads(head_index(edit.heads, like.x))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in (*self.shown, "backend"))
 
 
-def _without_padding(steps: Steps, rows: Rows) -> Steps:
-    """Steps that are 0 at padding, which then neither adds nor forgets."""
-    decay_dt = None if steps.decay_dt is None else rows.without_padding(steps.decay_dt)
-    return steps._replace(dt=rows.without_padding(steps.dt), decay_dt=decay_dt)
-
-
-def _separated(log_decay: Tensor, rows: Rows) -> Tensor:
-    """Log decays that are 0 at padding and −∞ where a document begins."""
-    log_decay = rows.without_padding(log_decay)
-    starts = rows.is_start.view(*rows.is_start.shape, *[1] * (log_decay.ndim - 2))
-    return log_decay.masked_fill(starts, -torch.inf)
+def _separated(decay: Decay, rows: Rows) -> Decay:
+    """A decay that is 1 at padding, where its step is 0, and 0 where a document begins."""
+    keep = decay.keep
+    if keep is not None and rows.has_padding:
+        keep = keep.where(~rows.is_padding[..., None], 1.0)
+    step = rows.without_padding(decay.step)
+    starts = rows.is_start.view(*rows.is_start.shape, *[1] * (step.ndim - 2))
+    step = step.masked_fill(starts, -torch.inf if decay.rate is None else torch.inf)
+    return decay._replace(step=step, keep=keep)
 
 
 def check_sizes(norm_eps: float, *, eps_name: str = "norm_eps", **sizes: int) -> None:

@@ -14,10 +14,10 @@ class SlidingWindow(Mitigation):
     """The state of a head depends on its last `window` inputs only (arXiv 2410.07145).
 
     h_t = Σ_{i = t−w+1 … t} a_{i+1} … a_t u_i. The paper computes it as a difference of two states,
-    this implementation as a sum (see `longrnn.ops.window`). In an LSTM and a GRU the same holds for
-    the memory, given its gates. A layer computes the same as a scan over its last w inputs from a
-    zero state; a token of the last layer depends on about (number of layers) · w tokens. Memory
-    from before the first token, in a given state, is outside the window.
+    this implementation as a sum (see `longrnn.ops.scan.window`). In an LSTM and a GRU the same
+    holds for the memory, given its gates. A layer computes the same as a scan over its last w
+    inputs from a zero state; a token of the last layer depends on about (number of layers) · w
+    tokens. Memory from before the first token, in a given state, is outside the window.
 
     The model's state holds the inputs of the last min(w, tokens read) tokens: h p + g n numbers per
     token and layer in the dtype of the weights, and 2 h in float32. For the 130m shape these are

@@ -25,7 +25,7 @@ from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
 from longrnn.ops.cpu.library import pack
 from longrnn.ops.hooks import ModuleRecord, own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.recent import Recent
+from longrnn.ops.scan.recent import Recent
 from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None

@@ -45,11 +45,13 @@ class Operation(NamedTuple):
         name: as an error says it.
         implementations: in the order in which `auto` tries them.
         limited: of a recurrence: the same with a limit of each head's norm, as one more input.
+        windowed: of a recurrence: the same over the last tokens; see `longrnn.ops.scan.window`.
     """
 
     name: str
     implementations: list[Implementation]
     limited: Operation | None = None
+    windowed: Operation | None = None
 
     def choose(
         self, backend: str, *inputs: Any, demands: Set[str] = frozenset()

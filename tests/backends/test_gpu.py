@@ -32,9 +32,18 @@ from longrnn.ops.mamba2_layer.definition import Parts, Weights
 from longrnn.ops.operation import accepts
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs, loop
-from longrnn.ops.window import no_tokens, windowed
-from tests.backends.test_operations import assert_near, cell_arguments, layer, of_scan, results
+from longrnn.ops.scan.window import no_tokens, windowed
+from tests.backends.test_operations import (
+    assert_near,
+    cell_arguments,
+    inputs_from,
+    layer,
+    of_scan,
+    results,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
 
@@ -48,7 +57,7 @@ def random_inputs(
     gain = torch.rand(rows, time, 4, generator=draw) * 0.1 + 1e-3
     log_decay = gain * -torch.tensor([1e-3, 0.1, 1.0, 16.0])
     log_decay[-1, list(starts)] = -torch.inf
-    return ScanInputs(x, gain, log_decay, B, C), torch.randn(rows, 4, size, size, generator=draw)
+    return inputs_from(x, gain, log_decay, B, C), torch.randn(rows, 4, size, size, generator=draw)
 
 
 def outcome(function: Callable[..., Any], given: Sequence[Tensor]) -> list[Tensor]:
@@ -123,9 +132,8 @@ def call_naive(
 def by_key(inputs: ScanInputs) -> ScanInputs:
     """Inputs whose keys have different decays, one of which never forgets."""
     rates = torch.linspace(0, 2, inputs.B.shape[3])
-    return inputs._replace(
-        log_decay=(inputs.log_decay[..., None] * rates).nan_to_num(nan=-torch.inf)
-    )
+    log_decay = (inputs.decay.log()[..., None] * rates).nan_to_num(nan=-torch.inf)
+    return inputs._replace(decay=Decay(log_decay))
 
 
 @pytest.fixture
@@ -146,7 +154,7 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ) -> tuple[Tensor, Tensor]:
         assert return_final_states
         called.append(x.shape[1])
-        return loop(ScanInputs(x, dt, dt * A, B, C), initial_states)
+        return loop(inputs_from(x, dt, dt * A, B, C), initial_states)
 
     module = ModuleType(mamba_ssm_layer.MODULE)
     module.mamba_chunk_scan_combined = mamba_chunk_scan_combined  # type: ignore[attr-defined]
@@ -165,8 +173,8 @@ def test_fla_computes_the_recurrence(
     """Outputs, final state and the gradients of all inputs."""
     inputs, state = random_inputs(time, groups=groups, starts=starts)
     inputs = by_key(inputs) if keys else inputs
-    exact = outcome(of_scan(loop), wide([*inputs, state]))
-    assert_near(outcome(of_scan(fla_scan.scan), [*inputs, state]), exact, 1e-5)
+    exact = outcome(of_scan(loop), wide([*tensors_of(inputs), state]))
+    assert_near(outcome(of_scan(fla_scan.scan), [*tensors_of(inputs), state]), exact, 1e-5)
     kind = "fused_recurrent" if time <= 64 else "chunk"
     assert set(fla) == {f"{kind}_{'gla' if keys else 'simple_gla'}"}
 
@@ -192,8 +200,8 @@ def test_fla_computes_the_gated_delta_rule(
     unit = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=unit, gain=inputs.gain * 15)
     inputs = by_key(inputs) if keys else inputs
-    exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
-    assert_near(outcome(of_scan(fla_delta.delta), [*inputs, state]), exact, 1e-5)
+    exact = outcome(of_scan(delta.loop), wide([*tensors_of(inputs), state]))
+    assert_near(outcome(of_scan(fla_delta.delta), [*tensors_of(inputs), state]), exact, 1e-5)
     with torch.no_grad():
         y, after = fla_delta.delta(inputs, state)
         assert_near([y, after], exact[:2], 1e-5)
@@ -204,8 +212,8 @@ def test_fla_computes_the_gated_delta_rule(
 
 def window_of_20(scan: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*given: Tensor) -> list[Tensor]:
-        inputs = ScanInputs(*given[:5])
-        return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, scan)[0]]
+        inputs = inputs_from(*given[:5])
+        return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, scan=scan)[0]]
 
     return compute
 

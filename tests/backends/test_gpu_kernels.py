@@ -34,14 +34,14 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
 )
 {shim}
 from tests.backends.test_gpu import by_key, error, outcome, random_inputs, wide, window_of_20
-from tests.backends.test_operations import of_scan
+from tests.backends.test_operations import inputs_from, of_scan, tensors_of
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.mamba2_layer import mamba_ssm
 from longrnn.ops.mamba2_layer.definition import Parts
 from longrnn.ops.scan import definition as scan
 from longrnn.ops.scan import fla as fla_scan
-from longrnn.ops.scan.definition import ScanInputs, loop
+from longrnn.ops.scan.definition import loop
 
 found = []
 {calls}
@@ -59,24 +59,24 @@ chunk_h.range = chunk_delta_h.range = lambda *ends: map(Index, range(*map(int, e
 FLA_CALLS = """
 for time, starts in ((5, (2,)), (70, (20, 66))):
     inputs, state = random_inputs(time, groups=1, starts=starts, rows=1, size=16)
-    exact = outcome(of_scan(loop), wide([*inputs, state]))
-    ours = outcome(of_scan(fla_scan.scan), [*inputs, state])
+    exact = outcome(of_scan(loop), wide([*tensors_of(inputs), state]))
+    ours = outcome(of_scan(fla_scan.scan), [*tensors_of(inputs), state])
     found.append([error(*pair) for pair in zip(ours, exact)])
     keys = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=keys, gain=inputs.gain * 15)
-    exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
-    ours = outcome(of_scan(fla_delta.delta), [*inputs, state])
+    exact = outcome(of_scan(delta.loop), wide([*tensors_of(inputs), state]))
+    ours = outcome(of_scan(fla_delta.delta), [*tensors_of(inputs), state])
     found.append([error(*pair) for pair in zip(ours, exact)])
     with torch.no_grad():
         found.append([error(*pair) for pair in zip(fla_delta.delta(inputs, state), exact)])
     inputs = by_key(inputs)
     for loop_of, fast in ((loop, fla_scan.scan), (delta.loop, fla_delta.delta)):
-        exact = outcome(of_scan(loop_of), wide([*inputs, state]))
-        ours = outcome(of_scan(fast), [*inputs, state])
+        exact = outcome(of_scan(loop_of), wide([*tensors_of(inputs), state]))
+        ours = outcome(of_scan(fast), [*tensors_of(inputs), state])
         found.append([error(*pair) for pair in zip(ours, exact)])
 inputs, _ = random_inputs(27, groups=1, rows=1, size=16)
-exact = outcome(window_of_20(scan.scan), wide(inputs))
-ours = outcome(window_of_20(fla_scan.scan), inputs)
+exact = outcome(window_of_20(scan.scan), wide(tensors_of(inputs)))
+ours = outcome(window_of_20(fla_scan.scan), tensors_of(inputs))
 found.append([error(*pair) for pair in zip(ours, exact)])
 """
 MAMBA_SSM_SHIM = """
@@ -93,10 +93,11 @@ torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_pr
 MAMBA_SSM_CALLS = """
 mamba_ssm.MAMBA_SSM_CHUNK = 16
 inputs, state = random_inputs(40, groups=1, rows=1, size=16)
-given = [inputs.x, inputs.gain, inputs.log_decay[0, 0] / inputs.gain[0, 0], *inputs[3:], state]
+x, gain, log_decay, B, C = tensors_of(inputs)
+given = [x, gain, log_decay[0, 0] / gain[0, 0], B, C, state]
 
 def exactly(x, dt, A, B, C, state):
-    return loop(ScanInputs(x, dt, dt * A, B, C), state)
+    return loop(inputs_from(x, dt, dt * A, B, C), state)
 
 def ours_is(x, dt, A, B, C, state):
     return mamba_ssm.recurrence(Parts(x, x, dt, A, B, C, x, None), state)

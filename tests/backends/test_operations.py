@@ -23,16 +23,17 @@ from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
 from longrnn.ops.mamba2_layer.definition import Weights
 from longrnn.ops.operation import Implementation, Operation
 from longrnn.ops.scan import SCAN
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.scan.limit import limited
-from longrnn.ops.window import no_tokens, state_of, windowed
+from longrnn.ops.scan.window import no_tokens, state_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 assert SCAN.limited is not None
 assert DELTA.limited is not None
 LIMITED: Operation = SCAN.limited
-OPERATIONS = (SCAN, LIMITED, DELTA, DELTA.limited, CONV, GATED_NORM, MAMBA2_LAYER)
+OPERATIONS = (SCAN, LIMITED, SCAN.windowed, DELTA, DELTA.limited, CONV, GATED_NORM, MAMBA2_LAYER)
 
 
 def local(operation: Operation) -> list[Any]:
@@ -62,7 +63,17 @@ def inputs_of(sizes: Sequence[int], dtype: torch.dtype) -> tuple[ScanInputs, Ten
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     log_decay = -(draw(b, t, h).abs() ** 6) * 0.01
     given = draw(b, t, h, p), draw(b, t, h).abs(), log_decay, draw(b, t, g, n), draw(b, t, g, n)
-    return ScanInputs(*given).to(dtype), draw(b, h, p, n).to(dtype)
+    return inputs_from(*given).to(dtype), draw(b, h, p, n).to(dtype)
+
+
+def inputs_from(x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor) -> ScanInputs:
+    """Inputs of a recurrence from its log decays."""
+    return ScanInputs(x, gain, Decay(log_decay), B, C)
+
+
+def tensors_of(inputs: ScanInputs) -> list[Tensor]:
+    """The arguments of `inputs_from`."""
+    return [inputs.x, inputs.gain, inputs.decay.log(), inputs.B, inputs.C]
 
 
 def results(run: Callable[..., Any], *tensors: Tensor, gradients: bool) -> list[Tensor]:
@@ -82,7 +93,7 @@ def results(run: Callable[..., Any], *tensors: Tensor, gradients: bool) -> list[
 
 def of_scan(scan: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrence as a function of its tensors."""
-    return lambda *given: scan(ScanInputs(*given[:5]), *given[5:])
+    return lambda *given: scan(inputs_from(*given[:5]), *given[5:])
 
 
 def assert_near(
@@ -111,7 +122,7 @@ def test_a_decay_that_never_changes_does_not_drift(
     gradients = size == time
 
     def run(x: Tensor, decays: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        given, outputs = inputs._replace(x=x, log_decay=decays).to(state.dtype), []
+        given, outputs = inputs._replace(x=x, decay=Decay(decays)).to(state.dtype), []
         for start in range(0, time, size):
             y, state = implementation.run(given.slice(start, start + size), state)
             outputs.append(y)
@@ -141,13 +152,14 @@ def test_limit_of_values_whose_squares_leave_the_range(
 @every_backend
 def test_strided_inputs_of_several_dtypes(backend: str) -> None:
     """x, B and C are slices of one tensor of 16 bits, and gain and decay of another in float32."""
-    (x, gain, log_decay, B, C), state = inputs_of((2, 90, 4, 5, 2, 3), torch.float32)
+    inputs, state = inputs_of((2, 90, 4, 5, 2, 3), torch.float32)
+    x, gain, log_decay, B, C = tensors_of(inputs)
     joined = torch.cat([one.flatten(2) for one in (x, B, C)], -1).bfloat16()
     pair = torch.stack([gain, log_decay], -1)
     parts = joined[:, 1:].split([20, 6, 6], -1)
     shapes = ((4, 5), (2, 3), (2, 3))
     x, B, C = (one.unflatten(-1, shape) for one, shape in zip(parts, shapes, strict=True))
-    inputs = ScanInputs(x, pair[:, 1:, :, 0], pair[:, 1:, :, 1], B, C)
+    inputs = inputs_from(x, pair[:, 1:, :, 0], pair[:, 1:, :, 1], B, C)
     limits = torch.tensor([1.0, 5.0, math.inf, 0.1], dtype=torch.float64)
     wide = (inputs.to(torch.float64), state.double())
     assert_near(SCAN(backend, inputs, state.mT.contiguous().mT), loop(*wide), 1e-5)
@@ -155,7 +167,8 @@ def test_strided_inputs_of_several_dtypes(backend: str) -> None:
 
 
 def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    y, recent = windowed(inputs, no_tokens(inputs, len(state)), 13, SCAN.bound(backend))
+    assert SCAN.windowed is not None
+    y, recent = SCAN.windowed(backend, inputs, no_tokens(inputs, len(state)), 13)
     return y, state_of(recent, inputs)
 
 
@@ -165,8 +178,9 @@ def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Ten
 def test_a_token_that_is_not_finite(backend: str, value: float, name: str) -> None:
     """It changes no other row and, w tokens later, nothing under a window."""
     inputs, state = inputs_of((3, 150, 4, 3, 2, 5), torch.float64)
-    bad = inputs._replace(**{name: getattr(inputs, name).clone()})
-    getattr(bad, name)[1, 100] = value if name != "log_decay" else math.nan
+    bad = inputs.each(Tensor.clone)
+    changed = bad.decay.step if name == "log_decay" else getattr(bad, name)
+    changed[1, 100] = value if name != "log_decay" else math.nan
     limits = torch.tensor([0.5, 2.0, 1e3, math.inf], dtype=torch.float64)
     runs: list[Callable[..., Any]] = [SCAN.bound(backend), partial(within, backend=backend)]
     runs.append(lambda given, state: LIMITED(backend, given, state, limits))
@@ -187,7 +201,7 @@ def test_a_decay_to_zero_removes_what_was_before(
 ) -> None:
     """Inputs and a state of 1e30 have no effect after it."""
     inputs, state = inputs_of((2, 150, 4, 3, 2, 5), dtype)
-    inputs.log_decay[:, 30] = log_decay
+    inputs.decay.step[:, 30] = log_decay
     inputs.x[:, :30] *= 1e30
     late = inputs.slice(30, 150).to(torch.float64)
     y, final = implementation.run(inputs, 1e30 * state)
@@ -307,7 +321,7 @@ def test_a_named_backend_is_used_or_refused() -> None:
     """`auto` takes what accepts the call; what is not on this device is refused by name."""
     inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
     kernels = "torch" if cpu.missing() else "cpu"
-    elsewhere = ScanInputs(*(one.to("meta") for one in inputs)), state.to("meta")
+    elsewhere = inputs.each(lambda one: one.to("meta")), state.to("meta")
     for operation in (SCAN, DELTA):
         for backend, expected in (("torch", "torch"), ("auto", kernels), ("mamba_ssm", "torch")):
             chosen = operation.choose(backend, inputs, state)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, EditedState, ScanningCell
 from longrnn.models import LanguageModel, RecurrentLM, Rows, recurrent
-from longrnn.ops import cpu, window
+from longrnn.ops import cpu
 from longrnn.ops.scan import definition as scan
-from longrnn.ops.scan import limit
+from longrnn.ops.scan import limit, window
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves
 from tests.contracts.builders import (

@@ -66,7 +66,7 @@ def test_the_second_projection_of_decays_is_not_rounded() -> None:
     expected, _ = cell.before(x, cell.init_state(1), None)
     with autocast():
         steps, _ = cell.before(x, cell.init_state(1), None)
-    assert_near(steps.decay_dt, expected.decay_dt, 1e-6)
+    assert_near(steps.decay.step, expected.decay.step, 1e-6)
 
 
 @every_kind

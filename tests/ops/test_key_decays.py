@@ -16,17 +16,21 @@ from torch import Tensor
 from longrnn.ops.delta import DELTA
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import no_tokens, state_of, windowed
-from tests.backends.test_operations import assert_near, of_scan, results
+from longrnn.ops.scan.window import no_tokens, state_of
+from tests.backends.test_operations import assert_near, inputs_from, results, tensors_of
 from tests.contracts.subjects import BACKENDS
 
+# The place of `Decay.keep` in `ScanInputs.tensors`, which has no gradient in kernels.
+KEEP = 4
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 OPERATIONS = {"scan": SCAN, "delta": DELTA}
 # What is compared with one result of the definition.
 WAYS = list(product(BACKENDS, TOLERANCE))
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 every_decay = pytest.mark.parametrize("per_key", [True, False], ids=["per key", "per head"])
+every_rate = pytest.mark.parametrize("with_keep", [False, True], ids=["rates", "rates and factors"])
 every_start = pytest.mark.parametrize(
     "starts", [False, True], ids=["one document", "document starts"]
 )
@@ -51,6 +55,14 @@ SIZES = [
     Sizes(1, 67, 300, 1, 300, 1),  # one entry per head, as in an RG-LRU
     Sizes(1, 40, 3, 2, 1, 40),  # more keys than a vector of the kernel has lanes
 ]
+# Heads of one channel, whose number is not a multiple of a vector's width; and of two channels.
+CHANNELS = [
+    Sizes(2, 70, 37, 1, 1, 5),
+    Sizes(1, 33, 48, 1, 2, 16),
+    Sizes(3, 1, 5, 1, 1, 3),
+    Sizes(2, 100, 6, 1, 3, 4),
+    Sizes(2, 67, 4, 2, 2, 3),
+]
 
 
 def drawn(
@@ -74,15 +86,24 @@ def drawn(
     )
     if operation == "delta":
         gain, B = gain.clamp(max=2.0), B / B.norm(dim=-1, keepdim=True)
-    inputs, state = ScanInputs(x, gain, log_decay, B, C), normal(b, h, p, n)
+    inputs, state = inputs_from(x, gain, log_decay, B, C), normal(b, h, p, n)
     return inputs.to(torch.float32).to(torch.float64), state.float().double()
+
+
+def with_rates(inputs: ScanInputs, *, with_keep: bool) -> ScanInputs:
+    """Inputs whose steps are the negative log decays, and whose keys have rates of their own."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    heads, keys = inputs.x.shape[2], inputs.B.shape[3]
+    rate = -normal(heads, keys).exp().float().double()
+    keep = (-0.01 * normal(*inputs.gain.shape).abs()).exp() if with_keep else None
+    return inputs._replace(decay=Decay(-inputs.decay.step, rate, keep))
 
 
 def by_token(
     operation: str, inputs: ScanInputs, state: Tensor, limit: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The definition, in float64: decay, then the delta rule or a sum, then the limit."""
-    x, gain, log_decay, B, C = (tensor.double() for tensor in inputs)
+    x, gain, log_decay, B, C = tensors_of(inputs.to(torch.float64))
     state, heads = state.double(), x.shape[2]
     decay = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
     outputs = []
@@ -102,8 +123,18 @@ def by_token(
 
 
 def gradients_of(run: Callable[..., Any], inputs: ScanInputs, state: Tensor) -> list[Tensor]:
-    """Outputs, final state, and the gradients of all inputs and of the state."""
-    return results(of_scan(run), *inputs, state, gradients=True)
+    """Outputs, final state, and the gradients of all inputs but `keep`, and of the state."""
+    tensors = inputs.tensors()
+    places = [i for i, one in enumerate(tensors) if one is not None and i != KEEP]
+
+    def call(*given: Tensor) -> Any:
+        filled = tensors.copy()
+        for place, tensor in zip(places, given, strict=False):
+            filled[place] = tensor
+        return run(ScanInputs.of(filled), given[-1])
+
+    given = [tensors[place] for place in places]
+    return results(call, *given, state, gradients=True)  # type: ignore[arg-type]
 
 
 @every_start
@@ -115,8 +146,24 @@ def test_results_and_gradients_are_those_of_the_definition(
 ) -> None:
     """With gradients and without, by every backend in every dtype, also at a split."""
     inputs, state = drawn(sizes, operation, per_key=per_key, starts=starts)
+    assert_computed(operation, inputs, state)
+
+
+@every_start
+@every_rate
+@pytest.mark.parametrize("sizes", CHANNELS, ids=str)
+@every_operation
+def test_rates_per_key_are_those_of_their_log_decays(
+    operation: str, sizes: Sizes, with_keep: bool, starts: bool
+) -> None:
+    inputs, state = drawn(sizes, operation, per_key=False, starts=starts)
+    assert_computed(operation, with_rates(inputs, with_keep=with_keep), state)
+
+
+def assert_computed(operation: str, inputs: ScanInputs, state: Tensor) -> None:
     exact = gradients_of(partial(by_token, operation), inputs, state)
-    middle = sizes.tokens // 2
+    tokens = inputs.x.shape[1]
+    middle = tokens // 2
     for backend, dtype in WAYS:
         run, given, start = OPERATIONS[operation].bound(backend), inputs.to(dtype), state.to(dtype)
         near = partial(assert_near, tolerance=TOLERANCE[dtype], how=(backend, dtype))
@@ -126,17 +173,21 @@ def test_results_and_gradients_are_those_of_the_definition(
         near([run(given, final=False)[0]], [zero])
         if middle:
             first, between = run(given.slice(0, middle), start)
-            rest, after = run(given.slice(middle, sizes.tokens), between)
+            rest, after = run(given.slice(middle, tokens), between)
             near([torch.cat([first, rest], 1), after], exact[:2])
 
 
-@every_decay
+every_kind = pytest.mark.parametrize("decay", ["per key", "per head", "rates"])
+
+
+@every_kind
 @pytest.mark.parametrize("sizes", [SIZES[2]._replace(heads=4), SIZES[5]], ids=str)
 @every_operation
 def test_a_limit_rescales_the_state_after_every_token(
-    operation: str, sizes: Sizes, per_key: bool
+    operation: str, sizes: Sizes, decay: str
 ) -> None:
-    inputs, state = drawn(sizes, operation, per_key=per_key, starts=False)
+    inputs, state = drawn(sizes, operation, per_key=decay == "per key", starts=False)
+    inputs = with_rates(inputs, with_keep=True) if decay == "rates" else inputs
     limits = torch.tensor([0.01, 3.0, 1e9, torch.inf, 0.02, 1.0][: sizes.heads]).double()
     limited = OPERATIONS[operation].limited
     assert limited is not None
@@ -148,17 +199,18 @@ def test_a_limit_rescales_the_state_after_every_token(
         assert_near(run(given, start, limits), exact[:2], TOLERANCE[dtype], (backend, dtype))
 
 
-@every_decay
+@every_kind
 @pytest.mark.parametrize(("window", "starts"), [(1, False), (40, True), (64, False), (1000, True)])
 @pytest.mark.parametrize("sizes", [SIZES[2], SIZES[5]], ids=str)
 def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
-    sizes: Sizes, window: int, starts: bool, per_key: bool
+    sizes: Sizes, window: int, starts: bool, decay: str
 ) -> None:
-    inputs, state = drawn(sizes, "scan", per_key=per_key, starts=starts)
+    inputs, state = drawn(sizes, "scan", per_key=decay == "per key", starts=starts)
+    inputs = with_rates(inputs, with_keep=False) if decay == "rates" else inputs
     time = sizes.tokens
 
     def exact(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain, log_decay, B, C = inputs
+        x, gain, log_decay, B, C = tensors_of(inputs)
         decay = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp()
         terms, outputs, memory = x.new_zeros(0, *state.shape), [], state
         for i in range(time):
@@ -173,9 +225,10 @@ def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
         inputs: ScanInputs, state: Tensor, *, backend: str, lengths: Sequence[int] = (time,)
     ) -> tuple[Tensor, Tensor]:
         recent, outputs, start = no_tokens(inputs, sizes.rows), [], 0
+        assert SCAN.windowed is not None
         for length in lengths:
             part = inputs.slice(start, start + length)
-            y, recent = windowed(part, recent, window, SCAN.bound(backend))
+            y, recent = SCAN.windowed(backend, part, recent, window)
             outputs.append(y)
             start += length
         return torch.cat(outputs, 1), state_of(recent, inputs)
@@ -193,8 +246,7 @@ def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
 def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
     inputs, before = drawn(SIZES[2], "scan", per_key=per_key, starts=False)
     _, after = by_token("scan", inputs, before)
-    total = inputs.log_decay.sum(1)
-    total = total if per_key else total[..., None]
+    total = inputs.decay.total()
     exact = before
     for _ in range(5):
         _, exact = by_token("scan", inputs, exact)
@@ -206,11 +258,11 @@ def test_repetition_equals_reading_the_tokens_again(per_key: bool) -> None:
 @pytest.mark.parametrize("sizes", [Sizes(1, 3, 2, 2, 1, 2), Sizes(1, 3, 2, 1, 1, 2)], ids=str)
 def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) -> None:
     inputs, state = drawn(sizes, operation, per_key=True, starts=False)
-    inputs = inputs._replace(log_decay=inputs.log_decay.clamp(-2.0, -0.01))
-    tensors = [tensor.requires_grad_() for tensor in (*inputs, state)]
+    inputs = inputs._replace(decay=Decay(inputs.decay.log().clamp(-2.0, -0.01)))
+    tensors = [tensor.requires_grad_() for tensor in (*tensors_of(inputs), state)]
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return OPERATIONS[operation]("torch", ScanInputs(*tensors[:5]), tensors[5])
+        return OPERATIONS[operation]("torch", inputs_from(*tensors[:5]), tensors[5])
 
     assert torch.autograd.gradgradcheck(run, tensors, fast_mode=True)
     values, tangents = tuple(tensors), tuple(torch.ones_like(tensor) for tensor in tensors)

@@ -14,8 +14,8 @@ from longrnn.ops.precision import autocasts, own_precision
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import ScanInputs
-from longrnn.ops.window import no_tokens, windowed
-from tests.backends.test_operations import inputs_of, results
+from longrnn.ops.scan.window import no_tokens
+from tests.backends.test_operations import inputs_from, inputs_of, results, tensors_of
 from tests.contracts.builders import D_MODEL, GPU, assert_near, build_mixer
 
 
@@ -65,7 +65,8 @@ def limited(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, An
 
 
 def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
-    return windowed(inputs, no_tokens(inputs, len(state)), 9, SCAN.bound(backend))
+    assert SCAN.windowed is not None
+    return SCAN.windowed(backend, inputs, no_tokens(inputs, len(state)), 9)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -79,11 +80,11 @@ def test_autocast_does_not_round_a_recurrence(
     drawn, start = inputs_of((2, 70, 4, 8, 2, 16), torch.float64)
 
     def outcome(dtype: torch.dtype, where: str, name: str) -> list[Tensor]:
-        given = [one.to(where, dtype) for one in (*drawn, start)]
+        given = [one.to(where, dtype) for one in (*tensors_of(drawn), start)]
 
         def call(*tensors: Tensor) -> list[Tensor]:
             with torch.autocast(where, torch.bfloat16, enabled=dtype == torch.float32):
-                return [run(ScanInputs(*tensors[:5]), tensors[5], name)[0]]
+                return [run(inputs_from(*tensors[:5]), tensors[5], name)[0]]
 
         return results(call, *given, gradients=gradients)
 

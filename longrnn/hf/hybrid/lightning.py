@@ -19,6 +19,7 @@ from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 
 
 class LightningState(NamedTuple):
@@ -59,7 +60,8 @@ class LightningAttention(LayerCell):
         mixed = layer.act_fn(layer.qkv_proj(x)).unflatten(-1, (self.n_heads, -1)).to(dtype)
         q, k, v = mixed.split(self.head_dim, dim=-1)
         rate = -layer.slope_rate.to(dtype).flatten()
-        return Steps(v, torch.ones_like(v[..., 0]), rate), LightningRest(k, q, layer.output_gate(x))
+        dt = torch.ones_like(v[..., 0])
+        return Steps(v, dt, Decay(dt, rate)), LightningRest(k, q, layer.output_gate(x))
 
     def after(
         self, y: Tensor, rest: LightningRest, memory: Tensor

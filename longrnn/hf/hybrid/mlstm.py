@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from longrnn.cells.edit import Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
 
 # exp of a larger number would be infinite in float32, with a gradient that is NaN.
@@ -84,13 +85,12 @@ class MLSTM(LayerCell):
         log_input, forget = gates.chunk(2, dim=-1)
         q, k, v = (part.unflatten(-1, (self.n_heads, -1)).to(dtype) for part in (q, k, v))
         x = F.pad(v, (0, 1), value=1.0)
-        rate = torch.full_like(forget[0, 0], -1)
-        steps = Steps(x, torch.ones_like(forget), rate, F.softplus(-forget))
+        steps = Steps(x, torch.ones_like(forget), Decay(F.logsigmoid(forget)))
         return steps, MLSTMRest(q * self.key_dim**-0.5, k, log_input, gate, state.stabiliser)
 
     def inputs(self, steps: Steps, rest: MLSTMRest) -> tuple[ScanInputs, MLSTMRest]:
         """Returns the inputs of the recurrence after the edits, and m of every token."""
-        add, log_decay = steps.add, steps.log_decay
+        add, log_decay = steps.add, steps.decay.log()
         log_input = rest.log_input if add is None else rest.log_input + add.log()
         log_input, log_forget = log_input.double(), log_decay.double()
         total = log_forget.cumsum(1)
@@ -99,7 +99,7 @@ class MLSTM(LayerCell):
         before = torch.cat([rest.stabiliser[:, None], m[:, :-1]], dim=1)
         gain = (log_input - m).exp().to(log_decay)
         log_decay = (log_forget + before - m).clamp(max=0).to(log_decay)
-        inputs = ScanInputs(steps.x, gain, log_decay, rest.k, rest.q)
+        inputs = ScanInputs(steps.x, gain, Decay(log_decay), rest.k, rest.q)
         return inputs, rest._replace(stabiliser=m)
 
     def after(self, y: Tensor, rest: MLSTMRest, memory: Tensor) -> tuple[Tensor, MLSTMState]:

@@ -24,6 +24,7 @@ from longrnn.cells.scanning import inverse_softplus
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
 
 # The factor of the rate, c in the paper.
@@ -85,7 +86,9 @@ class RGLRU(LayerCell):
         is_first = torch.zeros_like(x[..., :1], dtype=torch.bool)
         is_first[:, 0, 0] = ~state.has_read
         gate = layer.act_fn(layer.linear_y(x))
-        return Steps((mixed * i)[..., None], r, rate), RGLRURest(gate, conv_state, is_first)
+        return Steps((mixed * i)[..., None], r, Decay(r, rate)), RGLRURest(
+            gate, conv_state, is_first
+        )
 
     def _gate(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """σ of a block-diagonal product, `(b, t, c)`."""
@@ -95,12 +98,12 @@ class RGLRU(LayerCell):
 
     def inputs(self, steps: Steps, rest: RGLRURest) -> tuple[ScanInputs, RGLRURest]:
         """Returns the inputs of the recurrence after the edits of the steps."""
-        square = -torch.expm1(2 * steps._replace(keep=None).log_decay)
+        square = -torch.expm1(2 * steps.decay._replace(keep=None).log())
         gain = square * square.clamp(min=SMALLEST_SQUARE).rsqrt()
         gain = gain.masked_fill(rest.is_first, 1.0)
         ones = torch.ones_like(gain[..., :1, None])
         gain = gain if steps.add is None else gain * steps.add
-        return ScanInputs(steps.x, gain, steps.log_decay, ones, ones), rest
+        return ScanInputs(steps.x, gain, steps.decay, ones, ones), rest
 
     def after(self, y: Tensor, rest: RGLRURest, memory: Tensor) -> tuple[Tensor, RGLRUState]:
         """Computes the output of the layer."""

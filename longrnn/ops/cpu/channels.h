@@ -14,6 +14,8 @@
 namespace {
 
 constexpr long SPAN = 32;  // tokens of a segment of the backward pass
+// Sums of squares in float that are neither rounded to 0 nor infinite, and the least limit that they serve.
+constexpr double LEAST_SQUARE = 1e-30, MOST_SQUARE = 1e30, LEAST_LIMIT = 1e-15;
 
 // exp(l) = whole + rest, where whole is 0 or 1.
 template <class T> struct Factor {
@@ -40,13 +42,12 @@ template <class T> struct ChannelBlock {
   const Channels<T> &s;
   long row, group, first, count;
   T *rates;  // (n, W)
-  Vec<T> log_keep{};
+  long known = 0;  // tokens that y and C do not have
 
   ChannelBlock(const Channels<T> &s, long row, long group, long number, T *rates)
       : s(s), row(row), group(group), first(group * (s.h / s.g) + number * W),
         count(std::min<long>(W, s.h / s.g - number * W)), rates(rates) {
     read_keys(s.rate + first * s.n, rates);
-    if (s.log_keep) log_keep = read_channels<T>(s.log_keep + first, count);
   }
   static long number(const Channels<T> &s) { return (s.h / s.g + W - 1) / W; }
 
@@ -63,21 +64,50 @@ template <class T> struct ChannelBlock {
   Vec<T> read(const T *tensor, long token) const { return read_channels<T>(tensor + at(token), count); }
   void write(T *tensor, long token, Vec<T> v) const { write_channels<T>(tensor + at(token), v, count); }
   long keys_at(long token) const { return ((row * s.t + token) * s.g + group) * s.n; }
-  Factor<T> factor(Vec<T> step, long key) const { return Factor<T>(step * load<T>(rates + key * W) + log_keep); }
+  long output(long token) const { return row * (s.t - known) + token - known; }  // its place in y and C
+  const T *queries(long token) const { return s.C + (output(token) * s.g + group) * s.n; }
+  T *outputs(long token) const { return s.y + output(token) * s.h + first; }
+  Vec<T> log_keep(long token) const {
+    return s.log_keep ? read_channels<T>(s.log_keep + (row * s.t + token) * s.keep_token + first, count) : Vec<T>{};
+  }
+  Factor<T> factor(Vec<T> step, long key, Vec<T> log_keep) const {
+    return Factor<T>(step * load<T>(rates + key * W) + log_keep);
+  }
+
+  // Rescales the states of one token whose norms are above the limit. Returns the scales.
+  Vec<T> limited(Vec<T> squares, T *state) const {
+    Vec<T> scales = Vec<T>{} + T(1);
+    bool is_within = true;
+    for (long i = 0; i < count; i++) {
+      const double limit = s.limit[first + i], square = squares[i];
+      if (square <= std::min(limit * limit, MOST_SQUARE) && limit >= LEAST_LIMIT) continue;
+      is_within = false;
+      if (square >= LEAST_SQUARE && square <= MOST_SQUARE) {
+        scales[i] = T(limit / std::max(std::sqrt(square), limit));
+      } else if (limit < INFINITY) {
+        Buffer<double> numbers(s.n);
+        for (long j = 0; j < s.n; j++) numbers[j] = double(state[j * W + i]);
+        scales[i] = T(scale_of<double>(numbers, s.n, limit));
+      }
+    }
+    for (long j = 0; !is_within && j < s.n; j++) store<T>(state + j * W, load<T>(state + j * W) * scales);
+    return scales;
+  }
 
   // One token. Returns y, and writes the new state, which may be in the place of the old one.
   Vec<T> advance(long token, const T *before, T *after) const {
-    const Vec<T> u = read(s.x, token) * read(s.gain, token), step = read(s.step, token);
-    const T *B = s.B + keys_at(token), *C = s.C + keys_at(token);
-    Vec<T> y{};
+    const Vec<T> u = read(s.x, token) * read(s.gain, token), step = read(s.step, token), keep = log_keep(token);
+    const T *B = s.B + keys_at(token), *C = queries(token);
+    Vec<T> y{}, squares{};
     for (long j = 0; j < s.n; j++) {
       const Vec<T> old = load<T>(before + j * W);
-      const Factor<T> decay = factor(step, j);
+      const Factor<T> decay = factor(step, j, keep);
       const Vec<T> now = decay.whole * old + (decay.rest * old + u * B[j]);
       store<T>(after + j * W, now);
       y += now * C[j];
+      squares += now * now;
     }
-    return y;
+    return s.limit ? y * limited(squares, after) : y;
   }
 };
 
@@ -89,7 +119,7 @@ template <class T> void one_channel_token(const Channels<T> &s) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long task = 0; task < s.b * s.h; task++) {
     const long row = task / s.h, channel = task % s.h, keys = (row * s.g + channel / (s.h / s.g)) * s.n;
-    const T log_keep = s.log_keep ? s.log_keep[channel] : T(0), *rate = s.rate + channel * s.n;
+    const T log_keep = s.log_keep ? s.log_keep[row * s.keep_token + channel] : T(0), *rate = s.rate + channel * s.n;
     T *log_decay = all_decays.mine(), *state = s.final_state + task * s.n;
     for (long j = 0; j < s.n; j++) log_decay[j] = s.step[task] * rate[j] + log_keep;
     std::memcpy(state, s.state + task * s.n, s.n * sizeof(T));
@@ -97,6 +127,7 @@ template <class T> void one_channel_token(const Channels<T> &s) {
     w.decays.read(s.n, log_decay, true, nullptr);
     one_key_token<T, false>(1, s.n, s.x + task, s.gain[task], w.decays, s.B + keys, s.C + keys, state, state,
                             s.y + task, w.missing);
+    if (s.limit && s.limit[channel] < INFINITY) rescale<T>(state, s.n, s.y + task, 1, s.limit[channel]);
   }
 }
 
@@ -111,8 +142,77 @@ template <class T> int channels(const Channels<T> &s) {
     const ChannelBlock<T> block(s, task / (s.g * blocks), task / blocks % s.g, task % blocks, all_rates.mine());
     T *state = all_states.mine();
     block.read_keys(s.state + block.states_at(), state);
-    for (long token = 0; token < s.t; token++) block.write(s.y, token, block.advance(token, state, state));
+    for (long token = 0; token < s.t; token++) write_channels<T>(block.outputs(token), block.advance(token, state, state), block.count);
     block.write_keys(state, s.final_state + block.states_at());
+  }
+  return 1;
+}
+
+template <class T> struct WindowedWork {  // of one thread, for one block of channels
+  Buffer<T> rates, state, sum, since;
+  WindowedWork(long n, long most) : rates(n), state(n), sum(n), since(most) {}
+};
+
+// The log decay of one key over `tokens` tokens with the summed steps `step`, as a factor.
+template <class T> inline Vec<T> decay_over(Vec<T> step, Vec<T> rate, Vec<T> log_keep) {
+  const Vec<T> log = step * rate + log_keep;
+  return log < T(FLOOR) ? Vec<T>{} : exponential(log);
+}
+
+// Tokens [start, stop) of a block of channels, at most a window, from the tokens of the window before them.
+//
+// The window of token r has the tokens of this span up to r, and those before the span that are after r - window.
+// The latter are summed from the newest to the oldest, each decayed to the border, and read with the decay from there.
+template <class T>
+void windowed_span(const WindowedChannels<T> &call, const ChannelBlock<T> &block, WindowedWork<T> &w, long start,
+                   long stop) {
+  constexpr int W = Lane<T>::W;
+  const Channels<T> &s = call.of;
+  const Vec<T> log_keep = block.log_keep(0);
+  std::fill_n(w.state.data, s.n * W, T(0));
+  std::fill_n(w.sum.data, s.n * W, T(0));
+  double steps[W] = {};
+  for (long t = start; t < stop; t++) {
+    const Vec<T> step = block.read(s.step, t);
+    for (int i = 0; i < W; i++) steps[i] += double(step[i]), w.since[(t - start) * W + i] = T(steps[i]);
+    write_channels<T>(block.outputs(t), block.advance(t, w.state, w.state), block.count);
+  }
+  std::fill_n(steps, W, 0.0);
+  long next = start - 1;  // the newest token that is not in the sum
+  for (long t = stop - 1; t >= start; t--) {
+    for (; next >= 0 && next > t - call.window; next--) {
+      const Vec<T> u = block.read(s.x, next) * block.read(s.gain, next), step = block.read(s.step, next);
+      const T *B = s.B + block.keys_at(next);
+      Vec<T> total;
+      for (int i = 0; i < W; i++) total[i] = T(steps[i]), steps[i] += double(step[i]);
+      const Vec<T> keep = log_keep * T(start - 1 - next);
+      for (long j = 0; j < s.n; j++)
+        store<T>(w.sum + j * W, load<T>(w.sum + j * W) + decay_over<T>(total, load<T>(w.rates + j * W), keep) * (u * B[j]));
+    }
+    if (next == start - 1) continue;
+    const Vec<T> since = load<T>(w.since + (t - start) * W), keep = log_keep * T(t - start + 1);
+    const T *C = block.queries(t);
+    Vec<T> y = read_channels<T>(block.outputs(t), block.count);
+    for (long j = 0; j < s.n; j++)
+      y += decay_over<T>(since, load<T>(w.rates + j * W), keep) * load<T>(w.sum + j * W) * C[j];
+    write_channels<T>(block.outputs(t), y, block.count);
+  }
+}
+
+// The recurrence over the last `window` tokens: y of the tokens after the first `known`. C has those alone.
+template <class T> int windowed_channels(const WindowedChannels<T> &call) {
+  constexpr int W = Lane<T>::W;
+  const Channels<T> &s = call.of;
+  const long blocks = ChannelBlock<T>::number(s), most = std::min(call.window, s.t - call.known);
+  const int threads = threads_for(48.0 * s.b * s.t * s.h * s.n);
+  PerThread<WindowedWork<T>> works(threads, s.n * W, most * W);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long task = 0; task < s.b * s.g * blocks; task++) {
+    WindowedWork<T> &w = works.mine();
+    ChannelBlock<T> block(s, task / (s.g * blocks), task / blocks % s.g, task % blocks, w.rates);
+    block.known = call.known;
+    for (long start = call.known; start < s.t; start += call.window)
+      windowed_span<T>(call, block, w, start, std::min(s.t, start + call.window));
   }
   return 1;
 }
@@ -135,6 +235,7 @@ void span_gradient(const ChannelsGradient<T> &g, const ChannelBlock<T> &block, C
   for (long t = start; t < stop; t++) block.advance(t, w.states + (t - start) * size, w.states + (t - start + 1) * size);
   for (long t = stop - 1; t >= start; t--) {
     const Vec<T> x = block.read(s.x, t), gain = block.read(s.gain, t), step = block.read(s.step, t);
+    const Vec<T> keep = block.log_keep(t);
     const Vec<T> u = x * gain, grad_y = block.read(g.grad_y, t);
     // An infinite step, which starts a document, has no gradient: 0 · ∞ would be NaN.
     const Vec<T> finite = step < T(INFINITY) ? step : Vec<T>{};
@@ -147,7 +248,7 @@ void span_gradient(const ChannelsGradient<T> &g, const ChannelBlock<T> &block, C
       store<T>(w.grad_C + at, load<T>(w.grad_C + at) + grad_y * now);
       store<T>(w.grad_B + at, load<T>(w.grad_B + at) + grad * u);
       grad_u += grad * B[j];
-      const Vec<T> decayed = block.factor(step, j).of(grad), grad_log = decayed * old;
+      const Vec<T> decayed = block.factor(step, j, keep).of(grad), grad_log = decayed * old;
       grad_step += grad_log * load<T>(block.rates + j * W);
       store<T>(grad_rate + j * W, load<T>(grad_rate + j * W) + grad_log * finite);
       store<T>(grad_state + j * W, decayed);

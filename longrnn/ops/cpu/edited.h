@@ -105,11 +105,7 @@ void limited_token(const Scan<T> &s, double limit, const T *nothing, bool past_c
   const T *x = s.gain[task] == T(0) ? nothing : s.x + row * s.x_row + head * s.p;
   const auto run = past_caches && !(limit < INFINITY) ? one_token<T, true> : one_token<T, false>;
   run(s.p, s.n, x, s.gain[task], s.log_decay[task], s.B + bc, s.C + bc, s.state + task * size, after, y);
-  if (!(limit < INFINITY)) return;
-  const double scale = scale_of(after, size, limit);
-  if (scale == 1) return;
-  for (long j = 0; j < size; j++) after[j] *= T(scale);
-  for (long j = 0; j < s.p; j++) y[j] *= T(scale);
+  if (limit < INFINITY) rescale<T>(after, size, y, s.p, limit);
 }
 
 template <class T> void edited_token(const Scan<T> &s, const double *edit, const Window<T> &w) {

@@ -58,8 +58,12 @@ inline void between(const Selective<float> &s, const States<float> &states, long
     for (long i = 0; i < rows * h; i++) change_step<float>(s.edit, h, i % h, step[i], gain[i]);
     for (long head = 0; head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
   }
-  one_channel_token<float>({rows, 1, h, 1, n, x, gain, step, rates, s.edit ? log_keep.data : nullptr, B, C,
-                            states.state, y, states.state_after});
+  Channels<float> token{};
+  token.b = rows, token.t = 1, token.h = h, token.g = 1, token.n = n;
+  token.x = x, token.gain = gain, token.step = step, token.rate = rates, token.B = B, token.C = C;
+  token.state = states.state, token.y = y, token.final_state = states.state_after;
+  if (s.edit) token.log_keep = log_keep, token.limit = s.edit + LIMIT * h;
+  one_channel_token<float>(token);
   for (long row = 0; row < rows; row++)
     each<float>(0, h, [&](auto zero, long i) {
       using V = decltype(zero);

@@ -28,7 +28,11 @@ STRUCTS = {
         Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
         out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
     """,
-    "Channels": "long b t h g n; in x gain step rate log_keep B C state; out y? final_state?",
+    "Channels": """
+        long b t h g n keep_token; in x gain step rate log_keep B C state; out y? final_state?;
+        doubles limit?
+    """,
+    "WindowedChannels": "Channels of; long known window",
     "ChannelsGradient": """
         Channels of; in grad_y grad_final;
         out grad_x grad_gain grad_step grad_rate grad_B grad_C grad_state
@@ -82,6 +86,7 @@ KERNELS = {
     "key_scan_gradient": "ScanGradient",
     "key_delta_gradient": "ScanGradient",
     "channels": "Channels",
+    "windowed_channels": "WindowedChannels",
     "channels_gradient": "ChannelsGradient",
     "convolution": "Convolution",
     "convolution_gradient": "ConvolutionGradient",

@@ -105,8 +105,10 @@ template <class T> inline double sum_of_squares(const T *a, long n, double unit 
   return sum;
 }
 
-// min(1, limit / norm) of n numbers of any magnitude, in double; NaN if the norm is.
+// min(1, limit / norm) of n numbers of any magnitude; NaN if the norm is.
 template <class T> double scale_of(const T *from, long n, double limit) {
+  const double square = dot<T>(from, from, n);
+  if (square >= 1e-30 && square <= 1e30) return limit / std::max(std::sqrt(square), limit);
   double unit = 1;
   if (sizeof(T) == sizeof(double)) {  // squares of float fit a double
     double largest = 0;
@@ -115,6 +117,14 @@ template <class T> double scale_of(const T *from, long n, double limit) {
   }
   const double norm = unit * std::sqrt(sum_of_squares(from, n, unit));
   return norm != norm ? norm : limit / std::max(norm, limit);
+}
+
+// Rescales a state of `size` numbers and the `count` outputs that read it, if its norm is above a finite limit.
+template <class T> void rescale(T *state, long size, T *y, long count, double limit) {
+  const double scale = scale_of(state, size, limit);
+  if (scale == 1) return;
+  for (long i = 0; i < size; i++) state[i] *= T(scale);
+  for (long i = 0; i < count; i++) y[i] *= T(scale);
 }
 
 template <class T> inline long padded(long n) { return (n + Lane<T>::W - 1) / Lane<T>::W * Lane<T>::W; }

@@ -13,7 +13,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.checks import MIXED, refusal, tracked
 from longrnn.ops.cpu.library import TYPE_SUFFIXES, call, pack
 from longrnn.ops.cpu.signatures import FEW_ROWS
-from longrnn.ops.recent import Recent, extended
+from longrnn.ops.scan.recent import Recent, extended
 
 # Products of few rows with smaller weights take less time in torch than the call.
 FEW_WEIGHTS = 2**13
@@ -212,7 +212,7 @@ def _window(layer: PackedLayer, recent: Recent) -> dict[str, Any]:
         "x": x,
         "B": recent.B.entries,
         "gain": recent.gain.entries,
-        "log_decay": recent.log_decay.entries,
+        "log_decay": recent.decay.entries,
         "length": x.shape[1],
         "capacity": x.stride(0) // x.shape[2],
     }

@@ -36,7 +36,8 @@ LEAST_DELTA_LOG_DECAY = -800.0
 def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes one token after another; see `delta`."""
     state = inputs.zero_state() if state is None else state
-    x, gain, log_decay, B, C = inputs.to(state.dtype)
+    x, gain, of_decay, B, C = inputs.to(state.dtype)
+    log_decay = of_decay.log()
     B, C = inputs.per_head(B)[..., None], inputs.per_head(C)[..., None]
     decay = (log_decay if inputs.has_key_decays else log_decay[..., None]).exp()[..., None]
     outputs = []
@@ -77,11 +78,12 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
     k, q = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
     if inputs.has_key_decays:
         k, q = (shared.repeat_interleave(heads, 2) for shared in (k, q))
-        log_decay = cut(inputs.log_decay.to(dtype))
+        log_decay = cut(inputs.decay.log().to(dtype))
         both, total, to_end = key_decays(torch.stack([k, q], -2), k, log_decay)
         alike, scores = both.unbind(-2)
     else:
-        total = cut(inputs.log_decay.double().clamp(min=LEAST_DELTA_LOG_DECAY)[..., None]).cumsum(3)
+        log_decay = inputs.decay.log().double().clamp(min=LEAST_DELTA_LOG_DECAY)
+        total = cut(log_decay[..., None]).cumsum(3)
         between, to_end = (total - total.mT).to(dtype), total[:, :, :, -1:] - total
         future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
@@ -122,7 +124,7 @@ def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan) ->
     """Whether no state exceeds its limit; false for NaN."""
     # Each token but the first reads the state before it: h_{t−1} k_t is the output for q = k_t, and
     # h_{t−1} diag(a_t) k_t that for q = diag(a_t) k_t.
-    keys, decay = inputs.B.to(state), inputs.log_decay.exp().to(state)
+    keys, decay = inputs.B.to(state), inputs.decay.log().exp().to(state)
     if inputs.has_key_decays:
         keys = inputs.per_head(keys) * decay
         inputs, decay = inputs._replace(B=inputs.per_head(inputs.B)), 1.0

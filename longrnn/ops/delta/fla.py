@@ -21,26 +21,26 @@ MAX_KEYS = 256
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    module, _ = HEAD_KERNEL if inputs.log_decay.ndim == 3 else KEY_KERNEL
+    module, _ = KEY_KERNEL if inputs.has_key_decays else HEAD_KERNEL
     if inputs.B.shape[3] > MAX_KEYS:
         return f"it has at most {MAX_KEYS} keys per head, and this layer has {inputs.B.shape[3]}"
-    return gpu.refusal((*inputs, state), module, *gpu.FLA_PACKAGES)
+    return gpu.refusal((*inputs.tensors(), state), module, *gpu.FLA_PACKAGES)
 
 
 def delta(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.delta.definition.delta`; in float32."""
-    x, beta, log_decay, B, C = inputs.to(torch.float32)
-    module, name = HEAD_KERNEL if log_decay.ndim == 3 else KEY_KERNEL
+    x, beta, decay, B, C = inputs.to(torch.float32)
+    module, name = KEY_KERNEL if decay.is_per_key else HEAD_KERNEL
     # The kernel for few tokens has no gradients.
-    few = gpu.fla_takes_few(x) and not tracked((*inputs, state))
+    few = gpu.fla_takes_few(x) and not tracked((*inputs.tensors(), state))
     kernel = getattr(import_module(module), f"{'fused_recurrent' if few else 'chunk'}_{name}")
     y, after = kernel(
         q=C,
         k=B,
         v=x,
-        g=log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY),
+        g=decay.log().clamp(min=gpu.LEAST_GPU_LOG_DECAY),
         beta=beta,
         scale=1.0,
         initial_state=None if state is None else state.mT.contiguous(),

@@ -18,6 +18,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN, fla
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
 
 # The fields of `Weights` that are tensors.
@@ -132,7 +133,7 @@ def layer(
         The input of the output projection, `(b, t, h p)`, and the state after the last token.
     """
     parts = before(projected, weights, state, backend)
-    inputs = ScanInputs(parts.x, parts.dt, parts.dt * parts.A, parts.B, parts.C)
+    inputs = ScanInputs(parts.x, parts.dt, Decay(parts.dt, parts.A), parts.B, parts.C)
     y, ssm = SCAN(backend, inputs, state.ssm)
     return after(y, parts, backend), ConvState(parts.conv, ssm)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from longrnn.ops import gpu
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.mamba2_layer.definition import Parts, Weights, after, before
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import FEW, ScanInputs, scan
 
 MODULE, REQUIREMENT = "mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2"
@@ -36,7 +37,7 @@ def recurrence(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
     # Per token: x, B per head, the states of chunks, C Bᵀ within chunks, and gradients of decays.
     largest = max(h * p, h * n, h * p * n // MAMBA_SSM_CHUNK, g * MAMBA_SSM_CHUNK, 8 * h)
     if time <= FEW or rows * (time + MAMBA_SSM_CHUNK) * largest >= OFFSETS:
-        return scan(ScanInputs(x, dt, dt * A, B, C), state)
+        return scan(ScanInputs(x, dt, Decay(dt, A), B, C), state)
     x, dt, B, C = (tensor.float().contiguous() for tensor in (x, dt, B, C))
     y, final = import_module(MODULE).mamba_chunk_scan_combined(
         x, dt, A, B, C, MAMBA_SSM_CHUNK, initial_states=state, return_final_states=True

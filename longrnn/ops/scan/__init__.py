@@ -1,9 +1,9 @@
-"""The recurrence of cells without the delta rule, and that with a limit of norms."""
+"""The recurrence of cells without the delta rule, with a limit of norms, and with a window."""
 
 from functools import partial
 
 from longrnn.ops.operation import Implementation, Operation, accepts
-from longrnn.ops.scan import cpu, definition, fla, limit
+from longrnn.ops.scan import cpu, definition, fla, limit, window
 
 SCAN = Operation(
     "the recurrence",
@@ -20,6 +20,19 @@ SCAN = Operation(
                 "fla", fla.refusal, partial(limit.limited, plain=fla.scan), tolerance=1e-3
             ),
             Implementation("torch", accepts, limit.limited),
+        ],
+    ),
+    Operation(
+        "the recurrence over a window",
+        [
+            Implementation("cpu", lambda inputs, *others: cpu.refusal(inputs), cpu.windowed_scan),
+            Implementation(
+                "fla",
+                lambda inputs, *others: fla.refusal(inputs),
+                partial(window.windowed, scan=fla.scan),
+                tolerance=1e-3,
+            ),
+            Implementation("torch", accepts, window.windowed),
         ],
     ),
 )

@@ -16,9 +16,13 @@ from torch import Tensor
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
-from longrnn.ops.scan import definition
+from longrnn.ops.rows import Rows
+from longrnn.ops.scan import channels, definition
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import FEW, ScanInputs, is_entrywise, reversible
 from longrnn.ops.scan.limit import UNLIMITED, limited
+from longrnn.ops.scan.recent import Recent
+from longrnn.ops.scan.window import windowed
 
 # Smaller limits of a norm have squares that underflow float32.
 MIN_LIMIT = 1e-6
@@ -26,7 +30,7 @@ MIN_LIMIT = 1e-6
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    return checks.refusal((*inputs, state))
+    return checks.refusal((*inputs.tensors(), state))
 
 
 def scan(
@@ -37,6 +41,8 @@ def scan(
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`."""
+    if channels.suits(inputs):
+        return channels.scan(inputs, state, final=final, backward=backward)
     has_few_tokens = inputs.x.shape[1] <= FEW
     if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
         return definition.scan(inputs, state, final=final, backward=backward)
@@ -52,8 +58,9 @@ def recurrence(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence by `scan`, `key_scan`, `delta` or `key_delta`."""
-    if not tracked((*inputs, state)):
+    """A recurrence by `scan`, `key_scan`, `delta` or `key_delta`, which read log decays."""
+    inputs = inputs.expanded()
+    if not tracked((*inputs.tensors(), state)):
         return untracked(inputs, state, kernel, final=final, backward=backward)
     state = inputs.zero_state() if state is None else state
     if kernel != "scan":  # the others have gradients of B and C of every head
@@ -62,7 +69,7 @@ def recurrence(
 
 
 def _differentiable(kernel: str, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    return _Recurrence.apply(kernel, *inputs, state)
+    return _Recurrence.apply(kernel, *_read(inputs).values(), state)
 
 
 def untracked(
@@ -73,11 +80,11 @@ def untracked(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence without gradients, by `scan`, `key_scan`, `key_delta` or `delta`."""
+    """`recurrence` without gradients, of expanded inputs."""
     in_chunks = kernel == "scan" and inputs.x.shape[1] > FEW  # the others write the final state
     if state is None and not in_chunks:
         state = inputs.zero_state()
-    dtype = inputs.log_decay.dtype if state is None else state.dtype
+    dtype = inputs.decay.step.dtype if state is None else state.dtype
     inputs, state = readable(inputs, state, dtype)
     y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
@@ -94,7 +101,7 @@ def untracked(
 def readable(
     inputs: ScanInputs, state: Tensor | None, dtype: torch.dtype
 ) -> tuple[ScanInputs, Tensor | None]:
-    """Inputs and state as the kernels read them, copied only where that is necessary.
+    """Expanded inputs and a state as the kernels read them, copied only where that is necessary.
 
     All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
     """
@@ -104,9 +111,15 @@ def readable(
     )
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
-    gain, log_decay = inputs.gain.to(dtype), inputs.log_decay.to(dtype)
-    inputs = ScanInputs(x, gain.contiguous(), log_decay.contiguous(), B, C)
+    gain, log_decay = inputs.gain.to(dtype), inputs.decay.step.to(dtype)
+    inputs = ScanInputs(x, gain.contiguous(), Decay(log_decay.contiguous()), B, C)
     return inputs, None if state is None else state.to(dtype).contiguous()
+
+
+def _read(inputs: ScanInputs) -> dict[str, Tensor]:
+    """The tensors of expanded inputs as the kernels call them."""
+    x, gain, decay, B, C = inputs
+    return {"x": x, "gain": gain, "log_decay": decay.step, "B": B, "C": C}
 
 
 def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
@@ -125,7 +138,7 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
         "bc_row": bc_row,
         "bc_token": bc_token,
         "y_token": h * p,
-        **inputs._asdict(),
+        **_read(inputs),
         "state": state,
     }
 
@@ -138,22 +151,22 @@ class _Recurrence(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.kernel = kernel
         ctx.set_materialize_grads(False)
-        *inputs, state = tensors
-        return untracked(ScanInputs(*inputs), state, kernel)
+        x, gain, log_decay, B, C, state = tensors
+        return untracked(ScanInputs(x, gain, Decay(log_decay), B, C), state, kernel)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        *tensors, state = ctx.saved_tensors
-        given = ScanInputs(*tensors)
+        x, gain, log_decay, B, C, state = ctx.saved_tensors
+        given = ScanInputs(x, gain, Decay(log_decay), B, C)
         if grad_y is None and grad_final is None:
             return (None,) * 7
         dtype = state.dtype
         inputs, before = readable(given, state, dtype)
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
-        grads = {name: tensor.new_zeros(tensor.shape) for name, tensor in inputs._asdict().items()}
+        grads = {name: tensor.new_zeros(tensor.shape) for name, tensor in _read(inputs).items()}
         grad_state = state.new_empty(state.shape)
         (x_row, x_token), (bc_row, bc_token) = grads["x"].stride()[:2], grads["B"].stride()[:2]
         call(
@@ -170,8 +183,16 @@ class _Recurrence(torch.autograd.Function):
             grad_final=None if grad_final is None else grad_final.contiguous(),
             grad_state=grad_state,
         )
-        narrow = (grad.to(getattr(given, name).dtype) for name, grad in grads.items())
+        narrow = (grads[name].to(tensor.dtype) for name, tensor in _read(given).items())
         return None, *narrow, grad_state
+
+
+def windowed_scan(
+    inputs: ScanInputs, recent: Recent, w: int, rows: Rows | None = None
+) -> tuple[Tensor, Recent]:
+    """See `longrnn.ops.scan.window.windowed`."""
+    attend = channels.attend if channels.suits(inputs) else None
+    return windowed(inputs, recent, w, rows, scan=scan, attend=attend)
 
 
 def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,10 +201,12 @@ def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tens
     It computes calls with gradients or decays per key, and those in which squares leave the range
     of float32.
     """
-    if tracked((*inputs, state)) or inputs.has_key_decays:
+    if not tracked((*inputs.tensors(), state)) and channels.suits(inputs) and limit.ndim == 1:
+        return channels.run(inputs, state, limit)
+    if tracked((*inputs.tensors(), state)) or inputs.has_key_decays:
         return limited(inputs, state, limit, scan)
     dtype = state.dtype
-    given, before = readable(inputs, state, dtype)
+    given, before = readable(inputs.expanded(), state, dtype)
     y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
     fits = (
         limit.ndim == 1

@@ -20,8 +20,9 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from longrnn.ops.precision import own_precision
 from longrnn.ops.scan.decays import (
     FLOOR,
+    Decay,
     advance,
     all_states,
     decay_exp,
@@ -56,26 +58,56 @@ class ScanInputs(NamedTuple):
     Attributes:
         x: `(b, t, h, p)`.
         gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
-        log_decay: `(b, t, h)`, or per key `(b, t, h, n)`, at most 0, in float32 or float64; for
-            Mamba-2 it is dt · A. It is −∞ where a document begins.
+        decay: per head or per key; for Mamba-2 its step is dt, and its rate A.
         B: `(b, t, g, n)`; head i reads group i // (h / g).
         C: `(b, t, g, n)`.
     """
 
     x: Tensor
     gain: Tensor
-    log_decay: Tensor
+    decay: Decay
     B: Tensor
     C: Tensor
 
     @property
     def has_key_decays(self) -> bool:
         """Whether each key of a head has a decay of its own."""
-        return self.log_decay.ndim == 4
+        return self.decay.is_per_key
+
+    def tensors(self) -> list[Tensor | None]:
+        """All tensors: x, gain, the three of the decay, B, C."""
+        return [self.x, self.gain, *self.decay, self.B, self.C]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Any]) -> ScanInputs:
+        """The inputs from `tensors`."""
+        x, gain, step, rate, keep, B, C = tensors
+        return cls(x, gain, Decay(step, rate, keep), B, C)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ScanInputs:
+        """The same change of all tensors that have an axis of time."""
+        return self.of(
+            change(one) if one is not None and one.ndim >= 3 else one for one in self.tensors()
+        )
+
+    def expanded(self) -> ScanInputs:
+        """The inputs with the log decays of all tokens."""
+        return self._replace(decay=Decay(self.decay.log()))
 
     def slice(self, start: int, stop: int) -> ScanInputs:
         """The inputs of tokens `start` up to `stop`."""
-        return ScanInputs(*(tensor[:, start:stop] for tensor in self))
+        return self.each(lambda tensor: tensor[:, start:stop])
+
+    def split(self, length: int) -> list[ScanInputs]:
+        """The inputs of parts of at most `length` tokens.
+
+        The gradient of a slice would be a tensor as long as the whole call.
+        """
+        parts = (
+            one.split(length, 1) if one is not None and one.ndim >= 3 else repeat(one)
+            for one in self.tensors()
+        )
+        return [self.of(part) for part in zip(*parts, strict=False)]
 
     def heads(self, index: Tensor) -> ScanInputs:
         """The inputs of some heads; with several groups, each head gets its own B and C.
@@ -84,12 +116,15 @@ class ScanInputs(NamedTuple):
             index: `(k,)` int64.
         """
         x, gain = self.x.index_select(2, index), self.gain.index_select(2, index)
-        log_decay = self.log_decay.index_select(2, index)
+        chosen = (
+            None if one is None else one.index_select(2 if one.ndim >= 3 else 0, index)
+            for one in self.decay
+        )
         B, C = self.B, self.C
         if B.shape[2] > 1:
             group = index // (self.x.shape[2] // B.shape[2])
             B, C = B.index_select(2, group), C.index_select(2, group)
-        return ScanInputs(x, gain, log_decay, B, C)
+        return self.of([x, gain, *chosen, B, C])
 
     def per_head(self, shared: Tensor) -> Tensor:
         """B or C of every head, `(…, h, n)`, from those of the groups `(…, g, n)`."""
@@ -97,12 +132,14 @@ class ScanInputs(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> ScanInputs:
         """The inputs in one dtype."""
-        return ScanInputs(*(tensor.to(dtype) for tensor in self))
+        keep = self.decay.keep
+        given = self.of(None if one is None else one.to(dtype) for one in self.tensors())
+        return given._replace(decay=given.decay._replace(keep=keep))
 
     def zero_state(self) -> Tensor:
         """The state before the first token, `(b, h, p, n)` in the dtype of the decays."""
         b, _, h, p = self.x.shape
-        return self.log_decay.new_zeros(b, h, p, self.B.shape[3])
+        return self.decay.step.new_zeros(b, h, p, self.B.shape[3])
 
 
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
@@ -111,10 +148,10 @@ Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes one token after another; see `scan`."""
     state = inputs.zero_state() if state is None else state
-    x, gain, log_decay, B, C = inputs.to(state.dtype)
+    x, gain, decay, B, C = inputs.to(state.dtype)
     u, B, C = x * gain[..., None], inputs.per_head(B), inputs.per_head(C)
     outputs = []
-    per_token = zip(*(tensor.unbind(1) for tensor in (u, log_decay, B, C)), strict=True)
+    per_token = zip(*(tensor.unbind(1) for tensor in (u, decay.log(), B, C)), strict=True)
     for u_t, log_t, B_t, C_t in per_token:
         state = advance(state, log_t, u_t[..., :, None] * B_t[..., None, :])
         outputs.append((state @ C_t[..., None])[..., 0])
@@ -130,7 +167,7 @@ def reversible(scan: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
     ) -> tuple[Tensor, Tensor]:
         if not backward:
             return scan(inputs, state, **others)
-        y, after = scan(ScanInputs(*(tensor.flip(1) for tensor in inputs)), state, **others)
+        y, after = scan(inputs.each(lambda tensor: tensor.flip(1)), state, **others)
         return y.flip(1), after
 
     return directed
@@ -175,10 +212,8 @@ def in_segments(
     with own_precision(memory):
         if time <= FEW:
             return few(inputs, memory)
-        # The gradient of a slice would be a tensor as long as the whole call.
-        parts = zip(*(tensor.split(length, 1) for tensor in inputs), strict=True)
-        for part in parts:
-            y, memory = recomputed(segment, ScanInputs(*part), memory)
+        for part in inputs.split(length):
+            y, memory = recomputed(segment, part, memory)
             outputs.append(y)
     return torch.cat(outputs, dim=1), memory
 
@@ -212,7 +247,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 
     u = grouped(cut(inputs.x.to(dtype) * inputs.gain.to(dtype)[..., None]), 3)  # b m j g r p
     B, C = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
-    total = cut(inputs.log_decay.double().clamp(min=NEVER)).cumsum(2)  # b m i h
+    total = cut(inputs.decay.log().double().clamp(min=NEVER)).cumsum(2)  # b m i h
     last = total[:, :, -1]
 
     # Within a chunk: attention with the decay between j and i.
@@ -245,7 +280,7 @@ def _key_chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, T
 
     u = cut(inputs.x) * cut(inputs.gain[..., None])
     B, C = cut(inputs.per_head(inputs.B)), cut(inputs.per_head(inputs.C))
-    log_decay = cut(inputs.log_decay)
+    log_decay = cut(inputs.decay.log())
     scores, since_start, to_end = key_decays(C[..., None, :], B, log_decay)
     added = u.mT @ (B * decay_exp(to_end, dtype))
     starts = []
@@ -267,8 +302,8 @@ def is_entrywise(inputs: ScanInputs) -> bool:
 def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence of heads r of groups g, with one channel, token by token."""
     groups = inputs.B.shape[2]
-    x, gain, log_decay, B, C = inputs.to(state.dtype)
-    log_decay = log_decay if inputs.has_key_decays else log_decay[..., None]
+    x, gain, decay, B, C = inputs.to(state.dtype)
+    log_decay = decay.log() if decay.is_per_key else decay.log()[..., None]
     whole, rest = decay_parts(log_decay.unflatten(2, (groups, -1)))  # b t g r n
     u = (x[..., 0] * gain).unflatten(2, (groups, -1))
     added = u[..., None] * B[:, :, :, None]

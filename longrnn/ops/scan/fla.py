@@ -23,10 +23,10 @@ BY_HEAD, BY_KEY = "fla.ops.simple_gla", "fla.ops.gla"
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    by_key = inputs.log_decay.ndim == 4
+    by_key = inputs.has_key_decays
     if by_key and inputs.x.shape[3] == 1:
         return "its heads have one channel"
-    return gpu.refusal((*inputs, state), BY_KEY if by_key else BY_HEAD, *gpu.FLA_PACKAGES)
+    return gpu.refusal((*inputs.tensors(), state), BY_KEY if by_key else BY_HEAD, *gpu.FLA_PACKAGES)
 
 
 @reversible
@@ -38,8 +38,8 @@ def scan(
 
 
 def _scan(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor, Tensor]:
-    x, gain, log_decay, B, C = inputs.to(torch.float32)
-    heads, decay = x.shape[2], log_decay.clamp(min=gpu.LEAST_GPU_LOG_DECAY)
+    x, gain, of_decay, B, C = inputs.to(torch.float32)
+    heads, decay = x.shape[2], of_decay.log().clamp(min=gpu.LEAST_GPU_LOG_DECAY)
     given = {
         "q": C.repeat_interleave(heads // C.shape[2], 2),
         "k": B.repeat_interleave(heads // B.shape[2], 2),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
+from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, ScanInputs, scan
 
 # Stands for no limit: no state reaches it, and its square is finite.
@@ -106,9 +107,9 @@ def _rescaled(
     """The rescaled recurrence as a plain one, possibly for the first tokens only."""
     scales = scales_of(inputs, state, limit)
     inputs = inputs.slice(0, scales.shape[1])
-    gain = inputs.gain * scales.to(inputs.gain)
-    log_decay = inputs.log_decay + scales.log().to(inputs.log_decay)
-    return plain(inputs._replace(gain=gain, log_decay=log_decay), state)
+    gain, keep = inputs.gain * scales.to(inputs.gain), inputs.decay.keep
+    decay = inputs.decay._replace(keep=scales if keep is None else keep * scales)
+    return plain(inputs._replace(gain=gain, decay=decay), state)
 
 
 def rescale(memory: Tensor, limit: Tensor) -> Tensor:
@@ -138,9 +139,9 @@ def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
         added = added[..., None] * inputs.per_head(inputs.B).double().abs()
     else:
         added, start = added * inputs.per_head(inputs.B).double().norm(dim=-1), start.norm(dim=2)
-    added, log_decay = added.flatten(2), inputs.log_decay.double().flatten(2)
+    added, log_decay = added.flatten(2), inputs.decay.log().double().flatten(2)
     ones = torch.ones_like(added[:, :, :1, None])
-    bounds = ScanInputs(ones.expand(*added.shape, 1), added, log_decay, ones, ones)
+    bounds = ScanInputs(ones.expand(*added.shape, 1), added, Decay(log_decay), ones, ones)
     bound, _ = scan(bounds, start.flatten(1)[..., None, None])
     bound = bound.unflatten(2, (heads, -1)).norm(dim=(3, 4))
     return bool((bound * (1 + SLACK) <= limit).all())
@@ -156,7 +157,7 @@ def scales_of(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     products = _decayed_products(inputs, state).unbind(2)
     added = _norms_of_inputs(inputs) * inputs.per_head(inputs.B).double().norm(dim=-1)
     squares = added.square().unbind(1)
-    decays = (2 * inputs.log_decay.double()).exp().unbind(1)
+    decays = (2 * inputs.decay.log().double()).exp().unbind(1)
     square = state.double().square().sum((2, 3))  # b h, of the last state
     product = torch.ones_like(square)  # of all scales so far
     inverses = product[..., None]  # 1 / the product of the scales before each token
@@ -185,7 +186,7 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     u = (inputs.x.double() * inputs.gain.double()[..., None]).transpose(1, 2)  # b h t p
     B = inputs.B.double().transpose(1, 2)  # b g t n
     groups = B.shape[1]
-    total = inputs.log_decay.double().clamp(min=NEVER).cumsum(1).transpose(1, 2)  # b h t
+    total = inputs.decay.log().double().clamp(min=NEVER).cumsum(1).transpose(1, 2)  # b h t
     # Above the diagonal, where nothing is read, exp would overflow.
     between = (total[..., :, None] - total[..., None, :]).clamp(max=0).exp()
     alike = (B @ B.mT).repeat_interleave(u.shape[1] // groups, dim=1)

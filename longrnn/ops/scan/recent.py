@@ -19,13 +19,14 @@ class Recent(NamedTuple):
     Attributes:
         x: `(b, l, h p)`.
         gain: `(b, l, h)`.
-        log_decay: `(b, l, h)`, or per key `(b, l, h n)`.
+        decay: `(b, l, h)`, the log decays or, where keys have rates of their own, the steps; other
+            log decays per key are `(b, l, h n)`.
         B: `(b, l, g n)`.
     """
 
     x: History
     gain: History
-    log_decay: History
+    decay: History
     B: History
 
 
