@@ -91,11 +91,15 @@ class KDA(DeltaCell):
         mixed, a, g, b = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, self.gate_proj(g), state, rows)
         with without_autocast(a):  # which would round the decays
-            step = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
-        step = F.softplus(step + self.dt_bias.to(dtype)).unflatten(-1, (self.n_heads, -1))
+            inputs = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
+        inputs = (inputs + self.dt_bias.to(dtype)).unflatten(-1, (self.n_heads, -1))
         # Flat, because a Hugging Face layer has further axes of length 1.
-        rate = -self.A_log.to(dtype).exp().flatten()
-        return Steps(v, b.to(dtype).sigmoid(), Decay(step, rate)), rest
+        decay = self.decay(inputs, self.A_log.to(dtype).exp().flatten())
+        return Steps(v, b.to(dtype).sigmoid(), decay), rest
+
+    def decay(self, inputs: Tensor, rate: Tensor) -> Decay:
+        """The decays of W_α a + dt_bias, `(b, t, h, n)`, and of exp(A_log), `(h,)`."""
+        return Decay(F.softplus(inputs), -rate)
 
     def activation(self, gate: Tensor) -> Tensor:
         return gate.sigmoid()

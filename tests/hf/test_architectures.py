@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longrnn import load, mitigation
 from longrnn.diagnostics.states import observe
@@ -26,8 +29,6 @@ BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
 TOLERANCE = 1e-5
 # Of every kind of row: models of ours, hybrids, foreign models, and those that are refused.
 MEASURED = ["mamba2", "falcon_h1", "xlstm", "qwen3_next", "llama", "gemma3n_text", "openai-gpt"]
-# Why recurrent layers are computed by transformers, by architecture.
-FOREIGN_RECURRENCES = {"bailing_hybrid": "its Kimi Delta Attention has gates of full rank"}
 
 
 class Support(NamedTuple):
@@ -55,7 +56,6 @@ def measure(kind: str, folder: Path) -> Support:
         assert found, error  # noqa: PT017
         return Support("no", reason=found[1])
     assert_continues(model, text, whole, TOLERANCE)
-    foreign = FOREIGN_RECURRENCES.get(kind, "no layers that longrnn computes")
     return Support(
         "yes",
         "yes" if getattr(model, "tokens_together", True) else "one token at a time",
@@ -63,7 +63,7 @@ def measure(kind: str, folder: Path) -> Support:
         works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
         works(lambda: model.under(mitigation("state_norm(threshold=1)"))(text)),
         works(lambda: observe(model, text, [20])),
-        "" if model.cells else foreign,
+        "" if model.cells else "no layers that longrnn computes",
     )
 
 
@@ -91,6 +91,16 @@ def test_the_table_of_the_documents_has_every_architecture_once() -> None:
     """And at least 45 of them load."""
     assert sorted(rows()) == KINDS
     assert sum(support.loads == "yes" for support in rows().values()) >= 45
+
+
+def test_the_table_has_every_recurrent_architecture_of_the_installed_version() -> None:
+    """Models of images and text are there as their text models, which have the same classes."""
+    folder, known = Path(transformers.__file__).parent / "models", rows()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        files = (folder / model_type_to_module_name(kind)).glob("modeling_*.py")
+        code = "".join(path.read_text() for path in files)
+        if "_is_stateful = True" in code or "LightningAttention" in code:
+            assert {kind, f"{kind}_text"} & {*known}, kind
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from longrnn.cells import KDA, GatedDeltaNet, Mamba, Mamba2
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
-from longrnn.hf.hybrid.shared_cell import SharedCell, UnsupportedLayerError
+from longrnn.hf.hybrid.shared_cell import SharedCell
+from longrnn.ops.scan.decays import Decay
 
 
 class Family(NamedTuple):
@@ -111,7 +112,7 @@ class SharedMamba2(SharedCell, Mamba2):
             self.gate, self.norm_eps = plain_gate, 0.0
             return
         if getattr(norm, "norm_before_gate", False):
-            raise UnsupportedLayerError("mamba_norm_before_gate = True")
+            self.gate = norm_before_gate
         self.norm_eps = norm.variance_epsilon
         self.norm_groups = getattr(norm, "n_groups", None) or self.d_inner // norm.group_size
 
@@ -162,6 +163,32 @@ class SharedKDA(SharedCell, KDA):
         self.norm_eps = self.norm.variance_epsilon
 
 
+class SharedBailing(SharedKDA):
+    """The same for a Bailing hybrid, whose projections of decays and gate have full rank.
+
+    By default its decays are bounded: log α = l · σ(exp(A_log) · (W_α a + dt_bias)) with l < 0. In
+    a mitigation, A is then l.
+    """
+
+    renamed: ClassVar = SharedKDA.renamed | {
+        "decay_proj": "forget_gate.f_proj",
+        "gate_proj": "g_proj",
+    }
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        super().__init__(theirs, family)
+        self.in_sizes[1:3] = [theirs.hidden_size] * 2
+        if theirs.forget_gate.safe_gate:
+            self.rate_weight = None
+
+    def decay(self, inputs: Tensor, rate: Tensor) -> Decay:
+        gate = self.layer.forget_gate
+        if not gate.safe_gate:
+            return super().decay(inputs, rate)
+        bound = torch.full_like(rate, gate.lower_bound)
+        return Decay((inputs * rate[:, None]).sigmoid(), bound)
+
+
 def plain_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
@@ -169,6 +196,17 @@ def plain_gate(
     dtype = torch.promote_types(y.dtype, torch.float32)
     wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
     return (wide * F.silu(z.to(dtype))).to(z.dtype)
+
+
+def norm_before_gate(
+    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
+) -> Tensor:
+    """rms_norm(y + D x) · silu(z), normalised per group of channels."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+    grouped = wide.unflatten(-1, (groups, -1))
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2) * weight
+    return (normed * F.silu(z.to(dtype))).to(z.dtype)
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
@@ -193,12 +231,20 @@ def _joined(names: str, theirs: Any, x: Tensor) -> Tensor:
     return torch.cat([attrgetter(name)(theirs)(x) for name in names.split()], dim=-1)
 
 
+def _with_input(theirs: Any, x: Tensor) -> Tensor:
+    """The projections of a Bailing hybrid, and its input, of which decays and gate are made."""
+    return torch.cat(
+        [theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x), x, x, theirs.b_proj(x)], -1
+    )
+
+
 _OLMO = partial(_joined, "q_proj k_proj v_proj g_proj b_proj a_proj")
 _KIMI = partial(_joined, "q_proj k_proj v_proj forget_gate.f_a_proj g_a_proj b_proj")
 _QWEN3_5 = partial(_joined, "in_proj_qkv in_proj_z in_proj_b in_proj_a")
 
 # By the `model_type` of a configuration.
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": Family("BailingHybridDeltaAttention", SharedBailing, _with_input),
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family(
         "FalconH1Mixer",
