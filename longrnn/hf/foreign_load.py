@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longrnn.errors import require
+from longrnn.errors import UserError, require
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
@@ -88,6 +88,7 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
         UserError: the model cannot continue a state exactly; see `ForeignLM`.
     """
     use_torch_on_cpu(model)
+    reason, kind = None, model.config.model_type
     with quietly():
         if recurrent_layers(model):
             try:
@@ -97,19 +98,36 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
                     return hybrid
             except UnsupportedLayerError as error:
                 reason = str(error)
-            logger.warning(
-                f"longrnn cannot compute the recurrent layers of this {model.config.model_type} "
-                f"({reason}): transformers computes them, without mitigations and diagnoses"
-            )
             restore_layers(model)
-        foreign = ForeignLM(model)
-        reason = probe(foreign)
-        if reason is not None and foreign.tokens_together:
-            foreign.tokens_together = False
-            reason = probe(foreign) and reason
-        if reason is not None:
-            raise foreign.refusal(reason)
-        return foreign
+        elif model._is_stateful:
+            reason = "there is no cell for them"
+        try:
+            foreign = _open_foreign(model)
+        except UserError as error:
+            if reason is None:
+                raise
+            raise UserError(
+                f"longrnn cannot compute the recurrent layers of this {kind} ({reason}), and "
+                f"{error}"
+            ) from error
+    if reason is not None:
+        logger.warning(
+            f"longrnn cannot compute the recurrent layers of this {kind} ({reason}): transformers "
+            "computes them, without mitigations and diagnoses"
+        )
+    return foreign
+
+
+def _open_foreign(model: PreTrainedModel) -> ForeignLM:
+    """`open_hugging_face` for a model all of whose layers transformers computes."""
+    foreign = ForeignLM(model)
+    reason = probe(foreign)
+    if reason is not None and foreign.tokens_together:
+        foreign.tokens_together = False
+        reason = probe(foreign) and reason
+    if reason is not None:
+        raise foreign.refusal(reason)
+    return foreign
 
 
 def _reading_gguf_once() -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.model import HybridLM
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import REFUSED, TABLES, architecture, assert_continues, tokens
@@ -96,7 +97,6 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     [
         ("bamba", {"hidden_act": "relu"}, "relu"),
         ("qwen3_next", {"hidden_act": "gelu"}, "gelu"),
-        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
         ("bamba", {}, "logits differ"),
     ],
 )
@@ -118,6 +118,28 @@ def test_transformers_computes_layers_that_our_cells_do_not(
     assert_continues(model, text, whole(theirs, text), TOLERANCE)
     with pytest.raises(UserError, match="no recurrence"):
         model.under("forget_more")
+
+
+@pytest.mark.parametrize(("factor", "opens"), [(1.0, True), (1.5, False)])
+def test_rounding_is_told_from_another_result(
+    factor: float, opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that bfloat16 changes by half is a hybrid where our cells are nearer to float32."""
+    theirs = architecture("minimax", block_size=4)
+    for weight in theirs.parameters():
+        weight.data *= 3
+    theirs = theirs.to(torch.bfloat16)
+    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    whole, run = LightningAttention.before, lambda cell, x, *rest: whole(cell, factor * x, *rest)
+    monkeypatch.setattr(LightningAttention, "before", run)
+    if opens:
+        hybrid_of(theirs)
+    else:
+        with pytest.raises(UserError, match=r"from float32 by .* MiniMaxCache"):
+            open_hugging_face(theirs)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, before[name])
+        assert weight.dtype == before[name].dtype
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "qwen3_next", "qwen3_5_moe_text"])
