@@ -22,20 +22,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longrnn.checksums import remove_checksums
-from longrnn.errors import UserError
+from longrnn.errors import UserError, nearest
+from longrnn.files import read_json
 from longrnn.hf.auto_config import LongRNNConfig
 from longrnn.hf.auto_forward import RecurrentForward
 from longrnn.hf.auto_generation import RecurrentGeneration, StateCache
 from longrnn.hf.auto_hybrid import HybridForCausalLM
-from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.load import load
-from longrnn.hf.names import ADAPTER_RECORD, resolve
+from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, base_folder, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import OPTIONS, read_config
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
+
+# Arguments of `from_pretrained` that have a meaning for a model that `load` opens.
+IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
+FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", *IMPLEMENTATIONS}
+# Those that the Auto class or a library adds, which change nothing here.
+OF_AUTO = {"_from_auto", "adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "weights_only"}
 
 __all__ = ["LongRNNConfig", "LongRNNForCausalLM", "StateCache"]
 
@@ -113,24 +119,46 @@ class LongRNNForCausalLM(  # pyright: ignore
         return whole.train(plain.training)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `PreTrainedModel`; the folder may be that of a hybrid.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        """See `PreTrainedModel`; it may be any other model that `load` opens and `of` takes.
 
         An adapter that `longrnn train` wrote is merged, as by `load`: PEFT would know neither its
-        mitigation nor the parameters that were trained as a whole.
+        mitigation nor the parameters that were trained as a whole. So is one that transformers
+        would compute wrong or cannot add.
+
+        Raises:
+            UserError: as `load` and `of`, and for arguments that `load` does not have.
         """
+        name = pretrained_model_name_or_path
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
-        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        folder = resolve(adapter, options.get("revision")) if adapter else Path(str(name))
-        config = read_config(folder) if (folder / "config.json").is_file() else {}
-        if (folder / ADAPTER_RECORD).is_file() or config.get("model_type") in FAMILIES:
-            dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
-            dtype = None if dtype == "auto" else dtype
-            merged: Any = load(folder, dtype=dtype, device=_device_of(kwargs.get("device_map")))
-            return cls.of(merged)
-        return super().from_pretrained(*args, **kwargs)
+        if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
+            revision = options.get("revision") if adapter else kwargs.get("revision")
+            folder = resolve(adapter or name, revision)
+            if _is_read_by_load(folder):
+                return cls._load(folder, kwargs)
+        return super().from_pretrained(name, *args, config=config, **kwargs)
+
+    @classmethod
+    def _load(cls, folder: Path, options: Mapping[str, Any]) -> Any:
+        """A model that `load` opens, with those options of `from_pretrained` that it can follow."""
+        given = {
+            name for name, value in options.items() if value is not None and value is not False
+        }
+        for name in sorted(given - FOLLOWED - OF_AUTO):
+            raise UserError(
+                f"{name} is not an argument for {folder}, which longrnn.load opens: leave it out "
+                f"({nearest(name, FOLLOWED)})"
+            )
+        dtype = options.get("dtype", options.get("torch_dtype", "auto"))
+        dtype = None if dtype == "auto" else dtype
+        model = cls.of(load(folder, dtype=dtype, device=_device_of(options.get("device_map"))))
+        for name in sorted(given & IMPLEMENTATIONS):
+            getattr(model, f"set_{name}")(options[name])
+        return model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
@@ -190,6 +218,19 @@ class LongRNNForCausalLM(  # pyright: ignore
         if known is None or known[0] != spec or known[1].embedding is not plain.embedding:
             known = self._mitigated = spec, plain.under(mitigation(spec))
         return known[1]
+
+
+def _is_read_by_load(folder: Path) -> bool:
+    """Whether `load` reads a folder, and not transformers: of another kind, or such an adapter."""
+    if not is_adapter(folder):
+        return read_config(folder).get("model_type") != "longrnn"
+    config = read_json(folder / ADAPTER)
+    is_special = config.get("use_dora") or config.get("peft_type") == "VERA"
+    return (
+        is_special
+        or (folder / ADAPTER_RECORD).is_file()
+        or _is_read_by_load(base_folder(str(folder)))
+    )
 
 
 def _device_of(device_map: Any) -> Any:

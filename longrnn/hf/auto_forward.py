@@ -52,8 +52,8 @@ class RecurrentForward:
 
         Args:
             input_ids: `(b, t)`.
-            attention_mask: `(b, t)`, 0 where a token is padding, anywhere in a row; else 1, or the
-                number of the document. Columns before the last t are of tokens consumed earlier.
+            attention_mask: `(b, t)`, 0 where a token is padding, anywhere in a row; else 1. Columns
+                before the last t are of tokens consumed earlier.
             position_ids: `(b, t)`; a 0 marks the first token of a document that is packed into the
                 row, and the state before it is the zero state.
             past_key_values: the cache of an earlier call, which is changed.

@@ -166,11 +166,6 @@ class RecurrentGeneration:
                     "generation_config of the model"
                 )
         mask = model_kwargs.get("attention_mask")
-        if mask is not None and bool((mask > 1).any()):
-            raise UserError(
-                "the attention_mask counts documents, and generate continues one document per row: "
-                "give an attention_mask of 0 and 1"
-            )
         if mask is not None and not bool(mask[:, -1].all()):
             raise UserError(
                 "the attention_mask has padding on the right, or several prompts end in the pad "

@@ -75,11 +75,13 @@ def rows_of(
 ) -> tuple[Tensor | None, Rows | None]:
     """Which tokens are padding and where documents begin, by all arguments that state it.
 
+    These are what the collators of transformers and TRL give, together or alone.
+
     Args:
         read: tokens `(b, t)`, or vectors `(b, t, d)`.
         state: before them.
         is_positioned: whether the model computes with positions.
-        attention_mask: `(b, past + t)`: 0 at padding; else 1, or the number of the document.
+        attention_mask: `(b, past + t)`: 0 at padding, 1 at a token.
         position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
             further one. A row whose first position is above 0 continues the state.
         packing: `seq_idx`, the number of the document of each token, like position_ids;
@@ -95,30 +97,25 @@ def rows_of(
     if attention_mask is None and position_ids is None and not packing:
         return None, None  # also because torch.export reads no values
     shape = read.shape[:2]
-    columns = torch.arange(shape[1], device=read.device)
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
-    borders: dict[str, Tensor] = {}  # true at the first token of a document after the first
     if attention_mask is not None:
-        counts = attention_mask[:, -shape[1] :]
-        fits = attention_mask.ndim == 2 and counts.shape == shape
-        if not fits or bool((counts < 0).any() | (counts != counts.long()).any()):
+        mask = attention_mask[:, -shape[1] :]
+        fits = attention_mask.ndim == 2 and mask.shape == shape
+        if not fits or bool((mask != mask.bool()).any()):
             raise UserError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(shape)} "
                 "tokens were given: give one row per sequence and one column per token, 0 for "
-                "padding and 1 for a token, or the number of its document"
+                "padding and 1 for a token, and position_ids for packed documents"
             )
-        is_token = counts > 0
-        if bool((counts > 1).any()):
-            borders["attention_mask"] = _changes(attention_mask, attention_mask > 0)[:, -shape[1] :]
+        is_token = mask.bool()
     starts = torch.zeros_like(is_token)
+    before = _previous_token(is_token)
+    borders: dict[str, Tensor] = {}  # true at the first token of a document after the first
     if position_ids is not None:
         positions = _by_token("position_ids", position_ids, shape)
-        before = _previous_token(is_token)
-        step = positions - positions.gather(1, before.clamp(min=0))
         first = state.position[:, None] if is_positioned else positions
-        is_next = torch.where(
-            before < 0, positions == first, (step == 1) | (step == columns - before)
-        )
+        last = positions.gather(1, before.clamp(min=0))
+        is_next = positions == torch.where(before < 0, first, last + 1)
         starts = is_token & (positions == 0)
         if bool((is_token & ~starts & ~(is_next & (positions > 0))).any()):
             raise UserError(
@@ -128,17 +125,10 @@ def rows_of(
             )
         borders["position_ids"] = starts & (before >= 0)
     for name, given in packing.items():
-        numbers = given
-        if name != "seq_idx":
-            offsets = given.flatten().tolist()
-            ends = [len(read), *offsets[:1], *offsets[-1:]]
-            if offsets != sorted(offsets) or ends != [1, 0, shape[1]]:
-                raise UserError(
-                    f"{name} is {reprlib.repr(offsets)}, and {tuple(shape)} tokens were given: "
-                    "give one row, the first token of each document, and the number of tokens"
-                )
-            numbers = torch.bucketize(columns, given.flatten().to(columns), right=True)[None]
-        borders[name] = _changes(_by_token(name, numbers, shape), is_token)
+        numbers = given if name == "seq_idx" else _numbered(name, given, read)
+        numbers = _by_token(name, numbers, shape)
+        changes = numbers != numbers.gather(1, before.clamp(min=0))
+        borders[name] = is_token & (before >= 0) & changes
     for name, border in borders.items():
         other = next(iter(borders))
         if not torch.equal(border, borders[other]):
@@ -150,17 +140,24 @@ def rows_of(
     return padded, None if padded is None and not bool(starts.any()) else Rows(padded, starts)
 
 
+def _numbered(name: str, given: Tensor, read: Tensor) -> Tensor:
+    """`(1, t)`: the number of the document of each token, from where documents begin and end."""
+    offsets, time = given.flatten().tolist(), read.shape[1]
+    ends = [len(read), *offsets[:1], *offsets[-1:]]
+    if offsets != sorted(offsets) or ends != [1, 0, time]:
+        raise UserError(
+            f"{name} is {reprlib.repr(offsets)}, and {tuple(read.shape[:2])} tokens were given: "
+            "give one row, the first token of each document, and the number of tokens"
+        )
+    columns = torch.arange(time, device=read.device)
+    return torch.bucketize(columns, given.flatten().to(columns), right=True)[None]
+
+
 def _previous_token(is_token: Tensor) -> Tensor:
     """`(b, t)` int64: the column of the token before each one in its row; −1 for none."""
     columns = torch.arange(is_token.shape[1], device=is_token.device).expand_as(is_token)
     last = columns.masked_fill(~is_token, -1).cummax(1).values
     return nn.functional.pad(last[:, :-1], (1, 0), value=-1)
-
-
-def _changes(values: Tensor, is_token: Tensor) -> Tensor:
-    """`(b, t)` bool, true at tokens that have another value than the token before them."""
-    before = _previous_token(is_token)
-    return is_token & (before >= 0) & (values != values.gather(1, before.clamp(min=0)))
 
 
 def _by_token(name: str, values: Tensor, shape: torch.Size) -> Tensor:

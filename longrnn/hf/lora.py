@@ -52,8 +52,14 @@ class Shell(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         is_held = not isinstance(model, RecurrentLM) and hasattr(model, "cells")
-        source: Any = model.model if is_held else model
-        self._modules = source._modules
+        self._source: Any = (model.model if is_held else model,)  # not as a submodule
+        self._modules = self._source[0]._modules
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, of which PEFT may train some rows."""
+        source = self._source[0]
+        ours = getattr(source, "model", source)
+        return ours.embedding if isinstance(ours, RecurrentLM) else source.get_input_embeddings()
 
 
 def add_adapters(
@@ -182,7 +188,7 @@ def merge_adapter(
         base = build_model(base.config, LAYOUTS["hf"].rename(theirs.state_dict(), to_ours=True))
     else:
         # `LongRNNForCausalLM` names the weights of the model that it holds so.
-        is_held = all(name.startswith(f"{PREFIX}model.") for name in weights)
+        is_held = any(name.startswith(f"{PREFIX}model.") for name in weights)
         _merge(folder, weights, nn.ModuleDict({"model": base}) if is_held else base)
         # If one of the two was adapted, or each trained as a whole, they differ from now on.
         base.config.tie_embeddings = base.head.weight is base.embedding.weight
@@ -230,5 +236,6 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
         if isinstance(layer, BaseTunerLayer):
             # A merge changes a weight in place, and a tied weight is also that of another module.
             base: Any = layer.get_base_layer()
-            base.weight = nn.Parameter(base.weight.detach().clone())
+            if "weight" in base._parameters:  # and not those of experts, which are tied to no other
+                base.weight = nn.Parameter(base.weight.detach().clone())
     adapted.merge_and_unload()

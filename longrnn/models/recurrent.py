@@ -14,7 +14,7 @@ from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.token_stack import TokenStack
 from longrnn.models.trainable import TrainableLM
-from longrnn.ops.hooks import own_weight
+from longrnn.ops.hooks import own, own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.loss import token_cross_entropy
 from longrnn.ops.norm import rms_norm
@@ -92,7 +92,7 @@ class RecurrentLM(TrainableLM):
     @property
     def cells(self) -> list[Cell]:
         """The cells, first layer first."""
-        return [block.mixer for block in self.blocks]  # type: ignore[misc]
+        return [own(block.mixer) for block in self.blocks]  # type: ignore[misc,arg-type]
 
     def init_state(self, batch_size: int) -> LMState:
         """The state of `batch_size` rows before the first token."""

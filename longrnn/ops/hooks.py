@@ -14,19 +14,24 @@ from longrnn.errors import UserError
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def own_weight(module: nn.Module) -> Tensor:
-    """The weight of a module that is computed without calling it.
+def own(module: nn.Module) -> nn.Module:
+    """A module that is computed without a plain call of it.
 
     Raises:
         UserError: an adapter of PEFT took its place, which only a call computes.
     """
     if "base_layer" in module._modules:
         raise UserError(
-            "an adapter of the head, of a convolution or of a norm would have no effect, because "
-            "longrnn reads their weights without calling them: give the adapter other "
-            "target_modules, for example in_proj and out_proj"
+            "an adapter of the head, of a convolution, of a norm or of a parameter such as A_log "
+            "would have no effect, because longrnn reads these weights without calling their "
+            "modules: give the adapter other target_modules, for example in_proj and out_proj"
         )
-    return module.weight  # type: ignore[return-value]
+    return module
+
+
+def own_weight(module: nn.Module) -> Tensor:
+    """The weight of such a module; see `own`."""
+    return own(module).weight  # type: ignore[return-value]
 
 
 class ModuleRecord:

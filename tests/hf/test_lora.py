@@ -41,9 +41,10 @@ def options(**more: Any) -> Any:
     return peft.LoraConfig(**known | more)
 
 
-def save_with_peft(base: Path, folder: Path, **more: Any) -> torch.Tensor:
+def save_with_peft(base: Path, folder: Path, config: Any = None, **more: Any) -> torch.Tensor:
     model = LongRNNForCausalLM.from_pretrained(base)
-    model = peft.get_peft_model(model, options(task_type="CAUSAL_LM", **more)).eval()
+    config = config or options(task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         for one in model.parameters():
             one += 0.1 * one.requires_grad
@@ -63,6 +64,13 @@ WHOLE = {"target_modules": ["in_proj"], "modules_to_save": ["head"]}
 save_whole_head = partial(save_with_peft, **WHOLE)
 
 
+# transformers computes the first one wrong, and cannot add the second.
+save_dora = partial(save_with_peft, use_dora=True, target_modules=["in_proj"])
+VERA = {"target_modules": ["out_proj"], "task_type": "CAUSAL_LM"}
+save_vera = partial(save_with_peft, config=peft.VeraConfig(**VERA))
+save_rows = partial(save_with_peft, trainable_token_indices=[1, 2], target_modules=["in_proj"])
+
+
 def save_plain(base: Path, folder: Path) -> torch.Tensor:
     model = peft.get_peft_model(load(base), options()).eval()
     model.peft_config["default"].base_model_name_or_path = str(base)
@@ -71,14 +79,21 @@ def save_plain(base: Path, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "save", [save_with_peft, save_with_transformers, save_plain, save_whole_head]
-)
+    "save",
+    [
+        save_with_peft, save_with_transformers, save_plain, save_whole_head, save_dora, save_vera,
+        save_rows,
+    ],
+)  # fmt: skip
 def test_an_adapter_is_merged_however_it_was_saved(save: Any, base: Path, tmp_path: Path) -> None:
     """Of the Auto class and of the model that it holds."""
     folder = tmp_path / "adapter"
     wanted = save(base, folder)
     merged: Any = load(folder)
     assert_near(merged(TOKENS).logits, wanted, 1e-5)
+    if save is not save_plain:
+        auto = AutoModelForCausalLM.from_pretrained(folder)
+        assert_near(auto(TOKENS).logits, wanted, 1e-5)
     save_model(merged, tmp_path / "merged")  # the head is no longer the embedding
     assert_near(load(tmp_path / "merged")(TOKENS).logits, wanted, 1e-5)
 

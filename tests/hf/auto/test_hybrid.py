@@ -75,9 +75,15 @@ def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
         assert_near(stock(short).logits, load(f"{tmp_path / 'saved'}+none")(short).logits, 1e-5)
 
 
-def test_adapters_of_peft_go_both_ways(base: Path, tmp_path: Path) -> None:
-    """An adapter made on a hybrid opens on the Hugging Face model, and merges here."""
-    config = peft.LoraConfig(r=2, target_modules=["in_proj", "q_proj"], init_lora_weights=False)
+@pytest.mark.parametrize(
+    ("base", "targets"),
+    [("falcon_h1", ["in_proj", "q_proj"]), ("qwen3_next", "all-linear")],
+    indirect=["base"],
+)
+def test_adapters_of_peft_go_both_ways(base: Path, targets: Any, tmp_path: Path) -> None:
+    """An adapter made on a hybrid, also of experts, opens on the Hugging Face model, and merges
+    here."""
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model: Any = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), config)
     model.eval().save_pretrained(tmp_path / "adapter")
     plain: Any = AutoModelForCausalLM.from_pretrained(base)
@@ -126,8 +132,27 @@ def test_the_trainer_goes_on_from_the_weights_of_its_checkpoint(base: Path, tmp_
 
 
 @pytest.mark.parametrize("base", ["qwen3_next"], indirect=True)
-def test_the_loss_of_routers_and_offloading_are_refused(base: Path) -> None:
-    with pytest.raises(UserError, match="device 'disk' cannot be used"):
-        LongRNNForCausalLM.from_pretrained(base, device_map={"": "disk"})
+def test_the_loss_of_routers_is_refused(base: Path) -> None:
     with pytest.raises(UserError, match="router_aux_loss_coef"):
         LongRNNForCausalLM.from_pretrained(base)(TEXT, output_router_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device_map", {"": "disk"}),
+        ("output_loading_info", True),
+        ("quantization_config", {"load_in_4bit": True}),
+        ("attn_implementatoin", "eager"),
+    ],
+)
+def test_an_argument_of_from_pretrained_is_followed_or_refused(
+    name: str, value: Any, base: Path
+) -> None:
+    """Of a folder that `load` opens."""
+    with pytest.raises(UserError, match=value[""] if name == "device_map" else name):
+        LongRNNForCausalLM.from_pretrained(base, **{name: value})
+    model: Any = LongRNNForCausalLM.from_pretrained(base, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        assert_near(model(TEXT).logits, load(base)(TEXT).logits, 1e-5)

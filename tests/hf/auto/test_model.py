@@ -184,7 +184,7 @@ POSITIONS_OF_ONE = {"position_ids": torch.tensor([[0, 1, 2]])}
         ({"seq_idx": torch.tensor([[0, 1]])}, "seq_idx"),
         ({"input_ids": random_tokens(2, 2), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "one row"),
         ({"seq_idx": torch.tensor([[0, 0, 1]]), **POSITIONS_OF_ONE}, "disagree"),
-        ({"attention_mask": torch.tensor([[1, 2, 2]]), **POSITIONS_OF_ONE}, "disagree"),
+        ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask"),
         ({"cache_params": 1}, "past_key_values"),
         ({"cache_position": torch.arange(3)}, "leave it out"),
         ({"token_type_ids": torch.zeros(1, 3)}, "leave it out"),

@@ -78,15 +78,13 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
     documents = [random_tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     everything: Any = collate([{"input_ids": ids} for ids in documents])
-    everything["attention_mask"] = everything["seq_idx"] + 1
     ones = {"attention_mask": torch.ones(1, 16)}
     position_ids, common = everything["position_ids"], ("input_ids", "labels")
     for names in (
-        ["position_ids"], ["seq_idx"], ["cu_seq_lens_q"], ["cu_seq_lens_k"], ["attention_mask"],
-        [*everything],
+        ["position_ids"], ["seq_idx"], ["cu_seq_lens_q"], ["cu_seq_lens_k"], [*everything],
     ):  # fmt: skip
         batch = {name: everything[name] for name in (*common, *names)}
-        packed = model(**{**(ones if "attention_mask" not in names else {}), **batch})
+        packed = model(**ones, **batch)
         torch.testing.assert_close(packed.logits, model(**batch).logits)
         count = sum(len(ids) - 1 for ids in documents)
         total = sum(
@@ -137,10 +135,18 @@ def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str,
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
-def test_an_adapter_of_the_convolution_is_refused() -> None:
-    model, text = build_auto("mamba2"), random_tokens(1, 6)
-    options = LoraConfig(r=model.model.cells[0].d_xBC, target_modules=["conv1d", "in_proj"])
-    adapted = get_peft_model(model, options)
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("mamba2", {"target_modules": ["conv1d", "in_proj"]}),
+        ("mamba", {"target_modules": ["in_proj"], "target_parameters": ["A_log"]}),
+    ],
+)
+def test_an_adapter_of_what_is_not_called_is_refused(kind: str, targets: dict[str, Any]) -> None:
+    """Of a convolution, and of a parameter of the recurrence."""
+    model, text = build_auto(kind), random_tokens(1, 6)
+    sizes = getattr(model.model.cells[0], "d_xBC", 1)
+    adapted = get_peft_model(model, LoraConfig(r=sizes, **targets))
     for length in (6, 1):
         with pytest.raises(UserError, match="convolution"):
             adapted(text[:, :length])
