@@ -24,18 +24,20 @@ READ = (*MODEL_FILES, *PICKLES)
 
 
 def write_checksums(folder: Path, patterns: Iterable[str] = READ) -> None:
-    """Writes `checksums.json` for the files of a folder.
+    """Writes `checksums.json` for the files of a folder, or adds them to it.
 
     Args:
         folder: the folder, whose files are complete.
         patterns: of the names of the files that are listed.
     """
-    digests = {
+    listed = folder / CHECKSUMS
+    digests = files.read_json(listed) if listed.is_file() else {}
+    digests |= {
         path.name: files.sha256(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != CHECKSUMS and any(map(path.match, patterns))
     }
-    files.write_atomic(folder / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+    files.write_atomic(listed, json.dumps(digests, indent=2) + "\n")
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def add_adapters(
     require("peft", "an adapter")
     from peft import LoraConfig, inject_adapter_in_model
 
-    model.base_fingerprint = model.fingerprint()
+    model.base_fingerprint = model.weights_fingerprint()
     inside: Any = Shell(model)
     layout = LAYOUTS.get(str(model.base_layout))
     if layout is not None:

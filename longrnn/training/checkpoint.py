@@ -23,10 +23,7 @@ from longrnn import processes
 from longrnn.checksums import refuse_damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
-from longrnn.hf import lora
-from longrnn.hf.load import load
 from longrnn.models import TrainableLM
-from longrnn.models.checkpoint import check_weights
 from longrnn.text import Tokenizer
 from longrnn.training import models
 from longrnn.training.distributed import gathered, sharded_like
@@ -42,11 +39,12 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def check(folder: Path) -> None:
-    """Raises UserError for a checkpoint that is missing or damaged."""
+    """Raises UserError for a checkpoint that is missing or damaged; `load` verifies the model."""
     if not folder.is_dir():
         known = [str(path) for path in checkpoints(folder.parent)]
         raise UserError(f"there is no checkpoint {folder}: {nearest(str(folder), known)}")
-    refuse_damage(folder, "put it back from a copy, or remove it to continue from an earlier one")
+    remedy = "put it back from a copy, or remove it to continue from an earlier one"
+    refuse_damage(folder, remedy, ("*.pt", "adapter*"))
 
 
 def clean(output_dir: Path) -> None:
@@ -116,7 +114,7 @@ def _refuse_nonfinite(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 def _publish(folder: Path, keep: int) -> None:
     """Renames a written checkpoint into place, and removes all but the newest ones."""
-    write_checksums(partial_path(folder), ("*",))
+    write_checksums(partial_path(folder), ("*.pt",))
     os.replace(partial_path(folder), folder)
     sync_folder(folder.parent)
     for old in checkpoints(folder.parent)[:-keep]:
@@ -128,13 +126,13 @@ def _publish(folder: Path, keep: int) -> None:
 def restore(
     folder: Path, model: TrainableLM, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fills model and optimizer from a checkpoint.
+    """Fills the optimizer of a model, which has its weights, from a checkpoint.
 
     Returns:
         The values of the trainer, and what the policy of initial states remembered in this process.
 
     Raises:
-        UserError: the checkpoint is of another number of processes or another model.
+        UserError: the checkpoint is of another number of processes.
     """
     wrote = len(list(folder.glob("carry-*.pt")))
     if wrote != processes.size():
@@ -143,19 +141,7 @@ def restore(
             "launch as many as before"
         )
     content = read_tensors(folder / "training.pt")
-    adapters = lora.has_adapters(model)
-    target, parameters = model.state_dict(), dict(model.named_parameters())
-    read = lora.read_weights(model, folder) if adapters else load(folder).state_dict()
-    expected = {name: like for name, like in target.items() if name in read or not adapters}
-    try:
-        check_weights(expected, read)
-    except ValueError as error:
-        raise UserError(
-            f"{folder} does not fit the model of this run ({error}): leave the model as it was, "
-            f"or start a new run from it with init_from={folder}"
-        ) from error
-    weights = {name: sharded_like(whole, target[name]) for name, whole in read.items()}
-    model.load_state_dict(weights, strict=not adapters)
+    parameters = dict(model.named_parameters())
     for name, values in content["optimizer"].items():
         like = parameters[name]
         optimizer.state[like] = {

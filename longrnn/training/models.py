@@ -17,15 +17,16 @@ from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import layout_of
 from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import CheckpointName, base_folder, resolve, split_spec
+from longrnn.hf.names import NONE, CheckpointName, base_folder, resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.mitigations.spec import split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
 from longrnn.models.base import require_cells
-from longrnn.models.checkpoint import read_config, save_model
+from longrnn.models.checkpoint import check_weights, read_config, save_model
 from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
+from longrnn.training.optim import fill
 
 
 def build(config: TrainConfig, task: Task, origin: Path | None = None) -> TrainableLM:
@@ -36,7 +37,8 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
     Args:
         config: the run.
         task: which the model must fit.
-        origin: the checkpoint to resume from; `init_from` is then read again for adapters only.
+        origin: the checkpoint to resume from, whose weights the model gets; `init_from` is then
+            read again for adapters only.
 
     Raises:
         UserError: the configuration or checkpoint does not fit.
@@ -44,41 +46,61 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
     loaded: Any = None
     if config.init_from is None:
         options = {"vocab_size": task.vocab_size, **config.model}
-        plain: Any = RecurrentLM(validated(RecurrentConfig, options, "model"))
+        plain = RecurrentLM(validated(RecurrentConfig, options, "model"))
+        model: Any = mitigated(plain, split(config.mitigation or NONE))
     else:
         begins = origin is None or config.peft is not None
-        loaded = load(config.init_from if begins else str(origin))
-        plain = _plain(loaded, config.init_from)
-    check_vocabulary(plain.vocab_size, task)
+        name = CheckpointName.parse(config.init_from if begins else str(origin))
+        if config.mitigation is not None:
+            name = name._replace(mitigation=tuple(split(config.mitigation)))
+        loaded = load(name)
+        model = _trainable(loaded, config.init_from)
+    check_vocabulary(model.vocab_size, task)
     if config.peft is not None:
-        plain.base_name = str(config.init_from)
-        folder = base_folder(split_spec(plain.base_name)[0])
-        plain.base_layout = layout_of(read_config(folder))
-        lora.add_adapters(plain, **config.peft.model_dump())
-    plain = _with_window(plain, loaded, config)
-    model: Any = plain.under(None if loaded is None else loaded.mitigation)
-    if config.mitigation is not None:
-        model = mitigated(plain, split(config.mitigation))
+        model.base_name = str(config.init_from)
+        folder = base_folder(split_spec(model.base_name)[0])
+        model.base_layout = layout_of(read_config(folder))
+        lora.add_adapters(model, **config.peft.model_dump())
+    model = _with_window(model, loaded, config)
+    if origin is None:
+        fill(model, config.fill)
+    elif loaded is None or config.peft is not None:
+        _load_weights(model, origin)
     model.trained_under = model.spec
     model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
 
 
-def _plain(loaded: Any, name: str) -> Any:
-    """A loaded model without its mitigation, in float32."""
+def _trainable(loaded: Any, name: str) -> Any:
+    """A loaded model in float32."""
     if isinstance(loaded, RecurrentLM):
-        return loaded.under(None).float()
+        return loaded.float()
     require_cells(loaded, f"init_from={name}")
     from longrnn.hf.hybrid.trainable import trainable
 
     return trainable(loaded)
 
 
-def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> Any:
+def _load_weights(model: TrainableLM, folder: Path) -> None:
+    """Loads what was trained of a model from a checkpoint of its run."""
+    adapters, target = lora.has_adapters(model), model.state_dict()
+    read = lora.read_weights(model, folder) if adapters else load(folder).state_dict()
+    expected = {name: like for name, like in target.items() if name in read or not adapters}
+    try:
+        check_weights(expected, read)
+    except ValueError as error:
+        raise UserError(
+            f"{folder} does not fit the model of this run ({error}): leave the model as it was, "
+            f"or start a new run from it with init_from={folder}"
+        ) from error
+    model.load_state_dict(read, strict=not adapters)
+
+
+def _with_window(model: Any, loaded: Any, config: TrainConfig) -> Any:
     """A model in whose attention a state of bounded size can be carried.
 
     Args:
-        plain: the model, without a window.
+        model: without a window.
         loaded: what `init_from` names, which may have one.
         config: the run.
 
@@ -86,7 +108,7 @@ def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> Any:
         UserError: a window of a model without attention, or one that is not valid for it.
     """
     window = config.attention_window
-    attends = getattr(plain, "attends_to_all", False)
+    attends = getattr(model, "attends_to_all", False)
     if attends and window is None:
         window = loaded.attention_window or (config.length.max if config.carries else None)
     if window is not None:
@@ -95,10 +117,10 @@ def _with_window(plain: Any, loaded: Any, config: TrainConfig) -> Any:
                 f"attention_window={window} needs a Hugging Face hybrid whose attention has no "
                 "window in init_from: leave it out"
             )
-        return plain.with_attention_window(window)
-    if config.carries and not isinstance(plain, RecurrentLM) and plain.max_length is not None:
-        return plain.beyond()  # its attention has a window of its own
-    return plain
+        return model.with_attention_window(window)
+    if config.carries and not isinstance(model, RecurrentLM) and model.max_length is not None:
+        return model.beyond()  # its attention has a window of its own
+    return model
 
 
 def check_vocabulary(vocab_size: int, task: Task) -> None:

@@ -36,7 +36,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
-from longrnn.training.optim import fill, learning_rate, set_learning_rate
+from longrnn.training.optim import learning_rate, set_learning_rate
 from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
@@ -87,7 +87,6 @@ class Trainer:
         self.task = TASKS.build(config.task, self.tokenizer)
         torch.manual_seed(config.seed)
         model = models.build(config, self.task, origin)
-        fill(model, config.fill)
         model.to(self.accelerator.device).train()
         check_length(self.task, config, model.max_length)
         self.validation: Validation | None = None

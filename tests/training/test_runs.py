@@ -9,10 +9,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
-from longrnn import load, train
+from longrnn import files, load, train
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
 from tests.cli.conftest import contents
@@ -111,6 +112,30 @@ def test_checkpoints(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{}\n')
     with pytest.raises(UserError, match=naming("metrics.jsonl", "line 2")):
         train(None, resume=folder)
+
+
+@pytest.mark.parametrize("begins", ["anew", "init_from"])
+def test_weights_of_a_checkpoint_are_hashed_and_read_once(
+    begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run that continues from it, and hashed by each save."""
+    how = {"init_from": str(run(tiny("reverse", tmp_path / "base", max_steps=1)).folder)}
+    run(tiny("reverse", tmp_path / "run", **(how if begins == "init_from" else {}), max_steps=1))
+    calls = {"hashed": 0, "read": 0}
+
+    def counted(name: str, call: Any) -> Any:
+        def count(path: Any, *args: Any, **options: Any) -> Any:
+            path = Path(path)
+            calls[name] += path.suffix == ".safetensors" and "checkpoint" in path.parent.name
+            return call(path, *args, **options)
+
+        return count
+
+    monkeypatch.setattr(files, "sha256", counted("hashed", files.sha256))
+    read = huggingface_hub.load_state_dict_from_file
+    monkeypatch.setattr(huggingface_hub, "load_state_dict_from_file", counted("read", read))
+    train(None, "max_steps=2", resume=tmp_path / "run")
+    assert calls == {"hashed": 2, "read": 1}  # hashed by the resumed run and by its save
 
 
 def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ WEIGHTS_PREFIX = "model."
 
 
 def trainable(model: HybridLM) -> HybridLM:
-    """Returns a hybrid with float32 weights, all of which have a gradient.
+    """Returns a hybrid under the same mitigation with float32 weights, which all have a gradient.
 
     Args:
-        model: without a mitigation; its weights are cast in place.
+        model: its weights are cast in place.
 
     Raises:
         UserError: quantized weights, or gradients that torch cannot compute.
@@ -39,7 +39,7 @@ def trainable(model: HybridLM) -> HybridLM:
             f"this {model.kind} has quantized weights, which cannot be trained: give the "
             "checkpoint with weights in bfloat16 or float32"
         )
-    model = HybridLM(model.model.float()).train()
+    model = HybridLM(model.model.float()).under(model.mitigation).train()
     tokens = torch.arange(8).view(2, 4) % model.vocab_size
     weights = list(model.parameters())
     try:
