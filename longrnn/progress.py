@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from tqdm import tqdm
 
 from longrnn.console import printable
+from longrnn.errors import UserError
 from longrnn.processes import is_main
 
 # The variable of tqdm that `longrnn --quiet` sets, also for the processes that it starts.
@@ -16,11 +22,32 @@ QUIET = "TQDM_DISABLE"
 TERMINAL, FILE = 0.1, 10.0
 # That of tqdm without its rate of steps: ours counts units.
 BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 def is_quiet() -> bool:
     """Whether this process and those that it starts show no progress."""
     return QUIET in os.environ
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """A context in which `check_time`, which every progress calls, raises when time is up."""
+    token = _DEADLINE.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _DEADLINE.reset(token)
+
+
+class OutOfTimeError(UserError):
+    """The time of `time_limit` is up."""
+
+
+def check_time() -> None:
+    """Raises `OutOfTimeError` if the time of `time_limit` is up."""
+    if time.monotonic() > _DEADLINE.get():
+        raise OutOfTimeError("the time that this may take is up: allow more")
 
 
 class Progress(tqdm):
@@ -54,6 +81,7 @@ class Progress(tqdm):
 
     def advance(self, steps: int, units: int, note: str = "") -> None:
         """Counts `steps` of the total, which took `units`; `note` is shown beside the rate."""
+        check_time()
         self.done += steps
         self.units += units
         rate = self.units / max(self.format_dict["elapsed"], 1e-9)

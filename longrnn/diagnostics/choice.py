@@ -18,8 +18,9 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
 from longrnn.mitigations.spec import parse
 from longrnn.models.fold import unfoldable
+from longrnn.progress import OutOfTimeError, check_time, time_limit
 
-UNREPAIRED, TRIED = "plain", "tried.json"
+UNREPAIRED, TRIED = "unrepaired", "tried.json"
 # Scores that differ by less are alike: then what folds is taken, or what is cheaper.
 SCORE_MARGIN = 0.02
 CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
@@ -31,6 +32,9 @@ GRADIENT_COST = 4
 FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 # Passes over its windows and prompts in which a choice per head finds something, and at most.
 LEAST_PASSES, MOST_PASSES = 5, 60
+# An attempt is stopped after this share of the time that is left, or this many times its estimate,
+# whichever is longer: in some cells a limit is computed token by token.
+TIME_SHARE, OVERTIME = 1 / 3, 3
 # A strict filter leaves this share of the tokens that are left by default.
 STRICT = 0.05
 
@@ -111,27 +115,31 @@ def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[st
     return {"kind": "passkey", "seed": seed, **what}
 
 
+def _check_time(*_: Any) -> None:
+    check_time()
+
+
 def scores(
-    job: Job, outcomes: Sequence[Outcome], model: str, field: str = "estimate"
+    job: Job, outcomes: Sequence[Outcome], model: int = 0, field: str = "estimate"
 ) -> dict[str, Estimate]:
     """Return a model's `loss` and `keys` at the length, and its loss `inside`, if measured.
 
     Args:
         job: has the lengths.
         outcomes: of perplexity and passkeys.
-        model: its name.
-        field: of the cells; `difference` for differences from the plain model.
+        model: its index.
+        field: of the cells; `difference` for differences from the first model.
     """
     wanted = {
         (job.target_length, "bits per byte"): "loss",
         (job.train_length, "bits per byte"): "inside",
         (job.target_length, "keys recalled"): "keys",
     }
-    found = {}
+    found, name_of_model = {}, list(outcomes[0].results)[model]
     for cell in (cell for outcome in outcomes for cell in outcome.table.cells):
         name = wanted.get((cell.at or 0, cell.metric.partition(", ")[2]))
         value: Estimate | None = getattr(cell, field)
-        if name is not None and cell.model == model and value is not None:
+        if name is not None and cell.model == name_of_model and value is not None:
             found[name] = value
     return found
 
@@ -146,10 +154,12 @@ class Choice:
         folder: gets the file TRIED and the store `choice`.
 
     Attributes:
-        rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte in
-            the last half), `inside` (likewise, inside the training length) and `keys` (the share
-            that is recalled); or the `reason` why it was not possible.
-        left_out: by name of the attempt, why it was not tried.
+        rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte, see
+            `Job.end`), `inside` (likewise, inside the training length) and `keys` (the share of
+            keys recalled); or the `reason` why it was not possible; or why it was `left_out`, with
+            the `budget` in seconds.
+        tokens: by name of the attempt, how many it may read. This is decided once, so that a repair
+            that was interrupted makes the same choice.
 
     Raises:
         UserError: the folder has the attempts of another repair.
@@ -169,24 +179,43 @@ class Choice:
         if content["question"] != self.question:
             raise UserError(f"{folder} holds another repair: choose another --output")
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
-        self.left_out: dict[str, str] = {}
+        self.tokens: dict[str, float] = content.get("tokens", {})
 
     def attempt(self, name: str, seconds: float) -> None:
         """Try a repair, if its base was possible and it fits what is left of the budget."""
-        attempt = ATTEMPTS[name]
+        known, attempt = self.rows.get(name), ATTEMPTS[name]
+        if known is not None:
+            if seconds <= known.get("budget", math.inf):
+                return
+            del self.tokens[name]  # a larger budget decides anew
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
-        spent = sum(row["seconds"] for row in self.rows.values())
-        read = sum(self._tokens(done) for done, row in self.rows.items() if "members" in row)
-        speed = read / max(spent, 1e-3)
+        left = seconds - sum(row["seconds"] for row in self.rows.values())
+        speed = self._tokens(UNREPAIRED) / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
         needed = self._tokens(name) / speed
+        tokens = self.tokens.setdefault(name, left * speed)
         if base is None:
-            self.left_out[name] = f"{attempt.after} has no result"
-        elif name not in self.rows and spent + needed > seconds:
-            minutes = math.ceil((spent + needed) / 60)
-            self.left_out[name] = f"of the budget: give --budget {minutes} or more"
+            self._record(name, {"left_out": f"{attempt.after} has no result", "budget": seconds})
+        elif tokens < self._tokens(name):
+            minutes = math.ceil((seconds - left + needed) / 60)
+            why = f"of the budget: give --budget {minutes} or more"
+            self._record(name, {"left_out": why, "budget": seconds})
         else:
-            tokens = (seconds - spent) * speed
-            self.add(name, lambda: attempt.make(self.job, base, self.keys, tokens))
+            self._write()
+            allowed = min(left, max(TIME_SHARE * left, OVERTIME * needed))
+            hooks = [c.register_forward_pre_hook(_check_time) for c in self.job.model.cells]
+            try:
+                with time_limit(allowed):
+                    self.add(name, lambda: attempt.make(self.job, base, self.keys, tokens))
+            except OutOfTimeError:
+                minutes = math.ceil(seconds / 30)
+                why = (
+                    f"of the budget: it was stopped after {allowed:.0f} s; give --budget {minutes}"
+                )
+                row = {"left_out": why, "budget": seconds, "seconds": round(allowed, 1)}
+                self._record(name, row)
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
     def _tokens(self, name: str) -> float:
         """Return about how many tokens an attempt, or none, reads with its score."""
@@ -195,19 +224,23 @@ class Choice:
         return of_score + (attempt.tokens(self.job, self.keys) if attempt else 0)
 
     def add(self, name: str, make: Callable[[], Members]) -> None:
-        """Make, score and record a mitigation, unless it is recorded already."""
-        if name in self.rows:
-            return
+        """Make, score and record a mitigation."""
         begun = time.monotonic()
         try:
             members = make()
             row = {"members": members, **self._measured(name, members)}
         except UserError as error:
-            if name == UNREPAIRED:
+            if name == UNREPAIRED or isinstance(error, OutOfTimeError):
                 raise
             row = {"reason": str(error)}
-        self.rows[name] = {**row, "seconds": round(time.monotonic() - begun, 1)}
-        content = {"question": self.question, "rows": self.rows}
+        self._record(name, {**row, "seconds": round(time.monotonic() - begun, 1)})
+
+    def _record(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = {"seconds": 0.0, **row}
+        self._write()
+
+    def _write(self) -> None:
+        content = {"question": self.question, "rows": self.rows, "tokens": self.tokens}
         write_atomic(self.path, json.dumps(content, indent=1) + "\n")
 
     def _measured(self, name: str, members: Members) -> dict[str, float | bool]:
@@ -221,13 +254,13 @@ class Choice:
         opened = OpenCheckpoint(name, job.model, job.tokenizer)
         evaluations = [build_evaluation(spec) for spec in specs]
         outcomes = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
-        means = {key: value.mean for key, value in scores(job, outcomes, name).items()}
+        means = {key: value.mean for key, value in scores(job, outcomes).items()}
         return {"folds": not unfoldable(job.model), "keys": 0.0, **means}
 
     def score(self, name: str) -> float:
         """Return what is to be small: bits per byte, plus the share of keys that are lost."""
         row = self.rows[name]
-        return math.inf if "reason" in row else row["loss"] - row["keys"]
+        return row["loss"] - row["keys"] if "members" in row else math.inf
 
     def best(self, *, folds_only: bool) -> str:
         """Return the name of the choice; `UNREPAIRED` if nothing is better."""
@@ -242,16 +275,21 @@ class Choice:
 
     def line(self, name: str) -> str:
         """Return an attempt in words."""
-        row = self.rows.get(name)
-        if row is None:
-            return f"{name}: left out, because {self.left_out.get(name, 'it does not fold')}"
+        row = self.rows.get(name, {"left_out": "it does not fold"})
+        if "left_out" in row:
+            return f"{name}: left out, because {row['left_out']}"
         if "reason" in row:
             return f"{name}: not possible, because {row['reason']}"
         keys = f", {row['keys']:.0%} of the keys" if self.keys else ""
         return (
-            f"{name}: {row['loss']:.3f} bits per byte in the last half{keys}, {row['inside']:.3f} "
-            f"inside the training length ({row['seconds']:.0f} s)"
+            f"{name}: {row['loss']:.3f} bits per byte in {self.job.end}{keys}, "
+            f"{row['inside']:.3f} inside the training length ({row['seconds']:.0f} s)"
         )
+
+    def is_whole(self) -> bool:
+        """Return whether the model loses neither loss nor keys beyond its training length."""
+        row = self.rows[UNREPAIRED]
+        return row["loss"] <= row["inside"] and (not self.keys or row["keys"] == 1)
 
     def lines(self) -> list[str]:
         """Return all attempts in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,10 +23,13 @@ from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel
 from longrnn.registry import Registry
 from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.units import format_length
 
 # Tokens between two observations.
 CALIBRATED_EVERY = 16
 Members = list[dict[str, Any]]
+# Characters of a text whose ids are kept.
+LONG = 1000
 
 
 class Inside(NamedTuple):
@@ -64,6 +68,23 @@ class Inside(NamedTuple):
         return sorted(heads, key=lambda head: -float(self.retention[head]))
 
 
+class KeptIds:
+    """A tokenizer that keeps the ids of long texts, which attempts read again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer: Any = tokenizer
+        self._encoded = lru_cache(8)(tokenizer.encode_with_ends)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[int] | None]:
+        return self._encoded(text)
+
+    def encode(self, text: str) -> list[int]:
+        return [*self._encoded(text)[0]] if len(text) > LONG else self._tokenizer.encode(text)
+
+
 class Job(NamedTuple):
     """What a calibration works on.
 
@@ -96,9 +117,18 @@ class Job(NamedTuple):
     ) -> Self:
         """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
         trained = train_length or training_length(checkpoint)
-        model, tokenizer = load_editable(checkpoint, device=device), load_tokenizer(checkpoint)
+        model: Any = load_editable(checkpoint, device=device)
+        tokenizer: Any = KeptIds(load_tokenizer(checkpoint))
         documents = read_documents(texts, tokenizer, model)
         return cls(model, documents, trained, target_length, tokenizer, quiet)
+
+    @property
+    def end(self) -> str:
+        """In words, where the loss at the target length is measured."""
+        length = format_length(self.target_length)
+        if self.target_length >= 2 * self.train_length:
+            return f"the last half of {length} tokens"
+        return f"the tokens from {format_length(self.train_length)} to {length}"
 
     def under(self, members: Members) -> Self:
         """Return the same with the model under a mitigation."""

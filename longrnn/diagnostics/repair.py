@@ -33,9 +33,8 @@ from longrnn.locks import hold
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold, unfoldable
 from longrnn.reporting.states import summary
-from longrnn.units import format_length
+from longrnn.units import counted, format_length
 
-REPAIRED = "repaired"
 # What a repair writes into its folder.
 CHECKPOINT, MITIGATION = "checkpoint", "mitigation.yaml"
 # Keyed prompts that a calibration reads, and windows and prompts of the proof. After a fit for 64k
@@ -44,6 +43,10 @@ CALIBRATED_KEYS, PROOF_WINDOWS, PROOF_KEYS = 4, 8, 4
 NOTHING_HELPS = (
     "No repair within the budget helps on text that the choice did not see, so no checkpoint is "
     "written: train with carried states (`longrnn finetune`)."
+)
+NOT_NEEDED = (
+    "The loss does not rise beyond the training length, and no repair within the budget lowers it: "
+    "use the model as it is; no checkpoint is written."
 )
 
 
@@ -108,7 +111,7 @@ def repair(
         if path.exists() and not (folder / TRIED).exists():
             raise UserError(f"{path} is not of this repair: choose another --output")
     choice = Choice(job, CALIBRATED_KEYS if keys else 0, choose, folder)
-    models = [OpenCheckpoint(UNREPAIRED, job.model, job.tokenizer, source, device or "cpu")]
+    models = [OpenCheckpoint(checkpoint, job.model, job.tokenizer, source, device or "cpu")]
     evaluations = proof(choice, prove)
     for evaluation in evaluations:
         evaluation.plan(models)  # refuses a short text before anything is tried
@@ -123,11 +126,13 @@ def repair(
     repaired: Any = copy.deepcopy(job.under(choice.rows[best]["members"]).model)
     repaired = repaired.under(None).under(fold(repaired))
     if best != UNREPAIRED:
-        models.append(models[0]._replace(name=REPAIRED, model=repaired))
+        models.append(models[0]._replace(name=f"{checkpoint}, repaired", model=repaired))
     outcomes = run(models, evaluations, folder, quiet=quiet)
     is_better = best != UNREPAIRED and helps(job, outcomes)
-    reached = quote(checkpoint, best, outcomes, job, prove) if is_better else NOTHING_HELPS
-    sentences.append(reached)
+    if is_better:
+        sentences.append(quote(checkpoint, best, outcomes, job, prove))
+    else:
+        sentences.append(NOT_NEEDED if choice.is_whole() else NOTHING_HELPS)
     notes = [*sentences, f"Tried on {', '.join(path.name for path in choose)}:", *choice.lines()]
     _, page, *_ = report(models, outcomes, folder, notes)
     for name in (CHECKPOINT, MITIGATION):
@@ -159,11 +164,15 @@ def divide(texts: Sequence[Path], folder: Path) -> tuple[list[Path], Path]:
     if not texts:
         raise UserError(f"no text was given: {TEXT_REMEDY}")
     *others, last = texts
-    if last.resolve() in [text.resolve() for text in others]:
-        raise UserError(f"{last} is given twice: give another last --text, or this one alone")
+    text, digest = read_text(last, TEXT_REMEDY)
+    for other in others:
+        if read_text(other, TEXT_REMEDY)[1] == digest:
+            raise UserError(
+                f"{last} has the same content as {other}, on which the repair is chosen: give "
+                "another last --text, or this one alone"
+            )
     if others:
         return others, last
-    text, _ = read_text(texts[0], TEXT_REMEDY)
     middle = text.find("\n", len(text) // 2) + 1 or len(text) // 2
     halves = folder / f"{texts[0].stem}_choose.txt", folder / f"{texts[0].stem}_prove.txt"
     for path, part in zip(halves, (text[:middle], text[middle:]), strict=True):
@@ -178,19 +187,19 @@ def wrong(choice: Choice) -> list[str]:
     seen = diagnose(job.model, text, length, train_length=trained, quiet=job.quiet)
     onsets = [finding.onset for finding in seen.findings if finding.onset is not None]
     start = f" The first leaves its range at token {min(onsets):,}." if onsets else ""
-    choice.add(UNREPAIRED, list)
+    if UNREPAIRED not in choice.rows:
+        choice.add(UNREPAIRED, list)
     row = choice.rows[UNREPAIRED]
     keys = f", and {row['keys']:.0%} of the keys are recalled" if choice.keys else ""
     return [
         f"{summary(seen)}{start}",
         f"The loss is {row['inside']:.2f} bits per byte inside the training length of "
-        f"{format_length(trained)} and {row['loss']:.2f} in the last half of "
-        f"{format_length(length)} tokens{keys}.",
+        f"{format_length(trained)} and {row['loss']:.2f} in {job.end}{keys}.",
     ]
 
 
 def proof(choice: Choice, prove: Path) -> list[Evaluation[Any]]:
-    """Return the evaluations that compare the repaired model with the plain one."""
+    """Return the evaluations that compare the repaired model with the unrepaired one."""
     length, trained = choice.job.target_length, choice.job.train_length
     lengths = {trained, *(length // part for part in (16, 4, 2, 1) if length > part * trained)}
     texts = {"texts": [str(prove)], "windows": PROOF_WINDOWS}
@@ -204,7 +213,7 @@ def proof(choice: Choice, prove: Path) -> list[Evaluation[Any]]:
 
 def helps(job: Job, outcomes: Sequence[Outcome]) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    change = scores(job, outcomes, REPAIRED, "difference")
+    change = scores(job, outcomes, -1, "difference")
     if "keys" in change and change["keys"].low > 0:
         return True
     loss = change.get("loss")
@@ -214,18 +223,20 @@ def helps(job: Job, outcomes: Sequence[Outcome]) -> bool:
 def quote(checkpoint: str, name: str, outcomes: Sequence[Outcome], job: Job, prove: Path) -> str:
     """Return the result in a sentence, with intervals."""
     length, trained = format_length(job.target_length), format_length(job.train_length)
-    before, after = (scores(job, outcomes, model) for model in (UNREPAIRED, REPAIRED))
+    before, after = (scores(job, outcomes, model) for model in (0, 1))
+    windows = counted(after["loss"].n, "window")
+    if not after["loss"].has_interval:
+        windows += ", which is too little text for intervals"
     sentence = (
         f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
-        f"{after['loss'].show()} bits per byte in the last half of {length} tokens of "
-        f"{prove.name}, and {before['loss'].show()} without the repair (n = {after['loss'].n} "
-        f"windows); inside the training length it has {after['inside'].show()} and "
-        f"{before['inside'].show()}"
+        f"{after['loss'].show()} bits per byte in {job.end} of {prove.name}, and "
+        f"{before['loss'].show()} without the repair (n = {windows}); inside the training length "
+        f"it has {after['inside'].show()} and {before['inside'].show()}"
     )
     if "keys" in after:
         sentence += (
             f"; it recalls {after['keys'].show()} of the keys at {length}, and "
-            f"{before['keys'].show()} without"
+            f"{before['keys'].show()} without (n = {counted(after['keys'].n, 'prompt')})"
         )
     return f"{sentence}."
 

@@ -101,16 +101,17 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     halves = [(tmp_path / f"out/one_{part}.txt").read_text() for part in ("choose", "prove")]
     assert "".join(halves) == one.read_text()
     record = json.loads((tmp_path / "out/tried.json").read_text())
-    del record["rows"]["token_filter"]
-    record["rows"]["forget_more"]["seconds"] = 12345.6
+    del record["rows"]["token_filter"], record["tokens"]["token_filter"]
+    record["rows"]["unrepaired"]["seconds"] = 12345.6
     (tmp_path / "out/tried.json").write_text(json.dumps(record))
-    # The slow attempt tells that another one would not fit into the 250 s that are left.
+    # A model so slow tells that no attempt fits into the 250 s that are left.
     longrnn.repair("collapse-tiny", **how, budget=210)
-    assert json.loads((tmp_path / "out/tried.json").read_text()) == record
-    again = longrnn.repair("collapse-tiny", **how, budget=1000)
+    left_out = json.loads((tmp_path / "out/tried.json").read_text())["rows"].pop("token_filter")
+    assert "left_out" in left_out
+    again = longrnn.repair("collapse-tiny", **how, budget=10_000)
     assert again == done
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
-    assert rows["forget_more"]["seconds"] == 12345.6
+    assert rows["unrepaired"]["seconds"] == 12345.6
     assert "loss" in rows["token_filter"]
     record["rows"] |= rows
     record["rows"]["forget_more"]["loss"] = 99.0  # so that the choice is another one
@@ -130,10 +131,12 @@ def test_where_nothing_helps_no_checkpoint_is_written(
     """A model that does not collapse; an attempt that is not possible says why, and one that does
     not fit the budget is named."""
     only(monkeypatch, "scale_decay", "fit")
+    monkeypatch.setattr(choice, "CHOICE_WINDOWS", 4)
     how: dict[str, Any] = HOW | {"train_length": 512}
     done = longrnn.repair("recall-tiny", output=tmp_path / "out", budget=1e-6, **how)
     assert (done.choice, done.checkpoint, done.mitigation) == (None, None, None)
     assert "no checkpoint" in done.sentences[-1]
+    assert "the loss does not rise" in done.sentences[-1].lower()
     assert not (tmp_path / "out/checkpoint").exists()
     assert done.report.read_text().count("left out, because of the budget: give --budget") == 2
 
@@ -149,6 +152,27 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.choice == "token_filter"
     assert "of the keys are recalled" in done.sentences[1]
     assert "recalls 1.00" in done.sentences[2]
+    assert "(n = 8 prompts)" in done.sentences[2]
+
+
+def test_a_budget_bounds_what_an_attempt_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt that is slower than its estimate is stopped, and the others are tried; below twice
+    the training length, the sentences name the tokens that are measured."""
+    only(monkeypatch, "state_norm", "forget_more")
+    monkeypatch.setattr(choice, "OVERTIME", 0)
+    monkeypatch.setattr(choice, "TIME_SHARE", 1e-9)
+    how: dict[str, Any] = HOW | {"length": 96, "output": tmp_path / "out"}
+    assert longrnn.repair("collapse-tiny", **how).choice is None
+    rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
+    assert {name for name, row in rows.items() if "left_out" in row} == set(choice.ATTEMPTS)
+    monkeypatch.undo()
+    only(monkeypatch, "forget_more")
+    again = longrnn.repair("collapse-tiny", **how, budget=60)
+    assert "from 64 to 96" in again.sentences[1]
+    rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
+    assert "loss" in rows["forget_more"]
 
 
 def test_a_repair_with_keys_tries_the_settings_of_the_record(
@@ -193,11 +217,13 @@ def test_a_hybrid_leaves_as_its_own_architecture(
 def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
     """Before anything is tried."""
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "copy.txt").write_bytes(CHOOSE.read_bytes())
     for change, words in (
         ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
         ({"texts": [CHOOSE, tmp_path / "short.txt"]}, ("tokens", "length")),
         ({"length": 32}, ("32", "64")),
         ({"texts": [CHOOSE, PROVE, CHOOSE]}, (CHOOSE.name, "last")),
+        ({"texts": [CHOOSE, tmp_path / "copy.txt"]}, ("copy.txt", "content")),
         ({"texts": []}, ("text",)),
     ):
         with pytest.raises(UserError, match=naming(*words)):
