@@ -26,9 +26,10 @@ class Text(Task):
         targets  o   b e
 
     Documents of any length follow each other in a row, each from the zero state. The last token of
-    a document is predicted and predicts nothing. Every token is read once per epoch. A carried row
-    i of n reads the places from i·T/n up to (i+1)·T/n of every epoch, segment after segment; T is
-    the number of all places.
+    a document is predicted and predicts nothing. Every token is read once per epoch and has the
+    same weight, also in the last row, which may be shorter: the loss of a row is the sum over its
+    tokens, divided by their mean number per row of the data. A carried row i of n reads the places
+    from i·T/n up to (i+1)·T/n of every epoch, segment after segment; T is the number of all places.
 
     Args:
         tokenizer: makes the ids of the text; bytes by default.
@@ -57,6 +58,14 @@ class Text(Task):
     ) -> Batch:
         if carried:
             return self._carried(index, rows, of, length, seed)
+        batch = self._independent(index, rows, of, length, seed)
+        if self.corpus.places % length == 0:
+            return batch  # all rows are full, and the weights those of the default
+        count = len(self.rows(length, seed)[0])
+        return batch._replace(weights=batch.answers() * (count / self.corpus.places))
+
+    def _independent(self, index: int, rows: range, of: int, length: int, seed: int) -> Batch:
+        """Rows of one epoch after another, each in a new order, padded at their ends."""
         starts, stops = self.rows(length, seed)
         count = len(starts)
         chosen = [
@@ -98,8 +107,9 @@ class Text(Task):
         return super().held_out(min(count, len(self.rows(length, -1)[0])), length=length)
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """`token_accuracy`, see `Task.score`."""
-        return {"token_accuracy": super().score(predictions, batch)["token_accuracy"]}
+        """`token_accuracy`: for each token of an answer 1 where it is right, `(n,)`."""
+        answers = batch.answers()
+        return {"token_accuracy": (predictions == batch.targets)[answers].float()}
 
     def summary(self, length: int) -> str:
         """What it reads, in words, for the first line of a run."""
@@ -123,8 +133,7 @@ class Instruct(Text):
     document that is longer than a row loses its end. Carried rows read documents without padding,
     and one that is longer than a segment continues in the next one.
 
-    Every token of an answer has the same weight, whatever row it is in: the loss of a row is the
-    sum over its answer tokens, divided by their mean number per row of the data.
+    Every token of an answer has the same weight, whatever row it is in.
 
     `data` are tables or datasets whose rows have `prompt` and `completion`, or `messages`, or a
     corpus of them.

@@ -77,7 +77,8 @@ def test_the_drawing_in_the_docstring(folder: Path) -> None:
 @pytest.mark.parametrize("length", [1, 5, 16, 117])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, seed: int) -> None:
-    """Independent rows cover every pair of tokens of a document once, and no other pair."""
+    """Independent rows cover every pair of tokens of a document once, and no other pair; each has
+    the same share of the losses of an epoch, also in a last row that is shorter."""
     task, expected, orders = text_task(), pairs_of(texts), []
     rows = -(-sum(expected.values()) // length)
     for epoch in range(2):
@@ -87,6 +88,12 @@ def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, see
         ]
         assert read_pairs(batches) == expected
         assert all(batch.begins.all() for batch in batches)
+        weights = [
+            batch.answers() / length if batch.weights is None else batch.weights
+            for batch in batches
+        ]
+        shares = torch.cat([w[w > 0] for w in weights])
+        assert shares.tolist() == pytest.approx([rows / expected.total()] * expected.total())
         orders.append([batch.tokens.tolist() for batch in batches])
     assert rows == 1 or orders[0] != orders[1]
 
