@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longrnn.cells.gated_deltanet import GatedDeltaNet
-from longrnn.cells.kda import KDA
-from longrnn.cells.mamba import Mamba
-from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells.base import MIXERS, Cell
 from longrnn.cells.scanning import ScanningCell
 from longrnn.state import leaves
 
 WIDTH, TESTED_TOKENS, TIMED = 64, 150, 2048
+# Of cells whose defaults are large.
+SIZES: dict[str, dict[str, int]] = {
+    "mamba": {"d_state": 8},
+    "mamba2": {"d_state": 16, "head_dim": 16},
+    "mamba3": {"d_state": 16, "head_dim": 16},
+    "gated_deltanet": {"key_dim": 16, "value_dim": 16},
+    "kda": {"key_dim": 16, "value_dim": 16},
+}
+# Of a cell without a choice of backends: kernels of torch, or C++.
+AUTO, TOLERANCE = "auto", 1e-4
 
 
 class SelfTestResult(NamedTuple):
@@ -35,24 +40,20 @@ class SelfTestResult(NamedTuple):
     seconds: float
 
 
-def _cell(kind: type[ScanningCell], backend: str, **sizes: int) -> ScanningCell:
+def _cell(name: str, backend: str) -> Cell:
+    kind = MIXERS[name]
+    options: dict[str, Any] = {**SIZES.get(name, {})}
+    if issubclass(kind, ScanningCell):
+        options["backend"] = backend
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kind(WIDTH, WIDTH, backend=backend, **sizes)
-
-
-# Small cells by name; each is tested with every implementation of its recurrence or layer.
-TESTED_CELLS: dict[str, Callable[[str], ScanningCell]] = {
-    "Mamba-2": partial(_cell, Mamba2, d_state=16, head_dim=16),
-    "Mamba-1": partial(_cell, Mamba, d_state=8),
-    "Gated DeltaNet": partial(_cell, GatedDeltaNet, key_dim=16, value_dim=16),
-    "Kimi Delta Attention": partial(_cell, KDA, key_dim=16, value_dim=16),
-}
+        return kind(WIDTH, WIDTH, **options)
 
 
 def backends(name: str) -> list[str]:
-    """The backends of a cell of `TESTED_CELLS`."""
-    return TESTED_CELLS[name]("auto").backends()
+    """The backends of a cell of `MIXERS`; of one without a choice of them, `auto`."""
+    kind = MIXERS[name]
+    return kind.backends() if issubclass(kind, ScanningCell) else [AUTO]
 
 
 def self_test(
@@ -64,7 +65,7 @@ def self_test(
     """Compares a layer with the same layer in float64: many tokens, then a single token.
 
     Args:
-        name: of a cell in `TESTED_CELLS`.
+        name: of a cell in `MIXERS`.
         backend: one of `backends(name)`.
         device: that of the layer.
         dtype: of its weights and input; the tolerance is that of float32.
@@ -72,8 +73,10 @@ def self_test(
     Raises:
         UserError: the backend does not run here.
     """
-    expected = _results(TESTED_CELLS[name]("torch").to(dtype).double())
-    layer = TESTED_CELLS[name](backend).to(device, dtype)
+    definition = _cell(name, "torch").to(dtype).double()
+    definition.recurrence.register_forward_hook(lambda *_: None)  # kernels pass hooks by
+    expected = _results(definition)
+    layer = _cell(name, backend).to(device, dtype)
     pairs = zip(_results(layer), expected, strict=True)
     error = max(_relative(ours.cpu().double(), exact) for ours, exact in pairs)
     with torch.no_grad():
@@ -84,13 +87,15 @@ def self_test(
             start = time.perf_counter()
             layer(x, state)[0].sum().item()
             seconds.append(time.perf_counter() - start)
-    tolerance = max(each.tolerance for each in layer.implementations() if each.name == backend)
+    tolerance = TOLERANCE
+    if isinstance(layer, ScanningCell):
+        tolerance = max(each.tolerance for each in layer.implementations() if each.name == backend)
     return SelfTestResult(error, error <= tolerance, min(seconds))
 
 
-def _results(layer: ScanningCell) -> list[Tensor]:
+def _results(layer: Cell) -> list[Tensor]:
     """Outputs and states without gradients, and the gradients of all weights and of the input."""
-    weight = layer.get_parameter(layer.wide_weights[0])
+    weight = layer.get_parameter([*layer.wide_weights, *dict(layer.named_parameters())][0])
     randomness = torch.Generator().manual_seed(1)
     x = torch.randn(2, TESTED_TOKENS + 1, WIDTH, generator=randomness, dtype=torch.float64).to(
         weight
@@ -101,7 +106,7 @@ def _results(layer: ScanningCell) -> list[Tensor]:
     x.requires_grad_()
     out, after = layer(x, layer.init_state(2))
     # As a gradient scaler does, so that small gradients in float16 are not rounded to 0.
-    loss = 1024 * (out.square().mean() + after.ssm.square().mean())
+    loss = 1024 * (out.square().mean() + layer.memory(after).square().mean())
     inputs = [x, *layer.parameters()]
     return [y, last, *(leaf for _, leaf in leaves(state)), *torch.autograd.grad(loss, inputs)]
 

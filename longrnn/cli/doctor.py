@@ -20,14 +20,15 @@ PACKAGES = (
 def doctor() -> None:
     """Check this installation: versions, devices, and a short test of every backend.
 
-    Each backend computes layers, forward and backward. Exits with 1 if one fails or does not give
-    the results of float64.
+    Each backend of each cell computes a layer, forward and backward. Exits with 1 if one fails or
+    does not give the results of float64.
 
     Example: longrnn doctor
     """
     import torch
 
-    from longrnn.cells.self_test import TESTED_CELLS, backends
+    from longrnn.cells import MIXERS
+    from longrnn.cells.self_test import backends
 
     versions = {package: _version(package) for package in PACKAGES}
     for name, value in (versions | _machine()).items():
@@ -35,10 +36,10 @@ def doctor() -> None:
     say("\nLargest errors in float32, relative to the largest entry of each result:")
     failed = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        for cell in TESTED_CELLS:
+        for cell in MIXERS:
             rows = [_tested(cell, backend, device) for backend in backends(cell)]
             columns = ("backend", "error", "ms without gradients")
-            print_rows(f"A {cell} layer on {device}", columns, rows)
+            print_rows(f"A layer of {cell} on {device}", columns, rows)
             failed += [
                 f"{backend} of {cell} on {device}: {result}"
                 for backend, result, _ in rows

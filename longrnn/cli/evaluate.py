@@ -130,7 +130,7 @@ def harness(model: Model, tasks: Tasks, output: Output) -> None:
     checkpoint = model.under(model.checkpoint)
     given = json.dumps({"pretrained": checkpoint, "chunk_select": tasks.chunk_select})
     ours = ["--model_args", given, "--device", pick_device(model.device), "--batch_size", "auto"]
-    run([*ours, *tasks.options, "--model", "longrnn"], tasks.data)
+    run(["--model", "longrnn", *ours, *tasks.options], tasks.data)
 
 
 def _by_length(model: Model, tasks: Tasks, output: Output) -> None:

@@ -17,8 +17,10 @@ from longrnn.errors import DivergedError, UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.locks import LockedError
 from longrnn.training.config import TrainConfig, changes, configured
+from longrnn.training.distributed import build_accelerator
 from longrnn.training.run import Run, read_runs
 from longrnn.training.train import train
+from longrnn.training.trainer import Trainer
 from longrnn.units import counted
 
 # The file that a run which diverged leaves in its folder, with the reason.
@@ -50,6 +52,8 @@ def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
     choices: dict[str, list[str]] = {}
     for override in overrides:
         name, _, text = override.partition("=")
+        if name in choices:
+            raise UserError(f"{name} is given twice: write one list, such as {name}=A,B")
         choices[name] = split_values(text)
     varied = [name for name, values in choices.items() if len(values) > 1]
     if not varied or "output_dir" in varied:
@@ -82,6 +86,9 @@ def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> It
     runs = grid_of(config, overrides)
     for settings in runs:
         _refuse_others(settings)
+    for settings in runs:  # before the first one is trained
+        if not (Path(settings.output_dir) / RECORDED).is_file():
+            Trainer(settings, build_accelerator(settings), quiet=True)
     for settings in runs:
         folder = Path(settings.output_dir)
         if (folder / DIVERGED).is_file():

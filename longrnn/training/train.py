@@ -114,13 +114,17 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
 
 def _origin(folder: Path, resume: Path | None) -> Path | None:
     """The checkpoint to continue from; refuses a folder that holds another run."""
-    if resume == folder:
-        resume = next(reversed(checkpoint.checkpoints(folder)), None)
-    else:
+    if resume != folder:
         check_new(folder, allowed=[] if resume is None else [folder / resume.name])
-    if resume is not None:
-        checkpoint.check(resume)
-    return resume
+    return None if resume is None else _checkpoint_of(folder, resume)
+
+
+def _checkpoint_of(folder: Path, resume: Path) -> Path | None:
+    """The checkpoint `resume`, or the last one of the run in `folder`, which that may be."""
+    found = next(reversed(checkpoint.checkpoints(folder)), None) if resume == folder else resume
+    if found is not None:
+        checkpoint.check(found)
+    return found
 
 
 def _find(folder: Path, resume: Path | None) -> Path | None:
@@ -138,7 +142,7 @@ def _find(folder: Path, resume: Path | None) -> Path | None:
 
 def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = False) -> str:
     """Sets a run up, does two steps and writes nothing; returns their memory and speed in words."""
-    origin = _origin(Path(config.output_dir), resume)
+    origin = None if resume is None else _checkpoint_of(Path(config.output_dir), resume)
     trainer = Trainer(config, build_accelerator(config), origin, quiet=quiet)
     left = config.max_steps - trainer.step
     trainer.train_step()  # the first one is slower

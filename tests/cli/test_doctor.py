@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.cells import Mamba2, self_test
-from longrnn.cells.self_test import TESTED_CELLS, backends
+from longrnn.cells import MIXERS, Mamba2
+from longrnn.cells.self_test import backends
 from longrnn.ops.mamba2_layer import MAMBA2_LAYER
 from longrnn.ops.mamba2_layer.definition import layer
 from longrnn.ops.operation import accepts
@@ -20,8 +20,9 @@ def test_every_backend_of_this_machine_passes(cli: CLI) -> None:
     """Each has a line; one that is not available has its reason there."""
     result = cli("doctor")
     assert result.code == 0, result.err
-    for cell in TESTED_CELLS:
-        assert f"{cell} layer on cpu" in result.out
+    assert {"rnn", "gru", "lstm", "mamba3"} < set(MIXERS)
+    for cell in MIXERS:
+        assert f"layer of {cell} on cpu" in result.out
         assert all(f"│ {backend}" in result.out for backend in backends(cell))
     assert "passed" in result.out
     assert "FAILED" not in result.out
@@ -54,10 +55,10 @@ def test_a_backend_that_fails_is_named(
     monkeypatch.setattr(
         Mamba2, "layer_operation", MAMBA2_LAYER._replace(implementations=implementations)
     )
-    cells = {"Mamba-2": self_test.TESTED_CELLS["Mamba-2"]}
-    monkeypatch.setattr(self_test, "TESTED_CELLS", cells)
+    for name in [name for name in MIXERS if name != "mamba2"]:
+        monkeypatch.delitem(MIXERS, name)
     result = cli("doctor")
     assert result.code == 1
     assert "FAILED" in result.out
-    assert "fla of Mamba-2 on cpu" in result.err
-    assert all(f"│ {name}" in result.out for name in backends("Mamba-2"))
+    assert "fla of mamba2 on cpu" in result.err
+    assert all(f"│ {name}" in result.out for name in backends("mamba2"))

@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     """Return the arguments of `lm-eval run`.
 
     Raises:
-        UserError: an unknown option, one without its value, or a limit that is not above 0.
+        UserError: an unknown option, one without its value, or a value that is not valid.
     """
     with (
         patch.object(sys, "argv", ["lm-eval", "run", *arguments]),
@@ -65,6 +65,15 @@ def parse(arguments: Sequence[str]) -> Namespace:
         parsed = HarnessCLI().parse_args()
     if parsed.limit is not None and not parsed.limit > 0:
         raise UserError(f"--limit {parsed.limit:g} is not above 0: give a number of documents")
+    if parsed.num_fewshot is not None and parsed.num_fewshot < 0:
+        raise UserError(f"--num_fewshot {parsed.num_fewshot} is below 0: give 0 or more examples")
+    if parsed.include_path is not None and not Path(parsed.include_path).is_dir():
+        raise UserError(f"--include_path {parsed.include_path} is not a folder: give one of tasks")
+    if parsed.model not in (None, "longrnn"):
+        raise UserError(
+            f"--model {parsed.model} is not possible here, where any checkpoint that longrnn loads "
+            "is evaluated: leave it out, or run `lm-eval run`"
+        )
     return parsed
 
 

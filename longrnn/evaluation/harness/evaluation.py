@@ -92,11 +92,13 @@ class HarnessTasks(Evaluation[HarnessOptions]):
                     failures[column(name), length] = reason(error)
                     continue
                 has_lengths = {n: callable(t.config.custom_dataset) for n, t in tasks.items()}
+                if length is not None and not any(has_lengths.values()):
+                    raise UserError(
+                        f"{name} makes no prompts of a length: leave it or --lengths out"
+                    )
                 for task_name, task in tasks.items():
                     at = length if has_lengths[task_name] else None
                     items += self._items(task, task_name, at)
-                if not any(has_lengths.values()):
-                    break
         if not items:
             raise UserError(next(iter(failures.values())))
         return items, failures

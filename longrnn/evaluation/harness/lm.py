@@ -312,6 +312,6 @@ def generation(options: Mapping[str, Any], eos: str | None) -> dict[str, Any]:
     return {
         "until": utils.handle_stop_sequences(given["until"], eos=eos),
         "max_new_tokens": given["max_gen_toks"],
-        "temperature": given["temperature"],
+        "temperature": given.get("temperature", 0.0),
         "top_p": given.get("top_p") or 1.0,
     }

@@ -200,4 +200,5 @@ def test_generation_options(setting: Setting) -> None:
     sampled = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "until": ["."], "num_beams": 1}
     expected = {"until": ["."], "max_new_tokens": 256, "temperature": 0.5, "top_p": 0.9}
     assert generation(sampled, None) == expected
-    assert generation({"temperature": 0.5, "do_sample": False}, None)["temperature"] == 0.0
+    for greedy in {"temperature": 0.5, "do_sample": False}, {"until": ["a"]}:
+        assert generation(greedy, None)["temperature"] == 0.0
