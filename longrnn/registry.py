@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from pydantic import create_model
 
@@ -26,8 +26,11 @@ M = TypeVar("M", bound=type)
 class Registry(dict[str, "type[T]"], Generic[T]):
     """The members of one family (`family` names it in errors), by their registered names."""
 
+    every: ClassVar[list[Registry[Any]]] = []
+
     def __init__(self, family: str) -> None:
         self.family = family
+        self.every.append(self)
 
     def register(self, name: str) -> Callable[[M], M]:
         """Class decorator that enters a member under `name`.

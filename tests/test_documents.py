@@ -18,7 +18,9 @@ import typer
 from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.cli.train import COMMANDS
+from longrnn.imports import import_given
 from longrnn.training.config import configured
+from tests.guide import forgotten, write_examples
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -140,14 +142,19 @@ def parse_program(
 
 @pytest.mark.parametrize(("words", "complete"), cases())
 def test_every_command_is_accepted(
-    words: list[str], complete: bool, monkeypatch: pytest.MonkeyPatch
+    words: list[str], complete: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every command in a document is accepted by the parser of its program."""
     monkeypatch.chdir(ROOT)
     if words[:2] == ["accelerate", "launch"]:
         return  # the sentence is about accelerate
     program, *rest = words
-    if program == "longrnn":
+    if program == "longrnn" and "--import" in rest:
+        write_examples(tmp_path)
+        with forgotten():
+            files = [str(tmp_path / word) if word.startswith("my_") else word for word in rest]
+            parse_longrnn(import_given(files), complete)
+    elif program == "longrnn":
         parse_longrnn(rest, complete)
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

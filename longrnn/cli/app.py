@@ -13,6 +13,7 @@ from longrnn.cli import checkpoints, diagnose, doctor, evaluate, report, train
 from longrnn.cli.command import Group, enter, invoke
 from longrnn.console import say
 from longrnn.evaluation.options import EVALUATIONS
+from longrnn.imports import import_given, import_options
 from longrnn.processes import LAUNCH
 from longrnn.programs import run_to_end
 from longrnn.progress import QUIET
@@ -37,8 +38,17 @@ enter(app, "finetune", train.finetune)
 enter(app, "launch", train.launch, context_settings=train.LAUNCH_SETTINGS)
 ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or prompts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")
-for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
-    enter(_eval, kind, evaluate.command_of(kind))
+
+
+def _enter_evaluations() -> None:
+    """Enter a command for each kind of evaluation that has none."""
+    entered = {command.name for command in _eval.registered_commands}
+    for kind in [kind for kind, options in EVALUATIONS.items() if options.group == "eval"]:
+        if kind not in entered:
+            enter(_eval, kind, evaluate.command_of(kind))
+
+
+_enter_evaluations()
 enter(_eval, "harness", evaluate.harness, context_settings=evaluate.HARNESS_SETTINGS)
 enter(app, "compare", evaluate.compare)
 _diagnose = _group("diagnose", "Look inside a model.", "diagnose states collapse-tiny --newlines")
@@ -78,7 +88,13 @@ def root(
 def run() -> NoReturn:
     """Run the command line; bad input prints one message to standard error and exits with 2."""
     train.CURRENT.clear()
-    run_to_end(lambda: invoke(app, sys.argv[1:] or ["--help"]), again=_again)
+    run_to_end(_begin, again=_again)
+
+
+def _begin() -> None:
+    words = import_given(sys.argv[1:])
+    _enter_evaluations()  # of the imported modules
+    invoke(app, words or ["--help"])
 
 
 def _again() -> str:
@@ -88,7 +104,7 @@ def _again() -> str:
     for folder, continuation in train.CURRENT.items():
         # `Path.is_file` raises for a name that is too long for a file.
         if os.path.isfile(folder / "train.yaml"):
-            words = [*words[:quiet], *continuation]
+            words = [*words[:quiet], *continuation, *import_options()]
     if LAUNCH in os.environ:  # by `longrnn launch`
         words = [*shlex.split(os.environ[LAUNCH]), *words]
     return f"longrnn {shlex.join(words)}"

@@ -17,6 +17,7 @@ from longrnn.cli.options import Model, pick_device
 from longrnn.console import printable, say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import Documents
+from longrnn.imports import IMPORTED
 from longrnn.options import Options, Seed, Tokens
 from longrnn.text import Reading, with_bos
 from longrnn.units import counted
@@ -32,7 +33,8 @@ class InfoOptions(Options):
 def info(options: InfoOptions) -> None:
     """Describe a checkpoint or a corpus: its sizes, the bytes of a state, the lengths of documents.
 
-    The files that are read are compared with their checksums.
+    The files that are read are compared with their checksums. The names that --import registers
+    are listed.
 
     Example: longrnn info passkey-tiny
     """
@@ -40,6 +42,8 @@ def info(options: InfoOptions) -> None:
         if value:
             text = f"{value:,}" if isinstance(value, int) else str(value).replace("\n", " ")
             say(f"{name:<18} {text}")
+    for given, registered in IMPORTED.items():
+        say(f"{'imported':<18} {given}: {', '.join(registered) or 'registers nothing'}")
 
 
 def _corpus(folder: str) -> dict[str, Any]:

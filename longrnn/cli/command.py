@@ -14,10 +14,28 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from longrnn.errors import UserError
+from longrnn.imports import OPTION
 from longrnn.options import Options, explain
 
 # The error for an invalid command line, of the click that typer contains or depends on.
 UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+# `longrnn.imports` reads this option before the command line is parsed; this is for the help.
+IMPORT = Parameter(
+    "imports",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        list[str],
+        typer.Option(
+            OPTION,
+            help="A module or .py file to import, which registers cells, tasks, mitigations, "
+            "encodings or evaluations of your own; may be given several times.",
+            metavar="MODULE",
+        ),
+    ],
+)
 
 
 class Argument(NamedTuple):
@@ -52,6 +70,7 @@ def enter(app: typer.Typer, name: str, function: Callable[..., None], **how: Any
         for name, field in kind.model_fields.items()
         if field.description
     ]
+    parameters.append(IMPORT)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, cls=Command, **how)(run)

@@ -15,6 +15,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.evaluation.options import Documents
+from longrnn.imports import import_options
 from longrnn.options import Options, Tokens
 from longrnn.progress import is_quiet
 from longrnn.units import counted
@@ -203,7 +204,8 @@ def launch(launch: Launch) -> None:
             "`longrnn launch --config_file FILE train CONFIG`"
         )
     first = min(places)
-    raise typer.Exit(start(launch.words[:first], launch.words[first:]))
+    program = [launch.words[first], *import_options(), *launch.words[first + 1 :]]
+    raise typer.Exit(start(launch.words[:first], program))
 
 
 def run(config: TrainConfig, options: Resumable) -> bool:

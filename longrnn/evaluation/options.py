@@ -48,7 +48,7 @@ class EvaluationOptions(Options):
     """The options of one evaluation.
 
     Attributes:
-        target: module in `longrnn.evaluation` and name of the class that measures.
+        target: module and name of the class that measures.
         group: of the command that has this evaluation, as in `longrnn eval passkey`; None if only
             suites have it.
         sizes: options that say how much is measured, not what: results of all their values belong
@@ -66,7 +66,7 @@ class EvaluationOptions(Options):
     def evaluation(self) -> Evaluation[Any]:
         """Return the evaluation with these options."""
         module, _, name = self.target.rpartition(".")
-        return getattr(import_module(f"longrnn.evaluation.{module}"), name)(self)
+        return getattr(import_module(module), name)(self)
 
     def variant(self) -> str:
         """Return what is measured where it is not the default, for the name of a folder."""
@@ -97,7 +97,7 @@ class PasskeyOptions(EvaluationOptions):
     Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k
     """
 
-    target = "passkey.PasskeyRetrieval"
+    target = "longrnn.evaluation.passkey.PasskeyRetrieval"
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
@@ -139,7 +139,7 @@ class PerplexityOptions(Texts, EvaluationOptions):
     Example: longrnn eval perplexity passkey-tiny --text book.txt --lengths 1k,64k
     """
 
-    target = "perplexity.Perplexity"
+    target = "longrnn.evaluation.perplexity.Perplexity"
 
     lengths: Lengths = Field([1024, 4096, 16384, 65536])
     """Lengths in tokens of the first model. Windows have the last length."""
@@ -164,7 +164,7 @@ class SequenceOptions(EvaluationOptions):
     Example: longrnn eval task runs/sort --lengths 16
     """
 
-    target = "tasks.Sequences"
+    target = "longrnn.evaluation.tasks.Sequences"
 
     task: str | dict[str, Any] | None = None
     """Name of the task, such as sort, recall or reverse_dual_frequency (default: as in training).
@@ -190,7 +190,7 @@ class MemoryOptions(EvaluationOptions):
     Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
 
-    target = "memory.EffectiveMemory"
+    target = "longrnn.evaluation.memory.EffectiveMemory"
     group = "diagnose"
 
     texts: list[TextFile] = Field(min_length=1)
@@ -205,7 +205,7 @@ class MemoryOptions(EvaluationOptions):
 class AnswerOptions(EvaluationOptions):
     """Loss per answer token, and the share of documents whose answers are all exactly right."""
 
-    target = "tasks.Answers"
+    target = "longrnn.evaluation.tasks.Answers"
     group = None
 
     # Tables or datasets of prompts and answers, or a corpus of `longrnn data build --instruct`.
@@ -237,7 +237,7 @@ class LongTasks(Options):
 class HarnessOptions(LongTasks, EvaluationOptions):
     """Scores of lm-eval tasks by length, a document being one sample."""
 
-    target = "harness.evaluation.HarnessTasks"
+    target = "longrnn.evaluation.harness.evaluation.HarnessTasks"
     group = None
 
     # Names of lm-eval tasks or groups.
@@ -258,7 +258,7 @@ class HarnessOptions(LongTasks, EvaluationOptions):
 class CostOptions(EvaluationOptions):
     """Speed, size of the state or cache, and on a GPU the peak memory of tensors."""
 
-    target = "cost.Cost"
+    target = "longrnn.evaluation.cost.Cost"
     group = None
 
     # Numbers of tokens to read, and tokens to generate after that.

@@ -31,6 +31,7 @@ from longrnn.hf.auto_hybrid import HybridForCausalLM
 from longrnn.hf.load import load
 from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, base_folder, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import OPTIONS, read_config
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -135,6 +136,8 @@ class LongRNNForCausalLM(  # pyright: ignore
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
+        if (place := adapter or name) is not None:
+            refuse_missing_of(Path(place))
         if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
             revision = options.get("revision") if adapter else kwargs.get("revision")
             folder = resolve(adapter or name, revision)

@@ -19,6 +19,7 @@ from longrnn.files import one_line
 from longrnn.hf import names
 from longrnn.hf.layouts import LAYOUTS, layout_of
 from longrnn.hf.lora import merge_adapter
+from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.base import require_cells
@@ -77,7 +78,8 @@ def load(
         under the mitigation that the name has or the checkpoint records.
 
     Raises:
-        UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
+        UserError: an unknown name, a folder that is incomplete, damaged or not a checkpoint, or a
+            run with modules of users (`--import`) that are not imported.
     """
     processes.check_device(device)
     checkpoint, named, parts, _ = names.CheckpointName.parse(name_or_path)
@@ -87,6 +89,7 @@ def load(
     if None not in (named, given) and named != given:
         raise UserError(f"{checkpoint}+{named} names another dtype than {given}: give one of them")
     folder = names.resolve(checkpoint, revision)
+    refuse_missing_of(folder)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         verified = pool.submit(verify_folder, folder)

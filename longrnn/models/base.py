@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
+from longrnn.imports import hash_of_users
 from longrnn.mitigations import Chain, bind
 from longrnn.mitigations.spec import MitigationSpec
 from longrnn.mitigations.spec import mitigation as build_mitigation
@@ -154,11 +155,15 @@ class LanguageModel(nn.Module, ABC):
         return copied
 
     def fingerprint(self) -> str:
-        """A short hash of configuration, weights and mitigation; equal hashes mean equal models."""
+        """A short hash of configuration, weights, mitigation and the files of classes of users.
+
+        Equal hashes mean equal models.
+        """
         weights = self.weights_fingerprint()
         if self.mitigation is None:
             return weights
-        whole = f"{weights}/{self.mitigation.describe()}"
+        users = hash_of_users(map(type, self.mitigation.parts()))
+        whole = f"{weights}/{self.mitigation.describe()}{users}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
     def extra_repr(self) -> str:

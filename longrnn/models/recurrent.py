@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import MIXERS, Cell
 from longrnn.errors import UserError
+from longrnn.imports import hash_of_users
 from longrnn.models.base import check_tokens, hash_weights
 from longrnn.models.blocks import Block
 from longrnn.models.config import RecurrentConfig
@@ -187,4 +188,6 @@ class RecurrentLM(TrainableLM):
         for name in NEW_OPTIONS:
             if not config[name]:
                 del config[name]
+        if users := hash_of_users([type(self.position), *map(type, self.cells)]):
+            config["users"] = users
         return hash_weights(config, self.state_dict())

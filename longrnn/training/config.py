@@ -16,6 +16,7 @@ from longrnn.cells import MIXERS
 from longrnn.config import flat, load_config, overridden
 from longrnn.data import TASKS
 from longrnn.errors import UserError
+from longrnn.imports import IMPORTED, refuse_missing
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
 from longrnn.options import Count, Options, Seed, Share, Tokens, validated
@@ -48,6 +49,10 @@ def _valid_model(options: dict[str, Any]) -> dict[str, Any]:
 
 def _described(given: Any) -> str | None:
     return given if given in (None, "none") else mitigation(given).describe()
+
+
+def _with_imported(recorded: dict[str, list[str]]) -> dict[str, list[str]]:
+    return recorded | IMPORTED
 
 
 class RowLength(Options):
@@ -159,6 +164,9 @@ class TrainConfig(Options, validate_default=True):
     """Checkpoints kept."""
     logging_steps: Count = 20
     """Steps between rows of metrics.jsonl."""
+    imports: Annotated[dict[str, list[str]], AfterValidator(_with_imported)] = Field({})
+    """What `--import` named, and what each module registered. The run records it; a configuration
+    that has it needs the same `--import`, as nothing is imported because a file says so."""
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """A tracker that gets the same rows."""
 
@@ -230,6 +238,7 @@ def configured(
     elif isinstance(config, str | Path):
         config, source = load_config(config), str(config)
     values = overridden(config, overrides)
+    refuse_missing(values.get("imports", {}), source)
     _drop_meaningless(values, {override.partition("=")[0] for override in overrides})
     return validated(TrainConfig, values, source)
 

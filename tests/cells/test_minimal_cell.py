@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from longrnn import generate, mitigation
-from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.imports import import_module
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM, Rows
 from tests.contracts.builders import assert_near, build_model, mitigation_spec, random_tokens
 from tests.contracts.subjects import assert_same, outcome, random_masks, read, small_chunks, started
+from tests.guide import forgotten, write_examples
 
-GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
-IMPORTS = """
-from typing import NamedTuple
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-"""
 # The cells of the guide, with their options, in its order.
 CELLS = [{"kind": "mine", "bias": False}, {"kind": "gated_linear", "n_heads": 2}]
+FILES = {"mine": "my_cell.py", "gated_linear": "my_scan.py"}
 MEMORIES = {"mine": (2, 1, 8, 1), "gated_linear": (2, 2, 4, 4)}
 
 
 @pytest.fixture(params=CELLS, ids=lambda spec: spec["kind"])
-def model(request: pytest.FixtureRequest) -> Iterator[RecurrentLM]:
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecurrentLM]:
     """A model with a cell of the guide."""
-    section = GUIDE.read_text().split("## Add a cell")[1].split("## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == len(CELLS)
-    module, kind = ModuleType("guide"), request.param["kind"]
-    sys.modules["guide"] = module
-    exec(compile(IMPORTS + blocks[CELLS.index(request.param)], "guide", "exec"), vars(module))
-    try:
+    write_examples(tmp_path)
+    with forgotten():
+        import_module(str(tmp_path / FILES[request.param["kind"]]))
         yield build_model(request.param)
-    finally:
-        del MIXERS[kind], sys.modules["guide"]
 
 
 @pytest.mark.parametrize("name", [None, *MITIGATIONS])

@@ -58,6 +58,9 @@ def cli(
     """Runs `longrnn …` in an empty folder and in this process, whose environment stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(typer.main, "get_command", _commands)
+    # Of `--import`, which may not leave anything in the folder that a test compares.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def call(*arguments: str | Path) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["longrnn", *map(str, arguments)])

@@ -17,6 +17,7 @@ from longrnn.cli.app import app
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, Shelf, commands, table
 from tests.conftest import not_drawn
+from tests.guide import forgotten
 from tests.texts import DATA
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
@@ -61,11 +62,17 @@ def test_a_command_prints_its_results_and_its_files(
 def test_a_launch_divides_its_words_at_the_first_command(
     cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration may have the name of a command; the exit code is that of the launch."""
+    """A configuration may have the name of a command; the exit code is that of the launch.
+
+    The processes import what the launch names.
+    """
     seen: list[Any] = []
     monkeypatch.setattr("longrnn.training.launch.launch", lambda *words: seen.extend(words) or 3)
-    assert cli("launch", "--cpu", "train", "finetune", "seed=1").code == 3
-    assert seen == [["--cpu"], ["train", "finetune", "seed=1"]]
+    with forgotten():
+        words = "launch --import json --cpu train finetune --import=abc seed=1"
+        assert cli(*words.split()).code == 3
+    imports = ["--import", "json", "--import", "abc"]
+    assert seen == [["--cpu"], ["train", *imports, "finetune", "seed=1"]]
 
 
 def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

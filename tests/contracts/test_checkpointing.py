@@ -74,5 +74,8 @@ def test_one_step(position: str, mixer: str, block: str) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
-    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    length = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
+    torch.optim.SGD(model.parameters(), lr=1e-3 / float(length)).step()
     assert loss_of(model, tokens) < before
