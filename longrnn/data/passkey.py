@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
-from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
+from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles
 from longrnn.errors import UserError
 from longrnn.files import read_text
 from longrnn.options import Count, Share
@@ -151,7 +151,7 @@ class Passkey(PasskeyPrompts, Task):
             start = rng.randrange(self.n_filler) if self.own_filler else 0
             if row >= rows.start:
                 context = self.context(needles, asked[0], length=length, start=start)
-                made.append(self._row(read(context), [needles[index] for index in asked]))
+                made.append(self._row(context, [needles[index] for index in asked]))
         return self._batch(made)
 
     def _queried(self, rng: random.Random, count: int) -> list[int]:
@@ -240,7 +240,7 @@ class Passkey(PasskeyPrompts, Task):
         if index > document.key_segment:
             earlier += sum(len(self.line(needle)) for needle in document.needles)
         start = document.filler + index * length - earlier
-        return torch.cat([head, read(self.hidden(here, start, length - len(head), length))])
+        return torch.cat([head, self.hidden(here, start, length - len(head), length)])
 
 
 def with_numbers(text: str, every: int) -> str:

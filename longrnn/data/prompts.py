@@ -26,41 +26,6 @@ NUMBERED_QUESTION = "\nWhat is passkey {number}? Passkey {number}:"
 NUMBERED_ANSWER = "{key}"
 
 
-class RepeatedTokens(NamedTuple):
-    """`size` tokens of `tokens` `(n,)` from `start` on, over and over."""
-
-    tokens: Tensor
-    start: int
-    size: int
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Tokens `start` up to `stop` of the span, `(stop − start,)`."""
-        index = torch.arange(self.start + start, self.start + stop) % len(self.tokens)
-        return self.tokens[index]
-
-
-def whole(tokens: Tensor) -> RepeatedTokens:
-    """All of `tokens`, once."""
-    return RepeatedTokens(tokens, 0, len(tokens))
-
-
-def length(spans: Sequence[RepeatedTokens]) -> int:
-    """Tokens of spans laid end to end."""
-    return sum(span.size for span in spans)
-
-
-def read(spans: Sequence[RepeatedTokens], start: int = 0, stop: int | None = None) -> Tensor:
-    """Tokens `start` up to `stop` of spans laid end to end, `(stop − start,)`."""
-    stop = length(spans) if stop is None else stop
-    parts, begin = [torch.empty(0, dtype=torch.long)], 0
-    for span in spans:
-        low, high = max(start - begin, 0), min(stop - begin, span.size)
-        if low < high:
-            parts.append(span.read(low, high))
-        begin += span.size
-    return torch.cat(parts)
-
-
 class Needle(NamedTuple):
     """A key in its line.
 
@@ -134,14 +99,14 @@ class PasskeyPrompts:
             LengthError: the length is too short for the keys.
         """
         context = self.context(needles, queried, length=length, start=start)
-        return torch.cat([read(context), self.question(needles[queried])])
+        return torch.cat([context, self.question(needles[queried])])
 
     def context(
         self, needles: Sequence[Needle], queried: int, *, length: int, start: int = 0
-    ) -> list[RepeatedTokens]:
+    ) -> Tensor:
         """The part of `prompt_of` before the question: the header, then filler and keys."""
         room = length - self.n_header - len(self.question(needles[queried]))
-        return [whole(self._header), *self.hidden(needles, start, room, length)]
+        return torch.cat([self._header, self.hidden(needles, start, room, length)])
 
     def question(self, needle: Needle) -> Tensor:
         """The ids of the question, `(q,)`."""
@@ -172,9 +137,7 @@ class PasskeyPrompts:
             least = max(least, self.n_header + lines + len(self.question(needles[-1])))
         return least
 
-    def hidden(
-        self, needles: Sequence[Needle], start: int, room: int, length: int
-    ) -> list[RepeatedTokens]:
+    def hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> Tensor:
         """`room` tokens of filler and key lines; `start` counts through the filler."""
         lines = [self.line(needle) for needle in needles]
         free = room - sum(map(len, lines))
@@ -183,13 +146,13 @@ class PasskeyPrompts:
                 f"the keys of a passkey text need at least {length - free} tokens with this "
                 f"tokenizer, not {length}: use a greater length, or fewer keys"
             )
-        parts, before = [], 0
+        filler = self._filler[torch.arange(start, start + free) % self.n_filler]
+        parts, used = [], 0
         for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
             place = round(needles[index].depth * free)
-            parts += [RepeatedTokens(self._filler, start + before, place - before)]
-            parts += [whole(lines[index])]
-            before = place
-        return [*parts, RepeatedTokens(self._filler, start + before, free - before)]
+            parts += [filler[used:place], lines[index]]
+            used = place
+        return torch.cat([*parts, filler[used:]])
 
     def ids(self, text: str) -> Tensor:
         """The ids of a text."""

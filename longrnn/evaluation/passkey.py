@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from longrnn.data import Passkey
-from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys, read
+from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import PasskeyOptions
@@ -137,7 +136,7 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         for part in parts:
             answers = complete(
                 model.model,
-                [self._prompt(model, item.spec, progress) for item in part],
+                (self._prompt(model, item.spec, progress) for item in part),
                 decode=model.tokenizer.decode,
                 max_new_tokens=part[0].spec.max_new_tokens,
                 batch_size=self.options.batch_size,
@@ -152,16 +151,21 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
 
     def _prompt(self, model: OpenCheckpoint, asked: Question, progress: Progress) -> Tensor:
         """Return what is read before the answer."""
-        task, question = asked.task, asked.task.question(asked.needle)
+        task = asked.task
         start = int(asked.start * task.n_filler) if task.own_filler else 0
-        header, *rest = task.context(asked.needles, asked.asked, length=asked.length, start=start)
-        prefix, context = read([header]), read(rest)
-        chunk, size = self.options.chunk_select, self.options.batch_size
-        if chunk is None:
-            return torch.cat([prefix, context, question]).int()
-        progress.advance(0, len(prefix) + len(context) + len(question))
-        how = {"prefix": prefix, "chunk": chunk, "batch_size": size}
-        return select(model.model, context, question, **how).prompt
+        if self.options.chunk_select is None:
+            prompt = task.prompt_of(asked.needles, asked.asked, length=asked.length, start=start)
+            return prompt.int()
+        context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
+        progress.advance(0, asked.length)
+        return select(
+            model.model,
+            context[task.n_header :],
+            task.question(asked.needle),
+            chunk=self.options.chunk_select,
+            prefix=context[: task.n_header],
+            batch_size=self.options.batch_size,
+        ).prompt
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         asked, right = item.spec, float(result["correct"])

@@ -6,7 +6,7 @@ those for each text alone; the results are equal up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 @torch.no_grad()
 def complete(
     model: LanguageModel,
-    prompts: Sequence[Ids | Tensor],
+    prompts: Iterable[Ids | Tensor],
     *,
     decode: Callable[[Sequence[int]], str],
     max_new_tokens: int,
@@ -83,10 +83,15 @@ def complete(
             return any(end in text for end in ends)
         return ids[-1] == eos
 
-    # `generate` gets the last token, because it needs at least one.
-    contexts = [prompt[:-1] for prompt in prompts]
-    for numbers, _, state in read_texts(model, contexts, batch_size, progress, keep=0):
-        last = torch.tensor([[int(prompts[i][-1])] for i in numbers], device=state.position.device)
+    last_ids: list[int] = []  # for `generate`, which needs at least one token
+
+    def contexts() -> Iterator[Ids | Tensor]:
+        for prompt in prompts:
+            last_ids.append(int(prompt[-1]))
+            yield prompt[:-1]
+
+    for numbers, _, state in read_texts(model, contexts(), batch_size, progress, keep=0):
+        last = torch.tensor([[last_ids[i]] for i in numbers], device=state.position.device)
         generated = generate(
             model,
             last,

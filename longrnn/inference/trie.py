@@ -6,7 +6,7 @@ read up to the end of the shortest, which then leaves the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -111,7 +111,7 @@ def prefill(
 
 def read_texts(
     model: LanguageModel,
-    texts: Sequence[Ids | Tensor],
+    texts: Iterable[Ids | Tensor],
     batch_size: int,
     progress: Progress,
     *,
@@ -121,7 +121,7 @@ def read_texts(
 
     Args:
         model: any language model.
-        texts: token ids, of any lengths.
+        texts: token ids, of any lengths; each is held once, as int32.
         batch_size: rows per batch.
         progress: counts the tokens that are computed.
         keep: 1 for the logits after the last token, 0 for none.

@@ -22,7 +22,6 @@ from longrnn.data.prompts import (
     QUESTION,
     Needle,
     keys,
-    read,
 )
 from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
@@ -55,7 +54,7 @@ def test_the_drawing_in_the_docstring() -> None:
     """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
     needles = [Needle("42719", 3 / 8)]
-    text = read(task.context(needles, 0, length=14))
+    text = task.context(needles, 0, length=14)
     batch = task._batch([task._row(text, needles)])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
@@ -174,7 +173,7 @@ def test_numbered_keys() -> None:
     places = [text.index(f"Passkey {line}.") for line in ("2:00001", "3:77777", "1:40913")]
     assert places == sorted(places)
     assert text.endswith("What is passkey 2? Passkey 2:")
-    assert read(task.context(needles, 1, length=600)).tolist() == prompt.tolist()[:-30]
+    assert task.context(needles, 1, length=600).tolist() == prompt.tolist()[:-30]
 
 
 def test_fillers_of_files_with_numbers(tmp_path: Path) -> None:

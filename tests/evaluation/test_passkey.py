@@ -139,8 +139,10 @@ def test_depths_of_doubled_lengths_meet(tmp_path: Path) -> None:
     for index in range(3):
         for length, depth, filler in ((2048, 0.5, 1024), (4096, 0.25, 1024), (4096, 1.0, None)):
             needles = asked[length, depth, index].needles
-            context = task.context(needles, 0, length=length)
-            assert context[-1].size == 0 if filler is None else context[1].size == filler
+            context, line = task.context(needles, 0, length=length), task.line(needles[0])
+            place = bytes(context.tolist()).index(bytes(line.tolist()))
+            last = len(context) - len(line)
+            assert place == (last if filler is None else task.n_header + filler)
         assert found[2048, 0.5, index] == found[4096, 0.25, index]
     assert len({key for (length, *_), key in found.items() if length == 4096}) > 6
     measure(tmp_path / "seed", Oracle(), **GRID | {"seed": 1})
