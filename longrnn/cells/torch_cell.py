@@ -13,7 +13,7 @@ from longrnn.cells.stepwise import StepwiseCell
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.linear import linear
 from longrnn.ops.precision import own_precision, refuse_tf32
-from longrnn.ops.transforms import in_forward_mode
+from longrnn.ops.transforms import in_forward_mode, in_vmap
 from longrnn.state import PyTree
 
 # Of an edit, those that the C++ cell computes.
@@ -94,7 +94,7 @@ class TorchCell(StepwiseCell):
             return super().run(x, state, edit)
         refuse_tf32(x)
         weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
-        fused = edit is None and self.has_kernel and not in_forward_mode()
+        fused = edit is None and self.has_kernel and not (in_forward_mode() or in_vmap())
         with own_precision(x):
             x = x.to(weight_ih.dtype)
             if self.cpu_first or not fused:

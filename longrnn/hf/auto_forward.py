@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from longrnn.errors import UserError
 from longrnn.hf.auto_generation import StateCache, cache_of
 from longrnn.hf.auto_inputs import Backbone, check_arguments, predicted_labels, rows_of
-from longrnn.models.trainable import OFFLOADED
+from longrnn.models.trainable import OFFLOADED, TrainableLM
 from longrnn.state import LMState
 
 
@@ -22,6 +22,7 @@ class RecurrentForward:
         language_model: the model of longrnn that computes.
     """
 
+    qconfig = TrainableLM.qconfig
     language_model: Any
     config: Any
     training: bool

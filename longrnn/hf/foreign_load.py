@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -43,9 +44,10 @@ def load_transformer(
 
     Raises:
         UserError: a GGUF file cannot be read without the package gguf.
-        ValueError: weights are missing or of another shape.
+        ValueError: weights are missing, of another shape, or all of them integers.
         Exception: of transformers, for what it cannot load.
     """
+    _refuse_integers(folder)
     place, options = folder, {"dtype": dtype or "auto"}
     reading: AbstractContextManager[Any] = nullcontext()
     if folder.suffix == GGUF:
@@ -76,6 +78,16 @@ def load_transformer(
             "checkpoint"
         )
     return model
+
+
+def _refuse_integers(folder: Path) -> None:
+    """Raise a ValueError if no weight is a floating-point number; transformers would cast them."""
+    found = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    if found and not any(kind.startswith(("F", "BF")) for kind in found):
+        raise ValueError(f"its weights are {', '.join(sorted(found))}, and no floats")
 
 
 def open_hugging_face(model: PreTrainedModel) -> ForeignLM:

@@ -27,6 +27,13 @@ OFFLOADED = (
 )
 
 
+def _refuse_quantization(model: Any, value: Any) -> None:
+    raise UserError(
+        "torch.ao.quantization cannot quantize this model, because its cells read the weights of "
+        "linear layers without calling them: load it with narrower weights, as CHECKPOINT+bfloat16"
+    )
+
+
 class TrainableLM(LanguageModel):
     """A language model that `longrnn train` trains.
 
@@ -49,6 +56,8 @@ class TrainableLM(LanguageModel):
     base_name: str = ""
     base_fingerprint: str = ""
     base_layout: str | None = None
+    # torch.ao.quantization sets it in every model that it is given.
+    qconfig = property(lambda model: None, _refuse_quantization)
 
     @property
     def has_positions(self) -> bool:

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch._C import _get_dispatch_mode, _get_tracing_state, _TorchDispatchModeKey
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+    TransformType,
+    get_interpreter_stack,
+    maybe_current_level,
+)
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +39,15 @@ def in_forward_mode() -> bool:
     torch differentiates take their place.
     """
     return forward_ad._current_level >= 0
+
+
+def in_vmap() -> bool:
+    """Whether a call is inside `torch.func.vmap`, which allows no choice by values.
+
+    It has no rules for the kernels of `torch.nn` either.
+    """
+    stack = () if torch.compiler.is_compiling() else get_interpreter_stack() or ()
+    return any(one.key() == TransformType.Vmap for one in stack)
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:

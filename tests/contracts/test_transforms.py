@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from longrnn import mitigation
 from longrnn.cells import MIXERS
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
@@ -22,7 +23,9 @@ from tests.contracts.builders import (
     assert_near,
     build_mitigated,
     build_mixer,
+    build_model,
     generator,
+    mitigation_spec,
     random_tokens,
     random_tree,
     spec_id,
@@ -101,3 +104,20 @@ def test_func_gives_the_derivative_of_a_mitigated_model(spec: Spec, mixer: Spec)
     moved = [outcome({n: w + s * ways[n] for n, w in weights.items()}) for s in (1e-6, -1e-6)]
     for derivative in (found, by_gradient):
         assert derivative.item() == pytest.approx((moved[0] - moved[1]).item() / 2e-6, rel=1e-4)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("spec", [None, mitigation_spec("state_norm")], ids=["plain", "mitigated"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_gives_the_gradient_of_each_row(mixer: str, spec: Spec | None) -> None:
+    model, tokens = build_model(mixer, n_layers=1), random_tokens(2, 9)
+    model = model if spec is None else model.under(mitigation(spec))
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def outcome(given: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, given, (row[None],)).logits.square().mean()
+
+    found = torch.func.vmap(torch.func.grad(outcome), in_dims=(None, 0))(weights, tokens)
+    rows = [torch.func.grad(outcome)(weights, row) for row in tokens]
+    for name in weights:
+        torch.testing.assert_close(found[name], torch.stack([row[name] for row in rows]))

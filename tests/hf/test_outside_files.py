@@ -21,7 +21,7 @@ from longrnn.errors import UserError
 from longrnn.hf.names import resolve
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.foreign import native
+from tests.hf.foreign import architecture, native
 from tests.test_fuzz import valid  # noqa: F401
 
 pytestmark = pytest.mark.core
@@ -96,6 +96,19 @@ def test_a_pickle_of_other_things_is_refused(change: Callable[[Any], Any], tmp_p
     path = tmp_path / "native/pytorch_model.bin"
     torch.save(change(torch.load(path)), path)
     assert_refused(tmp_path / "native")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1", "mamba2"])
+def test_weights_that_are_all_integers_are_refused(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    architecture(kind).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    integers = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(integers, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", MIXERS)

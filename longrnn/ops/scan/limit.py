@@ -25,6 +25,7 @@ from torch import Tensor
 from longrnn.ops.precision import own_precision
 from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, ScanInputs, scan
+from longrnn.ops.transforms import in_vmap
 
 # Stands for no limit: no state reaches it, and its square is finite.
 UNLIMITED = 1e150
@@ -74,6 +75,8 @@ def in_limited_segments(
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     limit = limit.clamp(max=UNLIMITED).expand(time, -1)
     with own_precision(state):
+        if in_vmap():
+            return token_by_token(inputs, state, limit, plain)
         while start < time:
             part, highest = inputs.slice(start, start + size), limit[start : start + size]
             is_plain = within(part, state, highest)

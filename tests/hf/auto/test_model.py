@@ -244,6 +244,15 @@ def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
         model.generate(random_tokens(1, 3), max_new_tokens=2)
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization")
+def test_dynamic_quantization_is_refused() -> None:
+    """It would change nothing of ours, and what the cells of a hybrid read."""
+    auto, hybrid = build_auto(), open_hugging_face(architecture("falcon_h1"))
+    for model in (auto.model, auto, hybrid, LongRNNForCausalLM.of(hybrid)):
+        with pytest.raises(UserError, match="bfloat16"):
+            torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+
 def test_a_model_without_recurrent_layers_has_its_own_class_in_transformers() -> None:
     with pytest.raises(UserError, match=naming("llama", "AutoModelForCausalLM")):
         LongRNNForCausalLM.of(open_hugging_face(architecture("llama")))
