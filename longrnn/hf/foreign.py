@@ -77,7 +77,8 @@ class ForeignLM(LanguageModel):
         reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)
-        self._weights = {"dtype": model.dtype}  # also of the copies that share them
+        self._weights: dict[str, Any] = {}  # also of the copies that share them
+        self._note_dtype()
         self._like: tuple[Any, PyTree] = None, ()
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_length = limit if states.histories(self.like) and limit else None
@@ -118,8 +119,14 @@ class ForeignLM(LanguageModel):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # What `to`, `half` and others of nn.Module call: states have the dtype of the weights.
         super()._apply(fn, recurse)
-        self._weights["dtype"] = self.model.dtype
+        self._note_dtype()
         return self
+
+    def _note_dtype(self) -> None:
+        self._weights["dtype"] = self.model.dtype
+        if self.model.dtype == torch.float64:
+            # The other implementations are not written for it.
+            self.model.config._experts_implementation = "eager"
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""

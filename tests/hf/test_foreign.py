@@ -52,6 +52,19 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
     assert_near(logits[1], expected(kind, text[1:, :18])[0], TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoehybrid"])
+def test_experts_compute_in_float64(kind: str, tmp_path: Path) -> None:
+    """Whether they are loaded so or cast later."""
+    theirs, text = causal(kind), tokens(2, 12)
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    narrow = model(text).logits
+    for each in (load(f"{tmp_path}+float64"), model.double()):
+        logits, _ = each(text)
+        assert logits.dtype == torch.float64
+        assert_near(logits, narrow.double(), TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> None:
     """`keep` returns the last logits only; a text without tokens returns the same state."""

@@ -104,9 +104,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
 
     def in_float64(self) -> Self:
         """See `TrainableLM`; the copy has no mitigation."""
-        theirs = copy.deepcopy(self.model).double()
-        theirs.config._experts_implementation = "eager"  # the others are not written for float64
-        other = type(self)(theirs)
+        other = type(self)(copy.deepcopy(self.model).double())
         other.attention_window, other.max_length = self.attention_window, self.max_length
         return other
 

@@ -35,9 +35,7 @@ def tolerance(kind: str) -> float:
 @lru_cache
 def double(kind: str) -> HybridLM:
     """A tiny model in float64, in training mode."""
-    theirs = architecture(kind).double()
-    theirs.config._experts_implementation = "eager"  # the others are not written for float64
-    model = open_hugging_face(theirs)
+    model = open_hugging_face(architecture(kind).double())
     assert isinstance(model, HybridLM)
     return model.train()
 

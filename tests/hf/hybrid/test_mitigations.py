@@ -16,10 +16,7 @@ LIMIT = 0.01
 
 
 def hybrid(kind: str) -> HybridLM:
-    theirs = architecture(kind).double()
-    # The fast implementation of experts has no float64.
-    theirs.config._experts_implementation = "eager"
-    model = open_hugging_face(theirs)
+    model = open_hugging_face(architecture(kind).double())
     assert isinstance(model, HybridLM)
     return model
 
