@@ -79,12 +79,18 @@ def _keep(layer: Any) -> LayerCache:
     keys: Any = ()
     values: Any = ()
     if getattr(layer, "keys", None) is not None:
-        keys, values = History(layer.keys), History(layer.values)
+        keys, values = History(released(layer.keys)), History(released(layer.values))
     conv, recurrent = (
         tuple(() if state is None else state for state in getattr(layer, name, {}).values())
         for name in ("conv_states", "recurrent_states")
     )
     return LayerCache(keys, values, conv, recurrent)
+
+
+def released(entries: Tensor) -> Tensor:
+    """Returns entries, copied if they are part of a longer tensor, so that its memory is freed."""
+    is_part = entries.untyped_storage().nbytes() > entries.nbytes
+    return entries.clone() if is_part else entries
 
 
 def _restore(layer: Any, kept: LayerCache, position: int) -> None:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, cache_utils
 
 from longrnn.cells import Edit
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, kept_keys, restore_keys
+from longrnn.hf.cache import LayerCache, kept_keys, released, restore_keys
 from longrnn.ops.rows import BEFORE, Rows
 from longrnn.state import History, PyTree
 
@@ -103,7 +103,11 @@ class HybridCache(DynamicCache):
                 known: Any = like[number].keys if like else ()
                 dtype = known.entries.dtype if known else entry.keys.dtype
                 keys, values = (
-                    History(self._last(entries, kept_keys(windows[number], position)).to(dtype))
+                    History(
+                        released(
+                            self._last(entries, kept_keys(windows[number], position)).to(dtype)
+                        )
+                    )
                     for entries in (entry.keys, entry.values)
                 )
             layers.append(LayerCache(keys, values, cell=self.cells.get(number, ())))

@@ -13,6 +13,7 @@ from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM
+from longrnn.state import leaves
 from tests.hf.foreign import architecture, assert_continues, causal, tokens, with_bytes
 
 WINDOW = 5
@@ -60,6 +61,16 @@ def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) 
     assert model.under(None).fingerprint() != plain.fingerprint()
     state = model(tokens(1, 200)).state
     assert state.layers[0].keys.entries.shape[-2] == 15
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "mistral"])
+def test_a_state_holds_no_more_memory_than_its_size(kind: str) -> None:
+    """Neither where it is given a window nor where the architecture has one."""
+    model = open_hugging_face(architecture(kind))
+    if isinstance(model, HybridLM):
+        model = model.with_attention_window(WINDOW)
+    state = model(tokens(2, 100) % 60).state
+    assert all(leaf.untyped_storage().nbytes() <= leaf.nbytes for _, leaf in leaves(state))
 
 
 @pytest.mark.parametrize("window", [1, 129])
