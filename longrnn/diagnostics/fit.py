@@ -30,7 +30,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from longrnn.cells import Cell, Edit, ScanningCell, merge
+from longrnn.cells import Cell, Edit, merge
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
 from longrnn.diagnostics.job import METHODS, Job, Members
@@ -38,11 +38,12 @@ from longrnn.errors import UserError
 from longrnn.evaluation.texts import begun, text_of
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
-from longrnn.models import LanguageModel, RecurrentLM
+from longrnn.models import LanguageModel
 from longrnn.options import Count
 from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
+from longrnn.training.repeat import can_repeat
 
 # Segments of a document with a key whose segments are repeated in closed form.
 REPEATED_SEGMENTS = 8
@@ -175,14 +176,7 @@ def _keyed_task(job: Job, keys: int, length: int, steps: int) -> Iterator[Passke
     if not keys:
         yield None
         return
-    pairs = zip(job.model.cells, job.model.edits, strict=True)
-    # `read_repeatedly` computes no hybrid, and no recurrence that is not linear.
-    repeats = isinstance(job.model, RecurrentLM) and all(
-        isinstance(cell, ScanningCell)
-        and cell.repeats
-        and (edit is None or not edit.stages & {"limit", "window"})
-        for cell, edit in pairs
-    )
+    repeats = can_repeat(job.model)
     segments = max(1, job.target_length // length)
     few = min(REPEATED_SEGMENTS, segments) if repeats else segments
     with TemporaryDirectory() as folder:

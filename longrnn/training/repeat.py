@@ -13,10 +13,29 @@ from torch import Tensor
 from longrnn.cells import ScanningCell
 from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
-from longrnn.models import RecurrentLM, TrainableLM
+from longrnn.models import LanguageModel, RecurrentLM, TrainableLM
 from longrnn.ops.repeat import repeated
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
+
+
+def can_repeat(model: LanguageModel) -> bool:
+    """Whether the state of a model is in every layer a linear function of the previous one."""
+    return isinstance(model, RecurrentLM) and all(
+        isinstance(cell, ScanningCell)
+        and cell.repeats
+        and (edit is None or not edit.stages & {"limit", "window"})
+        for cell, edit in zip(model.cells, model.edits, strict=True)
+    )
+
+
+def check_repeats(model: LanguageModel) -> None:
+    """Raises a UserError for a model for which `can_repeat` is false."""
+    if not can_repeat(model):
+        raise UserError(
+            "repeated segments need a model whose layers all have a linear recurrence, such as "
+            "mamba2, without a mitigation that limits or windows its state: set max_repeat=1"
+        )
 
 
 def read_repeatedly(
@@ -36,17 +55,12 @@ def read_repeatedly(
         rows: where documents and padding begin; None for rows of one document.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one, or a mitigation.
+        UserError: see `check_repeats`.
     """
     if times is None or bool((times == 1).all()):
         return model.hidden(tokens, state, rows=rows)
     assert rows is None  # repeated rows have one document, without padding
-    repeats = all(isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells)
-    if not isinstance(model, RecurrentLM) or not repeats or model.mitigation is not None:
-        raise UserError(
-            "repeated segments need a model whose layers all have a linear recurrence, such as "
-            "mamba2, without a mitigation: set max_repeat=1"
-        )
+    check_repeats(model)
     with decay_sums(model.cells) as sums:
         hidden, after = model.hidden(tokens, state)
     layers = []

@@ -37,6 +37,7 @@ from longrnn.training.distributed import gathered, interrupts, means, prepare, t
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import learning_rate, set_learning_rate
+from longrnn.training.repeat import check_repeats
 from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
@@ -89,6 +90,8 @@ class Trainer:
         model = models.build(config, self.task, origin)
         model.to(self.accelerator.device).train()
         check_length(self.task, config, model.max_length)
+        if config.carries and getattr(self.task, "max_repeat", 1) > 1:
+            check_repeats(model)
         self.validation: Validation | None = None
         if isinstance(config.validation, Mapping):
             held_out = TASKS.build(config.validation, self.tokenizer)
