@@ -42,6 +42,7 @@ class TrainableLM(LanguageModel):
         like: the state's layers for one row without its batch axis, on the meta device.
         blocks: the layers from residual stream to residual stream, the first one first.
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
+        has_unused_weights: whether a call may leave weights without a gradient.
         trained_under: the spec of the mitigation under which the model was trained; None without.
         base_name: of the checkpoint that adapters were added to.
         base_fingerprint: of the weights before adapters were added.
@@ -52,6 +53,7 @@ class TrainableLM(LanguageModel):
     like: PyTree
     blocks: Any
     soft_cap: float | None = None
+    has_unused_weights: bool = False
     trained_under: str | None = None
     base_name: str = ""
     base_fingerprint: str = ""

@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -84,6 +88,9 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
     """
     model = objective.model
     if os.environ.get(USE_FSDP, "false").lower() != "true":
+        unused = model.has_unused_weights
+        handler: Any = DistributedDataParallelKwargs(find_unused_parameters=unused)
+        accelerator.ddp_handler = handler
         prepared = accelerator.prepare(objective, build_optimizer(model, config))
     else:
         if os.environ.get("FSDP_VERSION", "1") != "2" or accelerator.num_processes < 2:

@@ -108,7 +108,7 @@ def test_a_run_is_that_of_an_own_loop(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With carried states, segments and micro-batches: losses and final weights, in float64."""
-    theirs = architecture(kind, vocab_size=256, _experts_implementation="eager").double()
+    theirs = architecture(kind, vocab_size=256).double()
     before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
     loaded: Any = open_hugging_face(theirs)
     monkeypatch.setattr("longrnn.training.models.load", lambda name: loaded)
@@ -214,6 +214,17 @@ def test_adapters_have_the_names_of_the_architecture(
         assert_near(merged(text).logits, wanted, 1e-5)
     assert (wanted - before).abs().max() > 0.1
     assert getattr(merged, "attention_window", LENGTH) == LENGTH
+
+
+def test_weights_that_no_layer_uses_keep_their_values(tmp_path: Path) -> None:
+    """A Zamba2 whose blocks are not tied has adapters that belong to other blocks."""
+    base = architecture("zamba2", vocab_size=256, tie_word_embeddings=False)
+    output = tmp_path / "run"
+    train(config(with_bytes(base, tmp_path / "base"), output, max_steps=2))
+    before, after = load(tmp_path / "base").state_dict(), load(output).state_dict()
+    kept = [name for name, weight in before.items() if torch.equal(weight, after[name])]
+    assert len(kept) == 4
+    assert all("adapter_list" in name for name in kept)
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "xlstm")]

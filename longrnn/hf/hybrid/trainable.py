@@ -25,7 +25,7 @@ WEIGHTS_PREFIX = "model."
 
 
 def trainable(model: HybridLM) -> HybridLM:
-    """Returns a hybrid under the same mitigation with float32 weights, which all have a gradient.
+    """Returns a hybrid under the same mitigation in float32, whose gradients can be computed.
 
     Args:
         model: its weights are cast in place.
@@ -46,13 +46,18 @@ def trainable(model: HybridLM) -> HybridLM:
         first = model(tokens)
         second = model(tokens, first.state)
         loss = first.logits.sum() + second.logits.sum()
-        torch.autograd.grad(loss, weights)
+        # Some are never used, such as adapters of a Zamba2 that belong to another layer.
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        unused = {w for w, grad in zip(weights, gradients, strict=True) if grad is None}
+        if any(weight in unused for cell in model.cells for weight in cell.parameters()):
+            raise RuntimeError("none reaches a recurrent layer")
     except RuntimeError as error:  # NotImplementedError too; a lack of memory is raised as it is
         raise UserError(
             f"this {model.kind} cannot be trained here, because its gradients cannot be "
             f"computed ({reason_of(error)}): train it with the Trainer of Hugging Face, or train "
             "another model"
         ) from error
+    model.has_unused_weights = bool(unused)
     return model
 
 
