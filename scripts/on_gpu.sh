@@ -39,7 +39,8 @@ step() {
 
 longrnn=("$PYTHON" -m longrnn.cli)
 gpu=("$PYTHON" -m benchmarks.gpu --device "$DEVICE")
-study=(--quiet train reverse_study "output_dir=$folder/reverse" "task.vocab_size=16384")
+study=(--quiet train reverse_study "output_dir=$folder/reverse" "task.vocab_size=16384" "validation.vocab_size=16384"
+  "model.mixer={kind: mamba2, d_state: 32, head_dim: 32}")
 if [[ $DEVICE == cuda ]]; then
   # Offline, the packages of the extra must be there already: the step then fails, and the others go on.
   step install 90 "$PYTHON" -m pip install --quiet --retries 0 -e '.[cuda]'

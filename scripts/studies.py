@@ -34,15 +34,21 @@ def verdict(less: Estimate) -> str:
     return "higher" if less.low > 0 else "lower" if less.high < 0 else "inconclusive"
 
 
-def compared(
-    found: Mapping[str, Sequence[float]], control: str
-) -> list[tuple[str, Estimate, Estimate, str]]:
-    """Returns names with their means, paired differences from the control, and verdicts."""
+def compared(found: Mapping[str, Sequence[float]], *controls: str) -> list[list[Any]]:
+    """Returns names with their means, and the paired difference from each control and its verdict.
+
+    The first values of two names are paired if one has more than the other, as in a study that
+    was interrupted; dashes stand for a control that has none.
+    """
     rows = []
     for name, values in found.items():
-        less = differences(values, found[control])
-        judged = "control" if name == control else verdict(less)
-        rows.append((name, estimate(values), less, judged))
+        row: list[Any] = [name, estimate(values)]
+        for control in controls:
+            both = [*zip(values, found.get(control, ()), strict=False)]
+            less = differences(*zip(*both, strict=True)) if both else "–"
+            judged = verdict(less) if isinstance(less, Estimate) else "–"
+            row += [less, "control" if name == control else judged]
+        rows.append(row)
     return rows
 
 
@@ -133,7 +139,7 @@ def stretches(files: Sequence[Path], rows: int, length: int, seed: int) -> Tenso
     content = b"".join(file.read_bytes() for file in files)
     if len(content) < length:
         raise UserError(
-            f"the books have {len(content):,} bytes and a row {length:,}: give longer ones"
+            f"the books have {len(content):,} bytes, a row {length:,}: give longer ones"
         )
     every = torch.frombuffer(bytearray(content), dtype=torch.uint8).unfold(0, length, 1)
     places = torch.randint(len(every), (rows,), generator=torch.Generator().manual_seed(seed))

@@ -9,10 +9,10 @@ chooses the learning rate by the token accuracy at the training length; the othe
 
 `tracking`: parity, sums modulo 5 and products of permutations, tested beyond the training length.
 A length is solved if more than 95 % of the tokens are right. CLAIMS has the cells that papers say
-solve a task at any length. Such a cell confirms it if all seeds solve the longest sequences, and
-contradicts it if all seeds solve the training length and none the longest. Any other cell confirms
-its inability if no seed solves the longest sequences although another cell does, and contradicts it
-if all seeds do. The rest is inconclusive.
+solve a task at any length. Such a cell confirms it if all seeds solve the longest sequences; it is
+not seen at this size if all seeds solve the training length and none the longest. Any other cell
+confirms its inability if no seed solves the longest sequences although another cell does; this is
+not seen if all seeds do. The rest is inconclusive.
 `recall`: multi-query recall and phone books by the size of the state, if the cell has a matrix as
 its state. Finished runs are skipped.
 """
@@ -66,6 +66,7 @@ CLAIMS = {
 }
 LENGTHS = {"tracking": (8, 40, [256]), "recall": (24, 48, [])}
 TESTED, SOLVED = 512, 0.95
+NOT_SEEN = "not seen at this size"
 
 
 class Outcome(NamedTuple):
@@ -158,9 +159,9 @@ def verdict(of: Outcome, claimed: bool, is_learned: bool) -> str:
     solved = [value > SOLVED for value in of.tested]
     if claimed:
         fails = not any(solved) and min(of.trained) > SOLVED
-        return "confirmed" if all(solved) else "contradicted" if fails else "inconclusive"
+        return "confirmed" if all(solved) else NOT_SEEN if fails else "inconclusive"
     lacks = not any(solved) and is_learned
-    return "contradicted" if all(solved) else "confirmed" if lacks else "inconclusive"
+    return NOT_SEEN if all(solved) else "confirmed" if lacks else "inconclusive"
 
 
 def recall(args: Namespace) -> None:
