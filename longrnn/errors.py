@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
 
-# As many known names are listed in an error.
+# An error lists at most this many known names.
 LISTED = 16
 
 

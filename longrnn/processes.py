@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # The variable with the launch that started this process, for the command that continues its work.
 LAUNCH = "LONGRNN_LAUNCH"
-HOW = (
+LAUNCH_HINT = (
     "launch with `longrnn launch --cpu --num_processes 2 COMMAND …`, or with --config_file gpu8 on "
     "eight GPUs"
 )
@@ -69,7 +69,7 @@ def start() -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=PATIENCE)
     except ValueError as error:
-        raise UserError(f"the processes cannot be joined ({error}): {HOW}") from error
+        raise UserError(f"the processes cannot be joined ({error}): {LAUNCH_HINT}") from error
     _rank, _size = dist.get_rank(), dist.get_world_size()
 
 

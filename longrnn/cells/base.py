@@ -55,7 +55,7 @@ class Cell(nn.Module, ABC):
             `longrnn diagnose gradients` and DataParallel need them.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
-            A cell with projections reads its input by the first of them alone.
+            Only the first projection reads the input.
         scans: whether its state is computed by a scan.
         has_steps: whether a step dt and a rate A determine its decays.
         constant_step: whether that step is the same for every token.

@@ -28,7 +28,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.ops.scan.decays import Decay
 
-# So many units in the last place may two computations of one step differ.
+# Two computations of one step may differ by this many units in the last place.
 ROUNDINGS = 128
 
 

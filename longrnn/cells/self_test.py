@@ -14,7 +14,7 @@ from longrnn.state import leaves
 
 WIDTH, TESTED_TOKENS, TIMED = 64, 150, 2048
 # Of cells whose defaults are large.
-SIZES: dict[str, dict[str, int]] = {
+SMALL_SIZES: dict[str, dict[str, int]] = {
     "mamba": {"d_state": 8},
     "mamba2": {"d_state": 16, "head_dim": 16},
     "mamba3": {"d_state": 16, "head_dim": 16},
@@ -42,7 +42,7 @@ class SelfTestResult(NamedTuple):
 
 def _cell(name: str, backend: str) -> Cell:
     kind = MIXERS[name]
-    options: dict[str, Any] = {**SIZES.get(name, {})}
+    options: dict[str, Any] = {**SMALL_SIZES.get(name, {})}
     if issubclass(kind, ScanningCell):
         options["backend"] = backend
     with torch.random.fork_rng(devices=[]):

@@ -110,12 +110,14 @@ def gradients(gradients: Gradients, output: Output) -> None:
 
 def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
     """Return the model, the tokenizer and the training task of a checkpoint or configuration."""
+    import torch
+
+    from longrnn.data import TASKS
     from longrnn.hf.load import load_editable
     from longrnn.hf.names import resolve
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.training.config import configured
-    from longrnn.training.distributed import build_accelerator
-    from longrnn.training.trainer import Trainer
+    from longrnn.training.models import build, tokenizer_of
 
     try:
         name, *overrides = [source] if Path(source).exists() else shlex.split(source)
@@ -126,8 +128,10 @@ def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
         ) from error
     if overrides or name in names("configs/train") or name.endswith((".yaml", ".yml")):
         config = configured(name, overrides)
-        trainer = Trainer(config, build_accelerator(config), quiet=True)
-        return trainer.model.under(None), trainer.tokenizer, config.task
+        tokenizer = tokenizer_of(config)
+        torch.manual_seed(config.seed)
+        model = build(config, TASKS.build(config.task, tokenizer))
+        return model.under(None), tokenizer, config.task
     model: Any = load_editable(source)
     folder = resolve(source)
     # A checkpoint inside the folder of a run has its configuration one folder higher.

@@ -29,7 +29,7 @@ CURRENT: dict[Path, list[str]] = {}
 OF_RUN = {"data", "length", "initial_state", "validation", "output"}
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
-# All options before the command are accelerate's, and all behind it the command's, `--help` too.
+# All options before the command are accelerate's, and those after it the command's, `--help` too.
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 

@@ -14,9 +14,9 @@ from longrnn.errors import UserError
 from longrnn.options import Count, Seed
 from longrnn.text import Tokenizer
 
-# Tokens of a name, and of a number behind it.
+# Tokens of a name, and of the number that follows.
 NAME, NUMBER = 2, 4
-# torch.multinomial draws from at most so many places.
+# torch.multinomial draws from at most this many places.
 MOST_PLACES = 2**24
 
 

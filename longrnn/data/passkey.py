@@ -86,6 +86,7 @@ class Passkey(PasskeyPrompts, Task):
 
     Args:
         tokenizer: any; bytes by default.
+        text: a text for the filler, in the place of files.
         text_weight: the loss is text_weight · (mean over the text) + (mean over the answer).
         n_keys: number of keys in a text; or a list to draw it from.
         n_queries: number of keys that training queries, one question with its answer after another
@@ -106,6 +107,7 @@ class Passkey(PasskeyPrompts, Task):
     def __init__(
         self,
         tokenizer: Tokenizer | None = None,
+        text: str = "",
         *,
         text_weight: Share = 1.0,
         n_keys: Keys | Annotated[list[Keys], Field(min_length=1)] = 1,
@@ -129,11 +131,11 @@ class Passkey(PasskeyPrompts, Task):
         self.grow_steps, self.max_repeat = grow_steps, max_repeat
         self.min_segments, self.max_segments = min_segments, max_segments
         files = [filler] if isinstance(filler, str) else filler or []
-        text = "".join(read_text(Path(os.path.expanduser(file)))[0] for file in files) or FILLER
+        text += "".join(read_text(Path(os.path.expanduser(file)))[0] for file in files)
+        self.own_filler, text = bool(text), text or FILLER
         text = text if numbers_every is None else with_numbers(text, numbers_every)
         super().__init__(tokenizer, text, max(self.n_keys))
-        self.own_filler = bool(files)
-        self.data_sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
+        self.data_sha256 = hashlib.sha256(text.encode()).hexdigest() if self.own_filler else ""
         self._streams: dict[tuple[int, int], list[PasskeyDocument]] = {}
 
     def batch(

@@ -30,8 +30,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # A long text is tokenized in pieces, so that the tokenizer uses all cores: about a million
 # characters, up to a line end without spaces around it. No common tokenizer has a token across it.
 TEXT_PIECE = re.compile(r".{1000000,}?\S\n(?=\S)|.+", re.DOTALL)
-# So many pieces are tokenized together.
-TOGETHER = 64
+# Pieces that one call tokenizes.
+PIECES_PER_CALL = 64
 
 
 def sources(data: Sequence[str]) -> list[Path | str]:
@@ -116,7 +116,7 @@ def documents(
         )
     has_end = (reading.append_eos or reading.instruct) and tokenizer.eos_id is not None
     end = [tokenizer.eos_id] if has_end else []
-    while group := list(islice(pieces, TOGETHER)):
+    while group := list(islice(pieces, PIECES_PER_CALL)):
         encoded = tokenizer.encode_many([piece.text for piece in group])
         for piece, text_ids in zip(group, encoded, strict=True):
             piece_ids = piece.ids or ([*text_ids, *end] if text_ids and piece.ends else text_ids)

@@ -1,4 +1,4 @@
-"""What a repair tries, from cheap to dear, and its choice: scores, and the file that has them."""
+"""What a repair tries, cheapest first, and its choice: scores, and the file that has them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 # The tokens of all prompts, relative to one: what is before a key is read once.
 PROMPTS_READ = 1 + KEYS_PER_DEPTH * sum(1 - depth for depth in DEPTHS)
-# A token of a step with gradients takes as long as so many tokens without.
+# A token with gradients costs as much as this many without.
 GRADIENT_COST = 4
 FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 # Passes over its windows and prompts in which a choice per head finds something, and at most.

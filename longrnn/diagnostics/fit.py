@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -96,10 +94,10 @@ class TimeScaleFit:
         starts = [Carry(context), Carry(context)]
         length = max(job.train_length, math.ceil(job.target_length / self.steps))
         text = _stretches(job, self.rows)
+        task = _keyed_task(job, length, self.steps) if self.keys else None
         with (
             torch.enable_grad(),
             _frozen(model),
-            _keyed_task(job, self.keys, length, self.steps) as task,
             Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress,
         ):
             for step in range(self.steps):
@@ -170,27 +168,20 @@ def _text_batch(text: Tensor, step: int, length: int, job: Job) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:], starts)
 
 
-@contextmanager
-def _keyed_task(job: Job, keys: int, length: int, steps: int) -> Iterator[Passkey | None]:
-    """The documents with keys, in the text of the job; None without."""
-    if not keys:
-        yield None
-        return
+def _keyed_task(job: Job, length: int, steps: int) -> Passkey:
+    """The documents with keys, in the text of the job."""
     repeats = can_repeat(job.model)
     segments = max(1, job.target_length // length)
     few = min(REPEATED_SEGMENTS, segments) if repeats else segments
-    with TemporaryDirectory() as folder:
-        filler = Path(folder) / "filler.txt"
-        parts = [text_of(document.tokens, job.tokenizer) for document in job.documents]
-        filler.write_text("\n".join(parts), encoding="utf-8")
-        yield Passkey(
-            job.tokenizer,
-            text_weight=0.0,
-            max_segments=few,
-            max_repeat=max(1, 2 * segments // few) if repeats else 1,
-            grow_steps=steps // 2,
-            filler=str(filler),
-        )
+    parts = [text_of(document.tokens, job.tokenizer) for document in job.documents]
+    return Passkey(
+        job.tokenizer,
+        "\n".join(parts),
+        text_weight=0.0,
+        max_segments=few,
+        max_repeat=max(1, 2 * segments // few) if repeats else 1,
+        grow_steps=steps // 2,
+    )
 
 
 @contextmanager

@@ -33,8 +33,8 @@ SEQUENCES = 8
 READINGS = 16
 # Ends and number of the bins of histograms, as powers of ten; smaller values count in the first.
 LOWEST, HIGHEST, BINS = -16, 2, 36
-# Matrices of at most so many rows are computed explicitly; of larger ones ARPACK (scipy) finds the
-# largest eigenvalue and singular value from products with vectors, to this relative tolerance.
+# Matrices of at most this many rows are computed explicitly; ARPACK (scipy) finds the largest
+# eigenvalue and singular value of larger ones by products with vectors, to a relative tolerance.
 DENSE, EIGEN_TOLERANCE = 1024, 1e-8
 Record = dict[str, Any]
 

@@ -29,10 +29,10 @@ from longrnn.units import format_length
 CALIBRATED_EVERY = 16
 Members = list[dict[str, Any]]
 # Characters of a text whose ids are kept.
-LONG = 1000
+MIN_KEPT_CHARACTERS = 1000
 
 
-class Inside(NamedTuple):
+class InsideObservations(NamedTuple):
     """Observations inside the training length.
 
     Attributes:
@@ -82,7 +82,11 @@ class KeptIds:
         return self._encoded(text)
 
     def encode(self, text: str) -> list[int]:
-        return [*self._encoded(text)[0]] if len(text) > LONG else self._tokenizer.encode(text)
+        return (
+            [*self._encoded(text)[0]]
+            if len(text) > MIN_KEPT_CHARACTERS
+            else self._tokenizer.encode(text)
+        )
 
 
 class Job(NamedTuple):
@@ -159,7 +163,7 @@ class Job(NamedTuple):
         chosen = windows[torch.arange(count) * len(windows) // count]
         return begun(chosen, self.tokenizer.bos_id)
 
-    def inside(self, most: int) -> Inside:
+    def inside(self, most: int) -> InsideObservations:
         """Observe at most `most` windows of the training length.
 
         Raises:
@@ -175,7 +179,7 @@ class Job(NamedTuple):
 
         with watch(recurrences, keep):
             seen = observe(self.model, tokens, stops, trained=self.train_length, quiet=self.quiet)
-        return Inside(
+        return InsideObservations(
             seen.norm.amax((0, 2)),
             seen.retention[-1].log().mean(1).exp().nan_to_num(1.0),
             [torch.cat(of_layer, 1).flatten(0, 1) for of_layer in steps],

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # The longest evaluation, as a multiple of the training length.
 EVALUATED_MULTIPLE = 16
-# Windows of text that are read if there are so many; intervals of fewer than FITTING_WINDOWS are
+# Windows of text that are read if there are this many; intervals of fewer than FITTING_WINDOWS are
 # too wide to be useful.
 MOST_WINDOWS, FITTING_WINDOWS = 16, 5
 # Passkeys of each length and depth.

@@ -38,8 +38,8 @@ from longrnn.units import format_length
 
 # The column of a place, which has too few prompts for an interval.
 AT_PLACE = Column("", SCORE, drawn=False, brief=True)
-# A prompt is short if everything but its filler is more than 1 / SHORT of it.
-SHORT = 8
+# A prompt is short if everything but its filler is more than 1 / SHORT_RATIO of it.
+SHORT_RATIO = 8
 
 
 class Question(NamedTuple):
@@ -199,7 +199,7 @@ def draw(task: Passkey, length: int, place: Any, number: int, seed: int, n_keys:
     token = round(place * length) if is_depth else place
     key = random.Random(f"{seed}/{token}/{number}").choice(keys(True))
     free = task.free(key, length)
-    is_share = is_depth and (length - free) * SHORT > length
+    is_share = is_depth and (length - free) * SHORT_RATIO > length
     # The prompt multiplies by `free` and rounds: a quotient of integers comes back exactly.
     depth = place if is_share else min(token, free) / max(free, 1)
     return Question(length, place, number, [Needle(key, depth)], 0, start, covers, task)

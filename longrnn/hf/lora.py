@@ -39,7 +39,7 @@ PREFIX, ADAPTER_INFIX = "base_model.model.", ".default."
 OF_TRANSFORMERS = (f"{PREFIX}backbone.", f"{PREFIX}lm_head.")
 
 
-class Shell(nn.Module):
+class ModulesAlone(nn.Module):
     """Has the modules of a model, under the same names, and no configuration.
 
     By their configuration, PEFT refuses adapters of `out_proj` in models whose kernels in
@@ -81,7 +81,7 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     model.base_fingerprint = model.weights_fingerprint()
-    inside: Any = Shell(model)
+    inside: Any = ModulesAlone(model)
     layout = LAYOUTS.get(str(model.base_layout))
     if layout is not None:
         targets = [layout.renamed(name, to_ours=True) for name in targets]
@@ -225,7 +225,7 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
             "give it the prompt with PEFT"
         )
     config.task_type = None  # the classes of tasks need a model that generates
-    adapted: Any = PeftModel(Shell(model), config)  # pyright: ignore
+    adapted: Any = PeftModel(ModulesAlone(model), config)  # pyright: ignore
     result = set_peft_model_state_dict(adapted, dict(weights))
     for name in result.unexpected_keys:
         raise ValueError(f"it has {name}, which {base_of(folder)} does not have")

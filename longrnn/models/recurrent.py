@@ -24,12 +24,12 @@ from longrnn.options import validated
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree
 
-# Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
-# numbers between two layers; chosen by measurement.
+# Tokens of one segment, over all rows, on a CPU: at least this many, and as many as have this
+# many numbers between two layers; chosen by measurement.
 SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
 # The same on other devices, where every segment costs some hundred launches per layer.
 DEVICE_SEGMENT_TOKENS = 2**16
-# A window is computed in blocks of its own length, up to so many tokens.
+# A window is computed in blocks of its own length, up to this many tokens.
 MAX_WINDOW_SEGMENT = 2**14
 # Options that are newer than existing calibrations, whose fingerprints lack them.
 NEW_OPTIONS = ("residual_in_fp32", "head_bias", "d_embedding")

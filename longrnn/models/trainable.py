@@ -79,7 +79,7 @@ class TrainableLM(LanguageModel):
     def segment(
         self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
     ) -> tuple[Tensor, LMState]:
-        """The vectors behind the last block, `(b, t, d)`, and the state, for one segment.
+        """The output of the last block, `(b, t, d)`, and the state, for one segment.
 
         Args:
             tokens: `(b, t)` int64, or embeddings `(b, t, d)`.

@@ -28,7 +28,7 @@ from longrnn.ops.transforms import is_transformed
 # Hopper GPUs.
 FLA_PACKAGES = ("fla-core>=0.6", "triton>=3.7.1")
 
-# Up to so many tokens are computed one by one, as in the layers of flash-linear-attention, and so
+# Up to this many tokens are computed one by one, as in the layers of flash-linear-attention, and so
 # are calls with more rows times heads than blocks fit into the second axis of a grid.
 FLA_FEW, FLA_MOST = 64, 2**16 - 1
 # The least log decay, also at document starts, where −∞ − −∞ would be NaN. It keeps 1e-13 of the

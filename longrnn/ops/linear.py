@@ -25,7 +25,7 @@ from longrnn.ops.transforms import in_forward_mode, is_transformed
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
 MIN_ROWS = 32
-# At least so many multiplications, since a call of oneDNN costs a few microseconds.
+# At least this many multiplications, since a call of oneDNN costs a few microseconds.
 MIN_PRODUCTS = 2**18
 # The largest sizes whose time is measured; larger ones have the same ratio of times.
 MEASURED_ROWS, MEASURED_WIDTH = 128, 1024

@@ -97,7 +97,7 @@ class Rows:
         return part if part.has_starts or part.has_padding else None
 
     def doubled(self) -> Rows:
-        """The rows in which every moved token is two, the first of which may be a start."""
+        """The rows in which a moved token occupies two positions; the first may be a start."""
         is_start = torch.stack([self.is_start, torch.zeros_like(self.is_start)], 2).flatten(1)
         return self._moved(is_start, 2 * self.count)
 

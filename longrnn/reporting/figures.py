@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Inches of a cell.
 CELL = 0.5
 # A ratio of largest to smallest value above this gets a logarithmic axis.
-WIDE = 30
+LOG_RATIO = 30
 STYLES = ("-", "--", ":", "-.")
 # More lengths than this have slanted labels.
 UPRIGHT = 10
@@ -99,7 +99,7 @@ def lines(drawn: Mapping[str, Mapping[int, Estimate]], *, across: str, up: str) 
     places = {place for cells in drawn.values() for place in cells}
     lengths_axis(panel, max(places), measured=places)
     values = [value.mean for cells in drawn.values() for value in cells.values()]
-    if min(values) > 0 and max(values) > WIDE * min(values):
+    if min(values) > 0 and max(values) > LOG_RATIO * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:
         top = 1.04 * panel.get_ylim()[1] if max(values) > 0 else 1.0

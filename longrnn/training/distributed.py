@@ -67,7 +67,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PATIENCE)],
         )
     except ValueError as error:
-        raise UserError(f"the run cannot be launched ({error}): {processes.HOW}") from error
+        raise UserError(f"the run cannot be launched ({error}): {processes.LAUNCH_HINT}") from error
     finally:
         if sharded is not None:
             os.environ[USE_FSDP] = sharded

@@ -15,7 +15,7 @@ import longrnn
 from longrnn.cells import MIXERS
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import OBJECTIVE_TOLERANCE, calibrate, keyed_prompts, search
-from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, Inside, Job
+from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, InsideObservations, Job
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
@@ -157,7 +157,7 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
 def test_the_longest_memory_comes_first() -> None:
     """Global heads are ordered by what they retain; the others are left out."""
     retention = torch.tensor([[0.9, 0.01], [0.06, 0.95]])
-    assert Inside(retention, retention, []).global_heads() == [(1, 1), (0, 0), (1, 0)]
+    assert InsideObservations(retention, retention, []).global_heads() == [(1, 1), (0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("method", ["token_filter", "per_head"])
