@@ -140,7 +140,7 @@ class LongRNNForCausalLM(  # pyright: ignore
             refuse_missing_of(Path(place))
         if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
             revision = options.get("revision") if adapter else kwargs.get("revision")
-            folder = resolve(adapter or name, revision)
+            folder = resolve(adapter or name, revision) / kwargs.get("subfolder", "")
             if _is_read_by_load(folder):
                 return cls._load(folder, kwargs)
         return super().from_pretrained(name, *args, config=config, **kwargs)
