@@ -120,19 +120,18 @@ class HybridCache(DynamicCache):
         return entries[..., entries.shape[-2] - count :, :]
 
 
-class CacheEntry(tuple):
-    """An entry of `HybridCache.rnn_state`: an empty tuple, because an xLSTM writes to its items.
+class CacheEntry:
+    """An entry of `HybridCache.rnn_state`: empty, because an xLSTM writes to its items.
 
     Attributes:
         cache: the cache that the layer is to use.
     """
 
-    cache: HybridCache
+    def __init__(self, cache: HybridCache) -> None:
+        self.cache = cache
 
-    def __new__(cls, cache: HybridCache) -> CacheEntry:
-        entry = super().__new__(cls)
-        entry.cache = cache
-        return entry
+    def __len__(self) -> int:
+        return 0
 
 
 def attention_masks(

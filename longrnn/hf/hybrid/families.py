@@ -193,20 +193,23 @@ def plain_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
     """(y + D x) · silu(z), without a norm."""
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
-    return (wide * F.silu(z.to(dtype))).to(z.dtype)
+    wide = _with_input_term(y, x, D)
+    return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
 
 
 def norm_before_gate(
     y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
 ) -> Tensor:
     """rms_norm(y + D x) · silu(z), normalised per group of channels."""
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    wide = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
-    grouped = wide.unflatten(-1, (groups, -1))
+    grouped = _with_input_term(y, x, D).unflatten(-1, (groups, -1))
     normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2) * weight
-    return (normed * F.silu(z.to(dtype))).to(z.dtype)
+    return (normed * F.silu(z.to(grouped.dtype))).to(z.dtype)
+
+
+def _with_input_term(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    """y + D x, `(b, t, h p)`, in float32 or wider."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:
