@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -37,6 +37,7 @@ from tests.contracts.builders import (
     real_leaves,
     spec_id,
 )
+from tests.sampling import sampled
 
 # The backends of scanning cells that this machine runs, and the names of their kernels' options.
 BACKENDS = ["torch"] if cpu.missing() else ["torch", "cpu"]
@@ -83,25 +84,49 @@ def _subjects() -> dict[str, Subject]:
 
 
 SUBJECTS = _subjects()
-every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
-# Every cell, encoding and block, and every mitigation with some cells.
-FEWER = {
-    name: one
-    for name, one in SUBJECTS.items()
-    if not one.specs or one.mixer["kind"] in KINDS_OF_CELLS
-}
-every_kind = pytest.mark.parametrize("subject", FEWER.values(), ids=FEWER)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
-# Mitigations in float32 are compared with their definitions.
-every_subject_in_a_dtype = pytest.mark.parametrize(
-    ("subject", "dtype"),
-    [
-        pytest.param(one, dtype, id=f"{name}-{spec_id(dtype)}")
+Test = Callable[..., None]
+
+
+def _is_plain(name: str) -> bool:
+    return not SUBJECTS[name.removesuffix("-float64")].specs
+
+
+def every_subject(test: Test) -> Test:
+    """Every cell, encoding and block, and a third of the cells under a mitigation.
+
+    Other tests try other thirds; `test_definitions` tries all pairs of a mitigation and a cell.
+    """
+    some = sampled(SUBJECTS, 3, salt=test.__name__, always=_is_plain)
+    return pytest.mark.parametrize("subject", some)(test)
+
+
+def every_kind(test: Test) -> Test:
+    """Every cell, encoding and block, and every mitigation with some cells."""
+    fewer = {
+        name: one
+        for name, one in SUBJECTS.items()
+        if not one.specs or one.mixer["kind"] in KINDS_OF_CELLS
+    }
+    some = sampled(fewer, 3, salt=test.__name__, always=_is_plain)
+    return pytest.mark.parametrize("subject", some)(test)
+
+
+def every_subject_in_a_dtype(test: Test) -> Test:
+    """As `every_subject`; mitigations in float32 are compared with their definitions."""
+    cases = {
+        f"{name}-{spec_id(dtype)}": (one, dtype)
         for name, one in SUBJECTS.items()
         for dtype in DTYPES
         if dtype == torch.float64 or not one.specs
-    ],
-)
+    }
+    some = sampled(
+        cases,
+        3,
+        salt=test.__name__,
+        always=lambda name: not name.endswith("32") and _is_plain(name),
+    )
+    return pytest.mark.parametrize(("subject", "dtype"), some)(test)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from tests.contracts.subjects import (
     small_chunks,
 )
 from tests.mitigations.definitions import DEFINITIONS, Defined, Reference, StateNorm
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.core
 
@@ -102,18 +103,18 @@ def assert_as_defined(
     wide = states.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, plain)
     expected = defined_outcome(reference, tokens, wide)
     values = {name: one for name, one in expected.items() if not name.startswith("gradient")}
-    for sizes in ([time], random_sizes(time, seed + 1)):
-        with small_chunks(4):
-            found = outcome(ours, tokens, start, sizes)
-            # The own state of a cell under a window is a part of that of the layer.
-            found = {re.sub(r"(layers\.\d+)\.state\.", r"\1.", n): v for n, v in found.items()}
-            found = {name: found[name] for name in expected}
-            assert_same(found, expected, dtype, TOLERANCE[dtype])
-        with torch.no_grad():
-            logits, after = read(ours, tokens, start, sizes)
-        position = {"position": after.position}
-        found = {"logits": logits, **position, **cell_leaves(ours, after)}
-        assert_same(found, values, dtype, TOLERANCE[dtype])
+    # The contracts compare the gradients of splits.
+    whole, parts = ([time], random_sizes(time, seed + 1))[:: 1 - 2 * (seed % 2)]
+    with small_chunks(4):
+        found = outcome(ours, tokens, start, parts)
+        # The own state of a cell under a window is a part of that of the layer.
+        found = {re.sub(r"(layers\.\d+)\.state\.", r"\1.", n): v for n, v in found.items()}
+        found = {name: found[name] for name in expected}
+        assert_same(found, expected, dtype, TOLERANCE[dtype])
+    with torch.no_grad():
+        logits, after = read(ours, tokens, start, whole)
+    found = {"logits": logits, "position": after.position, **cell_leaves(ours, after)}
+    assert_same(found, values, dtype, TOLERANCE[dtype])
     return reference
 
 
@@ -220,6 +221,7 @@ CHAINS: list[list[Spec]] = [
     [{"kind": "state_norm", "threshold": threshold} for threshold in (0.015, 0.4)],
 ]
 CASES = cases()
+PAIRS = {name for name, _, _ in pairs()}
 
 
 def layers_of(name: str) -> int:
@@ -227,7 +229,9 @@ def layers_of(name: str) -> int:
     return 2 if name.startswith(("chain", "numbers")) or "{" in name else 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", sampled({name: name for name in CASES}, 3, always=lambda name: name not in PAIRS)
+)
 def test_every_case_equals_its_definition(name: str) -> None:
     specs, mixer = CASES[name]
     how: dict[str, Any] = {"seed": len(name), "n_layers": layers_of(name)}
@@ -235,7 +239,7 @@ def test_every_case_equals_its_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (specs, _) in CASES.items() if len(specs) == 1][:30]
+    "name", sampled({name: name for name, (specs, _) in CASES.items() if len(specs) == 1}, 8)
 )
 def test_float32_equals_the_definition_in_float64(name: str) -> None:
     assert_as_defined(*CASES[name], torch.float32, seed=len(name), n_layers=layers_of(name))
@@ -274,10 +278,7 @@ def random_chain(seed: int) -> Case:
     return specs, mixer
 
 
-MORE = [pytest.param(seed, marks=SLOW) for seed in range(25, 400)]
-
-
-@pytest.mark.parametrize("seed", [*range(25), *MORE])
+@pytest.mark.parametrize("seed", sampled({str(seed): seed for seed in range(400)}, 32))
 def test_random_chains(seed: int) -> None:
     specs, mixer = random_chain(seed)
     assert_as_defined(specs, mixer, seed=seed, time=10 + seed % 30)
