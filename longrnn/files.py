@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic_core import from_json
 
 from longrnn.errors import UserError
 
@@ -86,6 +87,12 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a regular file, for libraries that open it; see `open_regular`."""
+    open_regular(path).close()
+    return path
+
+
 def new_folder(path: Path) -> None:
     """Create an empty folder in place of what is there; a link is removed, not followed."""
     remove(path)
@@ -147,8 +154,8 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is missing, cannot be read, or holds something else.
     """
     try:
-        content = json.loads(read_bytes(path))
-    except (ValueError, OSError, RecursionError) as error:
+        content = from_json(read_bytes(path))
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a mapping of keys to values: copy it again")
@@ -188,5 +195,5 @@ def file_name(text: str) -> str:
     plain = re.sub(r"[^\w.,=()+-]+", "_", text)
     if plain == text and plain.strip(".") and len(plain.encode()) <= LONGEST_NAME:
         return plain
-    digest = hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
     return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"

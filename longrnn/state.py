@@ -226,7 +226,7 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
             )
         example = like.init_state(1)
     rows = tensors["position"].numel() if "position" in tensors else 0
-    _check_leaves(tensors, tree_map(lambda leaf: leaf[0], example), rows, str(path))
+    check_leaves(tensors, tree_map(lambda leaf: leaf[0], example), rows, str(path))
     return unflatten(example, [tensors[name].to(leaf.device) for name, leaf in leaves(example)])
 
 
@@ -253,7 +253,7 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
         )
     whole = LMState(POSITION, like)
     if not _is_like(state, whole, batch_size):
-        _check_leaves(dict(leaves(state)), whole, batch_size, "the given state")
+        check_leaves(dict(leaves(state)), whole, batch_size, "the given state")
 
 
 def _is_like(given: PyTree, like: PyTree, rows: int, length: int | None = None) -> bool:
@@ -275,7 +275,7 @@ def _is_like(given: PyTree, like: PyTree, rows: int, length: int | None = None) 
     return isinstance(given, Tensor) and given.dtype == like.dtype and given.shape == (rows, *shape)
 
 
-def _check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> None:
+def check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> None:
     """Compares leaves with those of one row, `like`."""
     expected = dict(leaves(like))
     for name in {**expected, **given}:

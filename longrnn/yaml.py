@@ -36,8 +36,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: Any) -> Any:
         text = super().construct_scalar(node)
-        if "\0" in text:
-            raise ValueError("a text has the character NUL")
+        if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise ValueError("a text has the character NUL, or half a surrogate pair")
         return text
 
 

@@ -130,3 +130,16 @@ def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
     path = write_config(tiny("reverse", tmp_path / "run", max_steps=1), tmp_path / "train.yaml")
     for _ in mutants(path):
         assert_clean(cli("train", path, "init_from=nowhere"))
+
+
+def test_mutants_of_the_metrics_of_a_run(cli: CLI, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(tiny("reverse", run), run / "train.yaml")
+    path = run / "metrics.jsonl"
+    path.write_text('{"step": 1, "tokens": 8, "loss": 2.5}\n{"step": 2, "tokens": 16}\n')
+    for _ in mutants(path):
+        assert_clean(cli("report", run))
+    for row in ('{"step": 1}', '{"step": 1e400, "tokens": 1}', '{"step": 1, "tokens": 1, "a": ""}'):
+        path.write_text(f"{row}\n")
+        assert cli("report", run).code == 2

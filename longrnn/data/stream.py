@@ -40,7 +40,7 @@ HEADER, TOKENS, DOCUMENTS, SCORED = "corpus.json", "tokens.bin", "documents.bin"
 Part = Literal["all", "training", "held_out"]
 # Held out: this share of all tokens, but at most this many tokens.
 SHARE, MOST_HELD_OUT = 0.05, 2**22
-REMEDY = "copy it again, or build it again with `longrnn data build`"
+CORPUS_REMEDY = "copy it again, or build it again with `longrnn data build`"
 Whole = NDArray[np.int64]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -94,7 +94,7 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, part: Part = "all") -> None:
-        refuse_damage(folder, REMEDY)
+        refuse_damage(folder, CORPUS_REMEDY)
         self.folder, self.part, self.header = folder, part, read_header(folder)
         digests = read_json(folder / CHECKSUMS)
         digests.pop(HEADER, None)
@@ -110,7 +110,7 @@ class Corpus:
         if not ascends or not is_scored or self.tokens.max() >= header.vocab_size:
             raise UserError(
                 f"{folder} is damaged (its tokens, documents or answers are not those that its "
-                f"{HEADER} counts): {REMEDY}"
+                f"{HEADER} counts): {CORPUS_REMEDY}"
             )
         spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
         self.spans = spans if part == "all" else _divided(spans, part, not has_answers)
@@ -131,7 +131,7 @@ class Corpus:
             if not count or size != whole:
                 raise UserError(
                     f"{self.folder / name} is damaged (it has {size:,} bytes, and {whole:,} were "
-                    f"written): {REMEDY}"
+                    f"written): {CORPUS_REMEDY}"
                 )
             return np.memmap(file, dtype, mode="r")  # type: ignore[arg-type]
 

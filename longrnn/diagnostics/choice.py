@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import METHODS, Job, Members
+from longrnn.diagnostics.tried import Measured, Tried
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, build_evaluation, run
 from longrnn.files import read_json, write_atomic
@@ -18,6 +19,7 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
 from longrnn.mitigations.spec import parse
 from longrnn.models.fold import unfoldable
+from longrnn.options import validated
 from longrnn.progress import OutOfTimeError, check_time, time_limit
 
 UNREPAIRED, TRIED = "unrepaired", "tried.json"
@@ -176,7 +178,10 @@ class Choice:
             "keys": keys,
         }
         content = read_json(self.path) if self.path.is_file() else {"question": self.question}
-        if content["question"] != self.question:
+        tried: Tried = validated(Tried, content, str(self.path))
+        plain = tried.rows.get(UNREPAIRED)
+        is_plain = plain is None or (isinstance(plain, Measured) and not plain.members)
+        if tried.question != self.question or not is_plain:
             raise UserError(f"{folder} holds another repair: choose another --output")
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
         self.tokens: dict[str, float] = content.get("tokens", {})
@@ -187,7 +192,7 @@ class Choice:
         if known is not None:
             if seconds <= known.get("budget", math.inf):
                 return
-            del self.tokens[name]  # a larger budget decides anew
+            self.tokens.pop(name, None)  # a larger budget decides anew
         base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
         left = seconds - sum(row["seconds"] for row in self.rows.values())
         speed = self._tokens(UNREPAIRED) / max(self.rows[UNREPAIRED]["seconds"], 1e-3)

@@ -77,8 +77,8 @@ class EffectiveMemory(Evaluation[MemoryOptions]):
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         name, text = item.spec
-        for kept, value in result.items():
-            yield Sample(self._column(len(text)), int(kept), name, value)
+        for kept in kept_tokens(len(text)):
+            yield Sample(self._column(len(text)), kept, name, result[str(kept)])
 
     def _column(self, position: int) -> Column:
         return Column(f"EffRem, T = {format_length(position)}", SCORE, ".3f")

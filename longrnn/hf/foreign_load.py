@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longrnn.errors import UserError, require
 from longrnn.hf.foreign import ForeignLM
@@ -55,6 +55,8 @@ def load_transformer(
         place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
         reading = _reading_gguf_once()
     with quietly(), wide_weights(str(config.get("model_type"))), reading:
+        if folder.suffix == GGUF:
+            _check_gguf(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             **options,
@@ -153,6 +155,29 @@ def _reading_gguf_once() -> AbstractContextManager[Any]:
     names = ("GGUFReader", "get_tensor_name_map")
     once: Any = {name: cache(getattr(gguf, name)) for name in names}
     return patch.multiple(gguf, **once)
+
+
+def _check_gguf(path: Path) -> None:
+    """Raise a ValueError for a model of other sizes than the tensors of a GGUF file.
+
+    transformers would leave layers out, or initialise weights of any size.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(str(path))
+    names = [tensor.name.split(".") for tensor in reader.tensors]
+    blocks = len({parts[1] for parts in names if parts[0] == "blk"})
+    fields = reader.fields.items()
+    counts = [field.contents() for key, field in fields if key.endswith(".block_count")]
+    if counts != [blocks]:
+        raise ValueError(f"block_count is {counts}, and it has the tensors of {blocks} blocks")
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    if wanted > stored:
+        raise ValueError(f"its sizes are those of {wanted:,} weights, and it has {stored:,}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest, require
-from longrnn.files import read_json, write_atomic
+from longrnn.files import read_json, regular, write_atomic
 from longrnn.hf.layouts import LAYOUTS, as_hugging_face
 from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
 from longrnn.models.checkpoint import build_model, cast_weights
@@ -115,7 +115,7 @@ def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
     """
     _check_base(folder, model.base_fingerprint)
     ours = {_saved_name(model, name): name for name, _ in model.named_parameters()}
-    stored = load_file(folder / ADAPTER_WEIGHTS)
+    stored = load_file(regular(folder / ADAPTER_WEIGHTS))
     return {ours.get(name, name): tensor for name, tensor in stored.items()}
 
 
@@ -173,7 +173,7 @@ def merge_adapter(
     """
     require("peft", "an adapter")
     known = _check_base(folder, base.fingerprint())
-    weights = load_file(folder / ADAPTER_WEIGHTS)
+    weights = load_file(regular(folder / ADAPTER_WEIGHTS))
     if not isinstance(base, RecurrentLM):
         from longrnn.hf.foreign import MITIGATION_KEY
 

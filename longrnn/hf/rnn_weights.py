@@ -23,7 +23,7 @@ from longrnn.bundled import find
 from longrnn.checksums import complete_folder
 from longrnn.config import overridden
 from longrnn.errors import UserError, nearest
-from longrnn.files import one_line, read_json
+from longrnn.files import one_line, read_json, regular
 from longrnn.hf.tokenizer import character_level
 from longrnn.models.checkpoint import build_model, cast_weights, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -78,7 +78,7 @@ class WeightNames(Options):
 def _read_folder(path: Path) -> dict[str, Tensor]:
     """Read one file of float32 numbers per tensor, as `manifest.json` lists them."""
     arrays = {
-        name: np.fromfile(path / entry["filename"], np.float32).reshape(entry["shape"])
+        name: np.fromfile(regular(path / entry["filename"]), "<f4").reshape(entry["shape"])
         for name, entry in read_json(path / "manifest.json").items()
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -128,7 +128,9 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     with complete_folder(destination, "choose another folder") as draft:
         if options.characters is not None:
             beside = source if source.is_dir() else source.parent
-            character_level(beside / options.characters, options.replace).save(draft)
+            character_level(beside / options.characters, options.replace, model.vocab_size).save(
+                draft
+            )
         elif options.tokenizer is None:
             logger.warning(
                 f"the names of {source} have neither characters nor a tokenizer: put the "
@@ -140,14 +142,17 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
 def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file or folder by name."""
     try:
-        tensors = READERS["" if path.is_dir() else path.suffix or "none"](path)
+        is_folder = path.is_dir()
+        source = path if is_folder else regular(path)
+        tensors = READERS["" if is_folder else path.suffix or "none"](source)
     except Exception as error:  # of the libraries that read files, or of an unknown ending
         raise UserError(
             f"{path} cannot be read ({one_line(error)}): give a folder with manifest.json or a "
             f"file that ends in {', '.join(filter(None, READERS))}; write a pickle of a whole "
             "model again as torch.save(model.state_dict(), …)"
         ) from error
-    if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
+    is_named = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
+    if not is_named or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} is not a state dict: save the tensors by name, without others")
     return tensors
 
@@ -255,6 +260,14 @@ def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> dict[s
         raise ValueError(
             "a GRU of TensorFlow with one bias multiplies the state after its reset gate, which "
             "longrnn does not compute: convert one with reset_after=True"
+        )
+    shapes = [tensor.shape for tensor in (recurrent, *biases)]
+    expected = [(len(inputs), size), *[(len(inputs),)] * min(len(biases), 2)]
+    if len(inputs) != size * len(wanted) or shapes != expected:
+        raise ValueError(
+            f"layer {layer} of a {kind} has weights {[tuple(shape) for shape in shapes]} of the "
+            f"state and biases beside {tuple(inputs.shape)} of the input, and {expected} were "
+            "expected: name the right tensors"
         )
     zero = inputs.new_zeros(len(inputs))
     bias_ih, bias_hh = [*biases, zero, zero][:2]

@@ -169,12 +169,13 @@ def byte_level() -> HFTokenizer:
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
 
 
-def character_level(path: Path, replace: Mapping[str, str]) -> HFTokenizer:
+def character_level(path: Path, replace: Mapping[str, str], vocab_size: int) -> HFTokenizer:
     """Return a Hugging Face tokenizer with one id per character.
 
     Args:
         path: a JSON file with the id of each character.
         replace: texts that take the place of characters before texts are encoded.
+        vocab_size: number of ids, from 0.
 
     Raises:
         UserError: it cannot be read or holds something else.
@@ -185,6 +186,11 @@ def character_level(path: Path, replace: Mapping[str, str]) -> HFTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = validated(dict[str, int], read_json(path), str(path))
+    if sorted(vocabulary.values()) != [*range(vocab_size)]:
+        raise UserError(
+            f"{path} has {len(vocabulary)} characters whose ids are not those from 0 to "
+            f"{vocab_size - 1} of the weights, each once: give the file that belongs to them"
+        )
     fast = Fast(WordLevel(vocab=vocabulary, unk_token=NO_TOKEN))
     fast.normalizer = normalizers.Sequence(
         [normalizers.Replace(old, new) for old, new in replace.items()]

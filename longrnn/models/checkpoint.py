@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.files import read_json, write_atomic
+from longrnn.files import read_json, regular, write_atomic
 from longrnn.models.base import LanguageModel
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
@@ -110,7 +110,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         read = partial(load_state_dict_from_file, map_location="cpu", **how)
         if paths := sorted(folder.glob(pattern)):
             weights: dict[str, Tensor] = {}
-            for path in paths:
+            for path in map(regular, paths):
                 for name, tensor in read(path).items():
                     if weights.setdefault(name, tensor) is not tensor:
                         raise ValueError(f"{path.name} and another file both have {name}")

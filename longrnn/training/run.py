@@ -7,11 +7,13 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from longrnn.config import RECORDED, dump_config, flat, read_recorded
 from longrnn.errors import UserError
-from longrnn.files import append, write_atomic
+from longrnn.files import append, read_bytes, write_atomic
 
 if TYPE_CHECKING:
     from longrnn.models import LanguageModel
@@ -21,6 +23,8 @@ METRICS = "metrics.jsonl"
 # Keys that identify a row; its other keys are metrics.
 COUNTS = ("step", "tokens")
 MetricsRow = dict[str, Any]
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_ROW = TypeAdapter(dict[str, _Integer | float], config=ConfigDict(strict=True))
 
 
 class Run(NamedTuple):
@@ -91,11 +95,13 @@ def read_metrics(folder: Path) -> list[MetricsRow]:
 def _parsed(path: Path) -> list[MetricsRow]:
     rows = []
     # Not `str.splitlines`, which also splits at characters that JSON may hold.
-    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         try:
-            row: MetricsRow = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            row: MetricsRow = _ROW.validate_json(line)
+            if not all(isinstance(row.get(name), int) and row[name] >= 0 for name in COUNTS):
+                raise ValueError(f"{COUNTS} are not numbers of steps and tokens")
+            rows.append(row)
+        except ValueError as error:
             raise UserError(
                 f"{path} is damaged in line {number}: put it back from a copy, or remove that line"
             ) from error

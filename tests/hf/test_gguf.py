@@ -13,6 +13,7 @@ from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, tokens
+from tests.refusals import naming
 
 gguf = pytest.importorskip("gguf")
 
@@ -65,3 +66,20 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     for opened in (load, load_tokenizer):
         with pytest.raises(UserError, match=r"cut\.gguf"):
             opened(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [("block_count", 1), ("block_count", 2**20), ("embedding_length", 2**20)],
+)
+def test_sizes_that_the_tensors_do_not_have_are_refused(
+    key: str, size: int, tmp_path: Path
+) -> None:
+    """Of a model with fewer layers, and before anything of a larger size is allocated."""
+    write_gguf(causal("qwen3", vocab_size=257, head_dim=128), tmp_path / "tiny.gguf")
+    content, name = (tmp_path / "tiny.gguf").read_bytes(), f"qwen3.{key}".encode()
+    place = content.index(name) + len(name) + 4  # behind the type of the number
+    changed = content[:place] + size.to_bytes(4, "little") + content[place + 4 :]
+    (tmp_path / "tiny.gguf").write_bytes(changed)
+    with pytest.raises(UserError, match=naming("tiny.gguf", "cannot be loaded")):
+        load(tmp_path / "tiny.gguf")

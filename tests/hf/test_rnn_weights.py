@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,13 @@ REFUSED: dict[str, tuple[Arrays, dict[str, Any], list[object]]] = {
         ["head.weight", WIDTH + 1, WIDTH],
     ),
     "a short bias": (LSTM | {"rnn.bias_ih_l0": torch.zeros(3).double()}, {}, ["model.pt"]),
+    "more rows of the state": (
+        LSTM | {"rnn.weight_hh_l0": torch.zeros(5 * WIDTH, WIDTH).double()},
+        {"mixer": {"kind": "lstm"}},
+        [f"({5 * WIDTH}, {WIDTH})", f"({4 * WIDTH}, {WIDTH})"],
+    ),
+    "a long bias": (LSTM | {"rnn.bias_hh_l0": torch.zeros(99).double()}, {}, ["(99,)"]),
+    "numbers for names": ({0: torch.ones(2, 2)}, {}, ["model.pt", "state dict"]),  # type: ignore[dict-item]
     "two dtypes": (LSTM | {"decoder.weight": torch.zeros(VOCAB, WIDTH)}, {}, ["float32"]),
     "no stack of layers": ({"weight": torch.ones(2, 2)}, {}, ["--names", "configs/convert"]),
     "a GRU that resets before the product": (
@@ -230,3 +239,26 @@ def test_weights_that_do_not_make_up_a_model_are_refused(case: str, tmp_path: Pa
         converted(tmp_path / "model.pt", changes)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 0], [0, 2]], ids=str)
+def test_characters_have_the_ids_of_the_weights(ids: list[int], tmp_path: Path) -> None:
+    """Each from 0 to the last one once: none twice, missing or outside of the vocabulary."""
+    numbers = [*ids, *range(max(ids) + 1, VOCAB + len(ids))][:VOCAB]
+    content = {chr(97 + index): number for index, number in enumerate(numbers)}
+    (tmp_path / "vocab.json").write_text(json.dumps(content))
+    torch.save(LSTM, tmp_path / "model.pt")
+    with pytest.raises(UserError, match=naming("vocab.json", VOCAB - 1)):
+        converted(tmp_path / "model.pt", {"characters": "vocab.json"})
+
+
+@pytest.mark.parametrize("ending", [".pt", ".npz", ".safetensors", "/weights"])
+def test_a_pipe_in_place_of_a_file_is_refused(ending: str, tmp_path: Path) -> None:
+    """It would wait for a writer forever."""
+    path = tmp_path / f"model{ending}"
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    source = path if path.parent == tmp_path else path.parent
+    (path.parent / "manifest.json").write_text('{"a": {"filename": "weights", "shape": [1]}}')
+    with pytest.raises(UserError, match=naming("not a regular file")):
+        convert_rnn(source, tmp_path / "ours", library="torch")
