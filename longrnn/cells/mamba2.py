@@ -1,17 +1,25 @@
-"""Mamba-2: a scalar-decay state-space cell with a short convolution and a gated output."""
+"""Mamba-2: a scalar-decay state-space cell with a short convolution and a gated output.
+
+Every head has the state h `(p, n)`, and for its input x_t:
+
+    h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_tᵀ,   y_t = h_t C_t
+    dt = softplus(· + dt_bias),   A = −exp(A_log)
+
+z, x, B, C and dt are projections of the input; x, B and C pass a short convolution with silu. The
+output is W_o rms_norm((y + D x) · silu(z)), normalised per group.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.edit import Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import (
     ScanningCell,
@@ -21,12 +29,11 @@ from longrnn.cells.scanning import (
     step_bias,
 )
 from longrnn.errors import UserError
+from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
+from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.mamba2_layer import MAMBA2_LAYER, OTHER_GATE
-from longrnn.ops.mamba2_layer.definition import Parts, Weights, after, before
-from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs
@@ -52,6 +59,17 @@ def check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
             f"{name} is [least, largest] with both {'at least' if limit else 'above'} 0, "
             f"not {pair}: give the smaller number first"
         )
+
+
+class Mamba2Rest(NamedTuple):
+    """`z`: `(b, t, h p)`, the gate; `x`: `(b, t, h, p)`; `B` and `C`: `(b, t, g, n)`; `conv`: the
+    last inputs of the convolution."""
+
+    z: Tensor
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    conv: Tensor
 
 
 @MIXERS.register("mamba2")
@@ -82,10 +100,6 @@ class Mamba2(ScanningCell):
     rate_weight, bias_weight = "A_log", "dt_bias"
     projections = ("in_proj", "out_proj")
     shown = ("n_heads", "d_state")
-    layer_operation: ClassVar[Operation | None] = MAMBA2_LAYER
-    # Of layers of another architecture; see `Weights`.
-    norm_groups: int | None = None
-    gate: Callable[..., Tensor] | None = None
 
     def __init__(
         self,
@@ -137,43 +151,27 @@ class Mamba2(ScanningCell):
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
-    def whole_layer(
-        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
-    ) -> tuple[Tensor, ConvState] | None:
-        weights, demands = self.weights(), self.demands(edit, rows)
-        if self.gate is not None or self.norm_groups not in (None, self.n_groups):
-            demands.add(OTHER_GATE)
-        assert self.layer_operation is not None
-        implementation = self.layer_operation.choose(
-            self.backend, x, weights, state, demands=demands
-        )
-        if implementation is None:
-            return None
-        y, state = implementation.run(self.in_proj(x), weights, state)
-        return self.out_proj(y), state
+    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, Mamba2Rest]:
+        dtype, sizes = state.ssm.dtype, [self.d_inner, self.d_xBC, self.n_heads]
+        z, xBC, dt = self.in_proj(x).split(sizes, dim=-1)
+        taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
+        xBC, conv = CONV(self.backend, xBC, taps, bias, state.conv, rows)
+        xBC = xBC if rows is None else rows.without_padding(xBC)
+        keys = self.n_groups * self.d_state
+        x, B, C = xBC.split([self.d_inner, keys, keys], dim=-1)
+        x = x.unflatten(-1, (self.n_heads, -1))
+        B, C = (shared.unflatten(-1, (self.n_groups, -1)) for shared in (B, C))
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        A = -self.A_log.to(dtype).exp()
+        return Steps(x, dt, Decay(dt, A)), Mamba2Rest(z, x, B, C, conv)
 
-    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, Parts]:
-        parts = before(self.in_proj(x), self.weights(), state, self.backend, rows)
-        return Steps(parts.x, parts.dt, Decay(parts.dt, parts.A)), parts
+    def after(self, y: Tensor, rest: Mamba2Rest, memory: Tensor) -> tuple[Tensor, ConvState]:
+        return self.out_proj(self.gate(y, rest.z, rest.x)), ConvState(rest.conv, memory)
 
-    def after(self, y: Tensor, rest: Parts, memory: Tensor) -> tuple[Tensor, ConvState]:
-        return self.out_proj(after(y, rest, self.backend)), ConvState(rest.conv, memory)
-
-    def weights(self) -> Weights:
-        """The parameters between the projections."""
-        return Weights(
-            own_weight(self.conv1d)[:, 0],
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            own_weight(self.norm),
-            self.n_groups,
-            self.norm_eps,
-            self.dt_limit,
-            self.norm_groups,
-            self.gate,
-        )
+    def gate(self, y: Tensor, z: Tensor, x: Tensor) -> Tensor:
+        """The input of the output projection, `(b, t, h p)`; see `longrnn.ops.gated_norm`."""
+        weight, groups = own_weight(self.norm), self.n_groups
+        return GATED_NORM(self.backend, y, z, x, self.D, weight, self.norm_eps, groups)
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:

@@ -15,7 +15,7 @@ from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.recurrence import Memory, Recurrence, head_index
 from longrnn.errors import UserError, nearest
 from longrnn.ops.conv.definition import ConvState
-from longrnn.ops.operation import Implementation, Operation
+from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.decays import Decay
@@ -42,7 +42,6 @@ class ScanningCell(Cell):
 
     Attributes:
         operation: the recurrence, `SCAN` or `DELTA`.
-        layer_operation: the operation that computes a whole layer (`whole_layer`), if there is one.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
         has_key_decays: whether each key of a head has a decay of its own.
@@ -54,7 +53,6 @@ class ScanningCell(Cell):
     has_steps = True
     repeats = True
     operation: ClassVar[Operation] = SCAN
-    layer_operation: ClassVar[Operation | None] = None
     has_key_decays = False
     n_groups: int = 0
     shown: tuple[str, ...] = ("n_heads",)
@@ -69,15 +67,9 @@ class ScanningCell(Cell):
         self.recurrence = Recurrence()
 
     @classmethod
-    def implementations(cls) -> list[Implementation]:
-        """Those of the recurrence, and of the whole layer."""
-        whole = cls.layer_operation
-        return cls.operation.implementations + ([] if whole is None else whole.implementations)
-
-    @classmethod
     def backends(cls) -> list[str]:
-        """The names of `implementations`."""
-        return list(dict.fromkeys(each.name for each in cls.implementations()))
+        """The names of the implementations of the recurrence."""
+        return [each.name for each in cls.operation.implementations]
 
     @abstractmethod
     def before(self, x: Tensor, state: PyTree, rows: Rows | None) -> tuple[Steps, Any]:
@@ -120,40 +112,15 @@ class ScanningCell(Cell):
             The output `(b, t, d_model)` and the state of the cell.
         """
 
-    def whole_layer(
-        self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None
-    ) -> tuple[Tensor, PyTree] | None:
-        """Computes the call by the `layer_operation`; None where none of it can."""
-        return None
-
-    def demands(self, edit: Edit, rows: Rows | None) -> set[str]:
-        """What a call needs of the `layer_operation`: see `Implementation.serves`."""
-        demands = set(edit.stages)
-        if rows is not None:
-            demands.add("documents")
-        if self.is_observed:
-            demands.add("observation")
-        return demands
-
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
     ) -> tuple[Tensor, PyTree]:
         """`forward`, except for a state before a document that is not finite."""
-        edit = NO_EDIT if edit is None else edit
-        cell_state = state.state if isinstance(state, EditedState) else state
-        whole = self.whole_layer(x, cell_state, edit, rows)
-        if whole is not None:
-            return whole
-        return self._run(x, state, edit, rows)
-
-    def _run(
-        self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None
-    ) -> tuple[Tensor, PyTree]:
         edited, recent = None, None
         if isinstance(state, EditedState):
             edited, state, recent = state, state.state, state.recent
-        if edit is not NO_EDIT:
-            edit.refuse_unknown(STAGES, type(self).__name__)
+        edit = NO_EDIT if edit is None else edit
+        edit.refuse_unknown(STAGES, type(self).__name__)
         steps, rest = self.before(x, state, rows)
         if rows is not None:
             steps = steps.each(rows.without_padding)

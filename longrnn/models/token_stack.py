@@ -8,7 +8,6 @@ other memory, strides, sizes or another dtype of a tensor. Values are read anew 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.cpu.checks import MIXED, refusal, taps_refusal, tracked
 from longrnn.ops.cpu.library import pack
+from longrnn.ops.cpu.signatures import NUMBERS
 from longrnn.ops.hooks import ModuleRecord, own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.scan.recent import Recent
@@ -30,8 +30,7 @@ from longrnn.state import PyTree
 
 Edits = Sequence[Edit | None] | None
 # Options of a cell that the kernel reads, or that exclude it.
-CELL_OPTIONS = ("backend", "gate", "norm_groups", "n_groups", "norm_eps", "dt_limit")
-CELL_OPTIONS += ("select_norm_eps",)  # of a Mamba
+CELL_OPTIONS = ("backend", "n_groups", "norm_eps", "dt_limit", "select_norm_eps")
 
 
 class TokenStack:
@@ -145,26 +144,27 @@ def _suits(block: nn.Module) -> bool:
 
 
 def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
-    """Stages 1, 2 and the limit per head, `(7, h)` float64, in the order of `edited.h`.
+    """The changes of each head, a row of `(h,)` float64 for each of `NUMBERS`.
 
     None for an edit with other stages than these.
     """
-    ones = torch.ones(heads, dtype=torch.float64)
     change, *others = edit.steps or (StepChange(),)
     if edit.stages - stages or others or not isinstance(change, StepChange):
         return None
-    rows = {
-        "largest ignored": (change.largest_ignored(torch.float32), -1.0),
-        "step": (change.step, 1.0),
-        "log_rate": (change.log_rate, 0.0),
-        "power": (change.power, 1.0),
-        "log keep": (None if edit.keep is None else edit.keep.log(), 0.0),
-        "add": (edit.add, 1.0),
-        "limit": (edit.limit, math.inf),
+    given = {
+        "largest_ignored": change.largest_ignored(torch.float32),
+        "step": change.step,
+        "log_rate": change.log_rate,
+        "power": change.power,
+        "log_keep": None if edit.keep is None else edit.keep.log(),
+        "add": edit.add,
+        "limit": edit.limit,
     }
-    return torch.stack(
-        [ones * alone if row is None else row.double() for row, alone in rows.values()]
-    )
+    table = torch.tensor([*NUMBERS.values()], dtype=torch.float64)[:, None].repeat(1, heads)
+    for row, name in zip(table, NUMBERS, strict=True):
+        if (numbers := given.get(name)) is not None:
+            row.copy_(numbers)
+    return table
 
 
 def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
@@ -203,24 +203,22 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
     )
 
 
-def _mamba2_suits(cell: Mamba2) -> bool:
-    return cell.gate is None and cell.norm_groups in (None, cell.n_groups)
-
-
 def _mamba2_arguments(cell: Mamba2) -> dict[str, Any]:
-    weights = cell.weights()
-    h, p, n = cell.state_like().ssm.shape
     return {
-        "t": 1,
-        "h": h,
-        "p": p,
-        "g": weights.groups,
-        "n": n,
+        "h": cell.n_heads,
+        "p": cell.head_dim,
+        "g": cell.n_groups,
+        "n": cell.d_state,
         "k": cell.d_conv,
-        "norm_eps": weights.norm_eps,
-        "dt_least": weights.dt_limit[0],
-        "dt_largest": weights.dt_limit[1],
-        **weights.tensors(),
+        "norm_eps": cell.norm_eps,
+        "dt_least": cell.dt_limit[0],
+        "dt_largest": cell.dt_limit[1],
+        "conv_weight": own_weight(cell.conv1d),
+        "conv_bias": cell.conv1d.bias,
+        "dt_bias": cell.dt_bias,
+        "A_log": cell.A_log,
+        "D": cell.D,
+        "norm_weight": own_weight(cell.norm),
     }
 
 
@@ -263,16 +261,14 @@ class _Stacked(NamedTuple):
     arguments: Callable[[Any], dict[str, Any]]
 
 
-EDITED_STEPS = {"steps", "keep", "add"}
+EDITED_STEPS = {"steps", "keep", "add", "limit"}
 STACKED: dict[type, _Stacked] = {
-    Mamba: _Stacked(
-        "selective_layers", "SelectiveLayer", EDITED_STEPS, _mamba_suits, _mamba_arguments
-    ),
+    Mamba: _Stacked("mamba_layers", "MambaLayer", EDITED_STEPS, _mamba_suits, _mamba_arguments),
     Mamba2: _Stacked(
-        "layers",
-        "Layer",
-        EDITED_STEPS | {"limit", "window", "heads"},
-        _mamba2_suits,
+        "mamba2_layers",
+        "Mamba2Layer",
+        EDITED_STEPS | {"window", "heads"},
+        lambda cell: True,
         _mamba2_arguments,
     ),
 }

@@ -23,23 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
 from longrnn.ops import gpu
-from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.delta import fla as fla_delta
-from longrnn.ops.mamba2_layer import MAMBA2_LAYER, definition
-from longrnn.ops.mamba2_layer import mamba_ssm as mamba_ssm_layer
-from longrnn.ops.mamba2_layer.definition import Parts, Weights
-from longrnn.ops.operation import accepts
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
+from longrnn.ops.scan import mamba_ssm as mamba_ssm_scan
 from longrnn.ops.scan.decays import Decay
 from longrnn.ops.scan.definition import ScanInputs, loop
 from longrnn.ops.scan.window import no_tokens, windowed
 from tests.backends.test_operations import (
     assert_near,
-    cell_arguments,
     inputs_from,
-    layer,
     of_scan,
     results,
     tensors_of,
@@ -156,7 +150,7 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         called.append(x.shape[1])
         return loop(inputs_from(x, dt, dt * A, B, C), initial_states)
 
-    module = ModuleType(mamba_ssm_layer.MODULE)
+    module = ModuleType(mamba_ssm_scan.MODULE)
     module.mamba_chunk_scan_combined = mamba_chunk_scan_combined  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return called
@@ -218,29 +212,40 @@ def window_of_20(scan: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def plain_gate(y: Tensor, *others: Any) -> Tensor:
-    return y.flatten(2)
+def with_rates(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> ScanInputs:
+    """Inputs of a Mamba-2 without an edit."""
+    return ScanInputs(x, dt, Decay(dt, A), B, C)
 
 
-def test_mamba_ssm_computes_layers_without_edits(mamba_ssm: list[int]) -> None:
-    """Outputs, states and the gradients of all weights, also of a layer with another gate."""
-    projected, weights, state = cell_arguments(torch.float32, tokens=20)
-    for changed in (weights, weights._replace(gate=plain_gate)):
-        given, of = layer(projected, changed, state)
-        exact = outcome(of(definition.layer), wide(given))
-        assert_near(outcome(of(mamba_ssm_layer.layer), given), exact, 1e-5)
-    assert mamba_ssm == [20, 20]
+def mamba2_tensors(time: int) -> list[Tensor]:
+    """x, dt, A, B, C and a state."""
+    inputs, state = random_inputs(time)
+    rates = -torch.tensor([1e-3, 0.1, 1.0, 16.0])
+    return [inputs.x, inputs.gain, rates, inputs.B, inputs.C, state]
+
+
+def test_mamba_ssm_computes_recurrences_without_edits(mamba_ssm: list[int]) -> None:
+    """Outputs, states and gradients; other calls are computed without it."""
+    given = mamba2_tensors(20)
+    for keep in (None, torch.tensor([1.0, 0.9, 0.5, 1.0])):
+
+        def run(scan: Any, *given: Tensor, keep: Any = keep) -> Any:
+            inputs = with_rates(*given[:5])
+            inputs = inputs._replace(decay=inputs.decay._replace(keep=keep))
+            return scan(inputs, given[5])
+
+        exact = outcome(partial(run, loop), wide(given))
+        assert_near(outcome(partial(run, mamba_ssm_scan.scan), given), exact, 1e-5)
+    assert mamba_ssm == [20]
 
 
 def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> None:
-    _, weights, _ = cell_arguments(torch.float32, tokens=1)
-
     def call(rows: int) -> None:
         x, dt, B, state = (
             torch.empty(rows, *shape, device="meta")
             for shape in ((3, 80, 64), (3, 80), (3, 1, 128), (80, 64, 128))
         )
-        y, _ = mamba_ssm_layer.recurrence(Parts(x, x, dt, dt[0, 0], B, B, x, weights), state)
+        y, _ = mamba_ssm_scan.scan(with_rates(x, dt, dt[0, 0], B, B), state)
         assert y.shape == x.shape
 
     call(2**31 // (259 * 80 * 128))
@@ -250,16 +255,10 @@ def test_mamba_ssm_never_gets_offsets_beyond_32_bits(mamba_ssm: list[int]) -> No
 
 
 @pytest.mark.usefixtures("fla", "mamba_ssm")
-@pytest.mark.parametrize(
-    "run", [partial(definition.layer, backend="fla"), mamba_ssm_layer.layer], ids=["fla", "ssm"]
-)
-def test_second_derivatives_are_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "refusal", accepts)
-    accepting = [one._replace(refusal=accepts) for one in SCAN.implementations]
-    monkeypatch.setattr(definition, "SCAN", SCAN._replace(implementations=accepting))
-    given, of = layer(*cell_arguments(torch.float32, tokens=20))
-    given = [one.requires_grad_() for one in given]
-    y, *_ = of(run)(*given)
+@pytest.mark.parametrize("run", [fla_scan.scan, mamba_ssm_scan.scan], ids=["fla", "ssm"])
+def test_second_derivatives_are_refused(run: Any) -> None:
+    given = [one.requires_grad_() for one in mamba2_tensors(20)]
+    y, _ = run(with_rates(*given[:5]), given[5])
     with pytest.raises(UserError, match="torch"):
         torch.autograd.grad(y.sum(), given, create_graph=True)
 
@@ -273,7 +272,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         gpu.missing.cache_clear()
         for name, package in (
             ("fla_core", fla_scan.BY_HEAD),
-            ("mamba_ssm", mamba_ssm_layer.MODULE),
+            ("mamba_ssm", mamba_ssm_scan.MODULE),
         ):
             module = ModuleType(package) if name in versions else None
             monkeypatch.setitem(sys.modules, package, module)
@@ -293,21 +292,19 @@ def test_products_have_the_digits_of_float32_by_default(
         if not chosen:
             monkeypatch.delenv("TRITON_F32_DEFAULT")
         packages(fla_core="0.6.0", triton="3.7.1")
-        MAMBA2_LAYER.choose("fla", *on_gpu())
+        SCAN.choose("fla", *on_gpu())
         assert os.environ["TRITON_F32_DEFAULT"] == expected
 
 
-def on_gpu(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Weights, ConvState]:
-    """The arguments of a layer, without memory."""
+def on_gpu(dtype: torch.dtype = torch.float32) -> tuple[ScanInputs, Tensor]:
+    """Inputs and a state without memory."""
     with FakeTensorMode():
-        one = torch.empty(2, 2, 2, 2, device="cuda", dtype=dtype)
-        weights = Weights(one, one, one, one, one, one, groups=1, norm_eps=0, dt_limit=(0, 1))
-        return one, weights, ConvState(one, one)
+        rate, step, one = (torch.empty([2] * n, device="cuda", dtype=dtype) for n in (1, 3, 4))
+        return ScanInputs(one, step, Decay(step, rate), one, one), one
 
 
-def chosen_for(backend: str, given: tuple[Tensor, Weights, ConvState]) -> str | None:
-    chosen = MAMBA2_LAYER.choose(backend, *given)
-    return None if chosen is None else chosen.name
+def chosen_for(backend: str, given: tuple[ScanInputs, Tensor]) -> str:
+    return SCAN.choose(backend, *given).name
 
 
 def test_auto_takes_the_first_library_that_is_installed(packages: Callable[..., None]) -> None:
@@ -315,9 +312,9 @@ def test_auto_takes_the_first_library_that_is_installed(packages: Callable[..., 
     for installed, expected in (
         ({**fla, **mamba}, "fla"),
         (mamba, "mamba_ssm"),
-        ({**fla, "fla_core": "0.5.2"}, None),
-        ({**fla, "triton": "3.6.0"}, None),
-        ({}, None),
+        ({**fla, "fla_core": "0.5.2"}, "torch"),
+        ({**fla, "triton": "3.6.0"}, "torch"),
+        ({}, "torch"),
     ):
         packages(**installed)
         assert chosen_for("auto", on_gpu()) == expected, installed
@@ -327,11 +324,12 @@ def test_auto_takes_the_first_library_that_is_installed(packages: Callable[..., 
 def test_a_named_backend_is_used_or_refused(name: str, packages: Callable[..., None]) -> None:
     packages(fla_core="0.6.0", triton="3.9.0", mamba_ssm="2.3.2.post1")
     assert chosen_for(name, on_gpu(torch.bfloat16)) == name
-    on_cpu = cell_arguments(torch.float32, tokens=3)
+    *tensors, state = mamba2_tensors(3)
+    on_cpu = with_rates(*tensors), state
     for given, reason in ((on_cpu, "NVIDIA"), (on_gpu(torch.float64), "float64")):
         assert chosen_for("auto", given) not in ("fla", "mamba_ssm")
         with pytest.raises(UserError, match=reason):
-            MAMBA2_LAYER.choose(name, *given)
+            SCAN.choose(name, *given)
     packages()
     with pytest.raises(UserError, match="pip install '(fla-core|mamba-ssm)>="):
-        MAMBA2_LAYER.choose(name, *on_gpu())
+        SCAN.choose(name, *on_gpu())

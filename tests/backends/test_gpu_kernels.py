@@ -37,11 +37,11 @@ from tests.backends.test_gpu import by_key, error, outcome, random_inputs, wide,
 from tests.backends.test_operations import inputs_from, of_scan, tensors_of
 from longrnn.ops.delta import definition as delta
 from longrnn.ops.delta import fla as fla_delta
-from longrnn.ops.mamba2_layer import mamba_ssm
-from longrnn.ops.mamba2_layer.definition import Parts
 from longrnn.ops.scan import definition as scan
 from longrnn.ops.scan import fla as fla_scan
-from longrnn.ops.scan.definition import loop
+from longrnn.ops.scan import mamba_ssm
+from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.definition import ScanInputs, loop
 
 found = []
 {calls}
@@ -100,7 +100,7 @@ def exactly(x, dt, A, B, C, state):
     return loop(inputs_from(x, dt, dt * A, B, C), state)
 
 def ours_is(x, dt, A, B, C, state):
-    return mamba_ssm.recurrence(Parts(x, x, dt, A, B, C, x, None), state)
+    return mamba_ssm.scan(ScanInputs(x, dt, Decay(dt, A), B, C), state)
 
 exact, ours = outcome(exactly, wide(given)), outcome(ours_is, given)
 found.append([error(*pair) for pair in zip(ours, exact)])

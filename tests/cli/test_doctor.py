@@ -10,9 +10,9 @@ import torch
 
 from longrnn.cells import MIXERS, Mamba2
 from longrnn.cells.self_test import backends
-from longrnn.ops.mamba2_layer import MAMBA2_LAYER
-from longrnn.ops.mamba2_layer.definition import layer
 from longrnn.ops.operation import accepts
+from longrnn.ops.scan import SCAN
+from longrnn.ops.scan.definition import scan
 from tests.cli.conftest import CLI
 
 
@@ -30,12 +30,12 @@ def test_every_backend_of_this_machine_passes(cli: CLI) -> None:
 
 
 def off(*arguments: Any, **named: Any) -> Any:
-    y, state = layer(*arguments, **named)
-    return y, state._replace(ssm=state.ssm * (1 + 2e-3))
+    y, state = scan(*arguments, **named)
+    return y, state * (1 + 2e-3)
 
 
 def nan(*arguments: Any, **named: Any) -> Any:
-    y, state = layer(*arguments, **named)
+    y, state = scan(*arguments, **named)
     return y * float("nan"), state
 
 
@@ -50,11 +50,9 @@ def test_a_backend_that_fails_is_named(
     """Wrong states, NaN, or kernels that cannot be compiled; the others are tested as before."""
     implementations = [
         one._replace(refusal=accepts, run=cell) if one.name == "fla" else one
-        for one in MAMBA2_LAYER.implementations
+        for one in SCAN.implementations
     ]
-    monkeypatch.setattr(
-        Mamba2, "layer_operation", MAMBA2_LAYER._replace(implementations=implementations)
-    )
+    monkeypatch.setattr(Mamba2, "operation", SCAN._replace(implementations=implementations))
     for name in [name for name in MIXERS if name != "mamba2"]:
         monkeypatch.delitem(MIXERS, name)
     result = cli("doctor")

@@ -23,6 +23,8 @@ from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
 from longrnn.hf.hybrid.shared_cell import SharedCell
+from longrnn.ops.gated_norm import GATED_NORM
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.scan.decays import Decay
 
 
@@ -109,17 +111,23 @@ class SharedMamba2(SharedCell, Mamba2):
         self.dt_limit = float(least), float(largest)
         norm = theirs.norm
         if not hasattr(norm, "weight"):
-            self.gate, self.norm_eps = plain_gate, 0.0
             return
-        if getattr(norm, "norm_before_gate", False):
-            self.gate = norm_before_gate
         self.norm_eps = norm.variance_epsilon
         self.norm_groups = getattr(norm, "n_groups", None) or self.d_inner // norm.group_size
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "norm" and not hasattr(self.layer.norm, "weight"):
-            return self.layer.conv1d  # any weight: `plain_gate` reads none
-        return super().__getattr__(name)
+    def gate(self, y: Tensor, z: Tensor, x: Tensor) -> Tensor:
+        norm, D = self.layer.norm, self.D
+        has_norm = hasattr(norm, "weight")
+        if has_norm and not getattr(norm, "norm_before_gate", False):
+            weight, groups = own_weight(norm), self.norm_groups
+            return GATED_NORM(self.backend, y, z, x, D, weight, self.norm_eps, groups)
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        inner = torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
+        if has_norm:
+            grouped = inner.unflatten(-1, (self.norm_groups, -1))
+            normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.norm_eps)
+            inner = normed.flatten(-2) * own_weight(norm)
+        return (inner * F.silu(z.to(dtype))).to(z.dtype)
 
 
 class SharedGatedDeltaNet(SharedCell, GatedDeltaNet):
@@ -187,29 +195,6 @@ class SharedBailing(SharedKDA):
             return super().decay(inputs, rate)
         bound = torch.full_like(rate, gate.lower_bound)
         return Decay((inputs * rate[:, None]).sigmoid(), bound)
-
-
-def plain_gate(
-    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
-) -> Tensor:
-    """(y + D x) · silu(z), without a norm."""
-    wide = _with_input_term(y, x, D)
-    return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
-
-
-def norm_before_gate(
-    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
-) -> Tensor:
-    """rms_norm(y + D x) · silu(z), normalised per group of channels."""
-    grouped = _with_input_term(y, x, D).unflatten(-1, (groups, -1))
-    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2) * weight
-    return (normed * F.silu(z.to(grouped.dtype))).to(z.dtype)
-
-
-def _with_input_term(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
-    """y + D x, `(b, t, h p)`, in float32 or wider."""
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
 
 
 def _scaled(theirs: Any, x: Tensor) -> Tensor:

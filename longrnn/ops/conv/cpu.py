@@ -78,7 +78,6 @@ class _Conv(torch.autograd.Function):
             for tensor in given
         ]
         grad_x, grad_weight, grad_bias, grad_before = grads
-        assert grad_x is not None
         call(
             "convolution_gradient",
             dtype,
@@ -86,8 +85,6 @@ class _Conv(torch.autograd.Function):
             grad_y=grad_y.to(dtype).contiguous(),
             grad_after=grad_after.to(dtype).contiguous(),
             grad_x=grad_x,
-            grad_x_row=grad_x.stride(0),
-            grad_x_token=grad_x.stride(1),
             grad_before=grad_before,
             grad_weight=grad_weight,
             grad_bias=grad_bias,

@@ -95,7 +95,7 @@ template <class T> struct ChannelBlock {
   }
 
   // One token. Returns y, and writes the new state, which may be in the place of the old one.
-  Vec<T> advance(long token, const T *before, T *after) const {
+  template <bool LIMITED = false> Vec<T> advance(long token, const T *before, T *after) const {
     const Vec<T> u = read(s.x, token) * read(s.gain, token), step = read(s.step, token), keep = log_keep(token);
     const T *B = s.B + keys_at(token), *C = queries(token);
     Vec<T> y{}, squares{};
@@ -105,9 +105,10 @@ template <class T> struct ChannelBlock {
       const Vec<T> now = decay.whole * old + (decay.rest * old + u * B[j]);
       store<T>(after + j * W, now);
       y += now * C[j];
-      squares += now * now;
+      if constexpr (LIMITED) squares += now * now;
     }
-    return s.limit ? y * limited(squares, after) : y;
+    if constexpr (LIMITED) y *= limited(squares, after);
+    return y;
   }
 };
 
@@ -142,7 +143,10 @@ template <class T> int channels(const Channels<T> &s) {
     const ChannelBlock<T> block(s, task / (s.g * blocks), task / blocks % s.g, task % blocks, all_rates.mine());
     T *state = all_states.mine();
     block.read_keys(s.state + block.states_at(), state);
-    for (long token = 0; token < s.t; token++) write_channels<T>(block.outputs(token), block.advance(token, state, state), block.count);
+    for (long token = 0; token < s.t; token++) {
+      const Vec<T> y = s.limit ? block.template advance<true>(token, state, state) : block.advance(token, state, state);
+      write_channels<T>(block.outputs(token), y, block.count);
+    }
     block.write_keys(state, s.final_state + block.states_at());
   }
   return 1;

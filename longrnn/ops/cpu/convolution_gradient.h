@@ -25,7 +25,7 @@ template <class V, int K, class T> void columns_gradient(const ConvolutionGradie
     // The gradient of the input `at` tokens after the first of the row.
     const auto gradient = [&](long at) {
       return at < 0 ? to.grad_before + (row * taps + at + taps) * c + i
-                    : to.grad_x + row * to.grad_x_row + at * to.grad_x_token + i;
+                    : to.grad_x + (row * s.t + at) * c + i;
     };
     for (long begin = 0; begin < s.t; begin += TOKENS) {
       V sums[MAX_TAPS + 1] = {};

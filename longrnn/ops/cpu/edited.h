@@ -3,6 +3,7 @@
 #pragma once
 #include <limits>
 #include "mixed.h"
+#include "parts.h"
 #include "scan.h"
 
 namespace {
@@ -10,30 +11,34 @@ namespace {
 // The weight of a token is 0 below this log decay.
 constexpr double LEAST_LOG = -60;
 
-// Rows of an edit, one number per head each, in the order of `models/token_stack.py`.
-enum Number : long { LARGEST_IGNORED, STEP, LOG_RATE, POWER, LOG_KEEP, ADD, LIMIT };
+// An edit has rows of one number per head, by `Number`.
 
 // The rate A of a head, which is finite because 0 times an infinite rate would be NaN.
-template <class T> T rate(const double *edit, long h, long head, T A_log) {
+inline float edited_rate(const double *edit, long h, long head, float A_log) {
   const double rate = std::exp(double(A_log) * edit[POWER * h + head] + edit[LOG_RATE * h + head]);
-  return -T(std::min(rate, double(std::numeric_limits<T>::max())));
+  return -float(std::min(rate, double(std::numeric_limits<float>::max())));
 }
 
 // The step of a head, which is dt before, and the gain of its input.
-template <class T> void change_step(const double *edit, long h, long head, T &step, T &gain) {
+inline void change_step(const double *edit, long h, long head, float &step, float &gain) {
   const bool ignored = double(step) <= edit[LARGEST_IGNORED * h + head];
-  step = ignored ? T(0) : step * T(edit[STEP * h + head]);
-  gain = step * T(edit[ADD * h + head]);
+  step = ignored ? 0.0f : step * float(edit[STEP * h + head]);
+  gain = step * float(edit[ADD * h + head]);
 }
 
-// `dt` becomes the gain.
-template <class T> void edit_steps(const double *edit, long tokens, long h, const T *A, T *dt, T *log_decay) {
-  for (long token = 0; token < tokens; token++, dt += h, log_decay += h)
-    for (long head = 0; head < h; head++) {
-      T step = dt[head];
-      change_step(edit, h, head, step, dt[head]);
-      log_decay[head] = step * A[head] + T(edit[LOG_KEEP * h + head]);
-    }
+// The convolution of the input of one token per row, `step` apart. It writes the next state.
+inline void convolve_token(const States<float> &states, const Mixed &conv_weight, const Mixed &conv_bias, long rows,
+                           long c, long k, const float *x, long step, float *y) {
+  const Wide<float> before(states.conv, rows * (k - 1) * c), weight(conv_weight, c * k), bias(conv_bias, c);
+  Buffer<float> taps(k * c);
+  Narrowed<float> after(states.conv_after, rows * (k - 1) * c);
+  for (long i = 0; i < c; i++)
+    for (long tap = 0; tap < k; tap++) taps[tap * c + i] = weight[i * k + tap];
+  Convolution<float> s{};
+  s.b = rows, s.t = 1, s.c = c, s.k = k;
+  s.x = x, s.x_row = s.x_token = step;
+  s.before = before, s.weight = taps, s.bias = bias, s.y = y, s.after = after;
+  convolution<float>(s);
 }
 
 // to += factor from

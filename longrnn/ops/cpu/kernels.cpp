@@ -6,8 +6,8 @@
 // - One translation unit: the headers, one per topic, have internal linkage, so that two libraries in
 //   one process cannot use each other's functions.
 
-#include "cell_gradient.h"
 #include "channels.h"
+#include "convolution_gradient.h"
 #include "delta.h"
 #include "key_gradient.h"
 #include "layers.h"

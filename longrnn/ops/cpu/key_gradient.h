@@ -135,12 +135,12 @@ void channels_of_token(long n, const KeyToken<T> &token, const KeyDecays<T> &d, 
 
 template <class T, bool DELTA>
 void KeySegment<T, DELTA>::token_gradient(long i, long first, long channels) const {
-  const long p = s.of.p, n = s.of.n, size = channels * n, t = start + i;
+  const long p = s.of.p, n = s.of.n, size = channels * n;
   const KeyToken<T> of = token(i);
   const KeyDecays<T> &d = w.decays[i];
   const T *g = s.grad_y + of.at * p + first, *missing = w.missing + i * PART_CHANNELS;
   const T *before = w.states + i * size, *after = before + size;
-  T *grad_x = s.grad_x + row * s.grad_x_row + t * s.grad_x_token + head * p + first;
+  T *grad_x = s.grad_x + of.at * p + first;
   T *grad_B = s.grad_B + of.at * n, *grad_C = s.grad_C + of.at * n;
   std::fill(w.erased.data, w.erased + n, T(0));
   std::fill(w.kept.data, w.kept + n, T(0));

@@ -1,7 +1,8 @@
 // One token of all residual layers, x + out_proj(cell(in_proj(norm(x)))) one after another, in one call.
 
 #pragma once
-#include "selective.h"
+#include "mamba.h"
+#include "mamba2.h"
 
 namespace {
 
@@ -11,18 +12,6 @@ inline void rms_norm(const float *x, const float *weight, long rows, long d, flo
     const float scale = 1 / std::sqrt(dot<float>(x, x, d) / float(d) + eps);
     for (long i = 0; i < d; i++) to[i] = x[i] * scale * weight[i];
   }
-}
-
-// What is between the projections of a Mamba-2, for one token per row.
-inline long inner_of(const CellCall<float> &s) { return s.h * s.p; }
-inline long width_of(const CellCall<float> &s) { return 2 * inner_of(s) + 2 * s.g * s.n + s.h; }
-inline void between(CellCall<float> s, const States<float> &states, long rows, float *projected, float *y) {
-  s.b = rows;
-  s.projected = {projected, 0};
-  s.y = {y, 0};
-  s.state = states.state, s.state_after = states.state_after;
-  s.conv = states.conv, s.conv_after = states.conv_after;
-  cell<float>(s, &states.window);
 }
 
 template <class L>
@@ -45,7 +34,7 @@ template <class L> int all_layers(const Stack &s) {
   for (long i = 0; i < s.count; i++) layer(all[i], states[i], s.rows, i ? s.x_after : s.x, s.x_after);
   return 1;
 }
-int layers(const Stack &s) { return all_layers<Layer<float>>(s); }
-int selective_layers(const Stack &s) { return all_layers<SelectiveLayer<float>>(s); }
+int mamba2_layers(const Stack &s) { return all_layers<Mamba2Layer<float>>(s); }
+int mamba_layers(const Stack &s) { return all_layers<MambaLayer<float>>(s); }
 
 }  // namespace

@@ -120,10 +120,10 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   }
   product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.grad_u, pp, true, UPPER_A);
   for (long i = 0; i < q; i++) {
-    T *to = s.grad_x + row * s.grad_x_row + (start + i) * s.grad_x_token + head * p;
+    T *to = s.grad_x + (at + i * of.h) * p;
     const T *grad_u = w.grad_u + i * pp, gain = gains[i * of.h];
     s.grad_gain[at + i * of.h] = dot<T>(x + i * of.x_token, grad_u, p);
-    for (long j = 0; j < p; j++) to[j] = (s.adds_x ? to[j] : T(0)) + grad_u[j] * gain;
+    for (long j = 0; j < p; j++) to[j] = grad_u[j] * gain;
   }
   sum = 0;
   for (long j = 0; j < n; j++) sum += dot<T>(before + j * pp, after + j * pp, pp);
@@ -223,20 +223,18 @@ template <class T> int scan_gradient(const ScanGradient<T> &s) {
     for (long task = 0; task < of.b * of.g * parts; task++) {
       const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;
       const long first = group * r + part * each, last = std::min(group * r + r, first + each);
-      const long at = part ? row * of.t * of.g * of.n : row * s.grad_bc_row, step = part ? of.g * of.n : s.grad_bc_token;
-      T *grad_B = (part ? more + 2 * (part - 1) * all : s.grad_B) + at + group * of.n;
-      T *grad_C = (part ? more + (2 * part - 1) * all : s.grad_C) + at + group * of.n;
+      const long step = of.g * of.n, at = row * of.t * step + group * of.n;
+      T *grad_B = (part ? more + 2 * (part - 1) * all : s.grad_B) + at;
+      T *grad_C = (part ? more + (2 * part - 1) * all : s.grad_C) + at;
       gradient_of_heads<T>(s, w, row, group, first, last, states.mine(), after.mine(), grad_B, grad_C, step);
     }
     if (parts > 1) {
 #pragma omp for schedule(static)
-      for (long token = 0; token < of.b * of.t; token++)
-        for (long part = 0; part < parts - 1; part++)
-          for (long j = 0; j < of.g * of.n; j++) {
-            const long to = token / of.t * s.grad_bc_row + token % of.t * s.grad_bc_token + j;
-            s.grad_B[to] += more[2 * part * all + token * of.g * of.n + j];
-            s.grad_C[to] += more[(2 * part + 1) * all + token * of.g * of.n + j];
-          }
+      for (long i = 0; i < all; i++)
+        for (long part = 0; part < parts - 1; part++) {
+          s.grad_B[i] += more[2 * part * all + i];
+          s.grad_C[i] += more[(2 * part + 1) * all + i];
+        }
     }
   }
   return 1;

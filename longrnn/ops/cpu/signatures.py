@@ -7,6 +7,7 @@ file, before torch is installed. `longrnn.ops.cpu.library` packs arguments by it
 from __future__ import annotations
 
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -25,8 +26,7 @@ STRUCTS = {
         in state?; out y?; long y_token; out final_state?; doubles limit?
     """,
     "ScanGradient": """
-        Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
-        out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
+        Scan of; in grad_y grad_final; out grad_x grad_gain grad_log_decay grad_B grad_C grad_state
     """,
     "Channels": """
         long b t h g n keep_token; in x gain step rate log_keep B C state; out y? final_state?;
@@ -39,37 +39,30 @@ STRUCTS = {
     """,
     "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y? after?",
     "ConvolutionGradient": """
-        Convolution of; in grad_y grad_after?; out grad_x; long grad_x_row grad_x_token;
-        out grad_before grad_weight grad_bias?
+        Convolution of; in grad_y grad_after?; out grad_x grad_before grad_weight grad_bias?
     """,
     "Gate": """
         long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
     """,
-    "CellCall": """
-        long b? t h p g n k; real norm_eps dt_least dt_largest; in state?; out state_after?;
-        mixed projected? conv_weight conv_bias dt_bias A_log D norm_weight conv? conv_after? y?;
-        out scanned?; doubles edit?
-    """,
     "Window": """
         long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? log_decay?
-    """,
-    "CellGradient": """
-        CellCall of; in grad_y grad_conv_after grad_state_after;
-        out grad_projected grad_conv_weight grad_conv_bias grad_dt_bias grad_A_log grad_D
-            grad_norm_weight grad_conv grad_state work
     """,
     "Stepwise": """
         long cell b t d; in projected weight bias h memory; out y h_after memory_after;
         double keep add limit
     """,
     "FewRows": "long rows m k; mixed weight; floats x y",
-    "Selective": """
+    "Mamba": """
         long h n k rank; real select_eps;
         mixed conv_weight conv_bias x_weight dt_weight dt_bias A_log D; doubles edit?
     """,
+    "Mamba2": """
+        long h p g n k; real norm_eps dt_least dt_largest;
+        mixed conv_weight conv_bias dt_bias A_log D norm_weight; doubles edit?
+    """,
     "Block": "long d; real eps; mixed norm in_weight in_bias out_weight out_bias",
-    "Layer": "CellCall of; Block block",
-    "SelectiveLayer": "Selective of; Block block",
+    "MambaLayer": "Mamba of; Block block",
+    "Mamba2Layer": "Mamba2 of; Block block",
     "States": "mixed conv conv_after; in state; out state_after?; Window window",
     "Stack": "long count rows; data layers states; mixed x x_after",
 }
@@ -91,12 +84,22 @@ KERNELS = {
     "convolution": "Convolution",
     "convolution_gradient": "ConvolutionGradient",
     "gated_norm": "Gate",
-    "cell": "CellCall",
-    "cell_gradient": "CellGradient",
     "stepwise": "Stepwise",
     "few_rows": "FewRows",
-    "layers": "Stack",
-    "selective_layers": "Stack",
+    "mamba_layers": "Stack",
+    "mamba2_layers": "Stack",
+}
+
+# Rows of an edit of a stack of layers, one number per head each: what changes nothing by name.
+NUMBERS = {
+    "largest_ignored": -1.0,
+    "step": 1.0,
+    "log_rate": 0.0,
+    "power": 1.0,
+    "log_keep": 0.0,
+    "add": 1.0,
+    "limit": inf,
+    "bias": 0.0,
 }
 
 C_TYPES = {
@@ -131,6 +134,7 @@ def header() -> str:
     lines = ["// Written by signatures.py.", "#pragma once", "", "namespace {", ""]
     lines += ["// A tensor in the dtype of the state, or in bfloat16.", "struct Mixed {"]
     lines += ["  void *data;", "  long is_bfloat16;", "};", ""]
+    lines += [f"enum Number : long {{ {', '.join(map(str.upper, NUMBERS))} }};", ""]
     lines += [f"constexpr long MAX_TAPS = {MAX_TAPS}, FEW_ROWS = {FEW_ROWS};", ""]
     for name in STRUCTS:
         lines += ["template <class T>"] if is_typed(name) else []

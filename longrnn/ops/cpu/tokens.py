@@ -116,8 +116,8 @@ class PackedLayer(NamedTuple):
     """x + out_proj(cell(in_proj(rms_norm(x)))), for `layers`.
 
     Attributes:
-        content: the `Layer` or `SelectiveLayer` of `signatures`, with the addresses of its tensors.
-        edit: `(7, h)` float64, numbers per head in the order of `edited.h`; None for no edit.
+        content: a layer of `signatures`, with the addresses of its tensors.
+        edit: `(k, h)` float64, the rows of `NUMBERS`; None for no edit.
         window: its tokens; None for no window.
         heads: the heads that have a window, int64.
         groups: how many B the window remembers per token.

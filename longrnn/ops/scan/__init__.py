@@ -3,13 +3,15 @@
 from functools import partial
 
 from longrnn.ops.operation import Implementation, Operation, accepts
-from longrnn.ops.scan import cpu, definition, fla, limit, window
+from longrnn.ops.scan import cpu, definition, fla, limit, mamba_ssm, window
 
 SCAN = Operation(
     "the recurrence",
     [
         Implementation("cpu", cpu.refusal, cpu.scan),
         Implementation("fla", fla.refusal, fla.scan, tolerance=1e-3),
+        # After fla, which is more exact.
+        Implementation("mamba_ssm", mamba_ssm.refusal, mamba_ssm.scan, tolerance=1e-2),
         Implementation("torch", accepts, definition.scan),
     ],
     Operation(

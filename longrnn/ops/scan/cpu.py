@@ -168,17 +168,11 @@ class _Recurrence(torch.autograd.Function):
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
         grads = {name: tensor.new_zeros(tensor.shape) for name, tensor in _read(inputs).items()}
         grad_state = state.new_empty(state.shape)
-        (x_row, x_token), (bc_row, bc_token) = grads["x"].stride()[:2], grads["B"].stride()[:2]
         call(
             f"{ctx.kernel}_gradient",
             dtype,
             **scan_fields(inputs, before),
             **{f"grad_{name}": grad for name, grad in grads.items()},
-            adds_x=0,
-            grad_x_row=x_row,
-            grad_x_token=x_token,
-            grad_bc_row=bc_row,
-            grad_bc_token=bc_token,
             grad_y=grad_y.to(dtype).contiguous(),
             grad_final=None if grad_final is None else grad_final.contiguous(),
             grad_state=grad_state,

@@ -1,14 +1,14 @@
 // What is between the projections of a Mamba-1, for one token per row; see `longrnn/cells/mamba.py`.
 
 #pragma once
-#include "cell.h"
 #include "channels.h"
+#include "edited.h"
 #include "few_rows.h"
 
 namespace {
 
-inline long inner_of(const Selective<float> &s) { return s.h; }
-inline long width_of(const Selective<float> &s) { return 2 * s.h; }
+inline long inner_of(const Mamba<float> &s) { return s.h; }
+inline long width_of(const Mamba<float> &s) { return 2 * s.h; }
 
 // Writes n numbers, divided by their root mean square unless `eps` is negative.
 inline void copy_unit(const float *from, long n, float eps, float *to) {
@@ -17,7 +17,7 @@ inline void copy_unit(const float *from, long n, float eps, float *to) {
 }
 
 // −exp(A_log), or that of an edit, which is finite because 0 times an infinite rate would be NaN.
-inline void rates_of(const Selective<float> &s, const float *A_log, int threads, float *rates) {
+inline void rates_of(const Mamba<float> &s, const float *A_log, int threads, float *rates) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long head = 0; head < s.h; head++) {
     const float power = s.edit ? float(s.edit[POWER * s.h + head]) : 1.0f;
@@ -30,18 +30,13 @@ inline void rates_of(const Selective<float> &s, const float *A_log, int threads,
   }
 }
 
-inline void between(const Selective<float> &s, const States<float> &states, long rows, float *projected, float *y) {
+inline void between(const Mamba<float> &s, const States<float> &states, long rows, float *projected, float *y) {
   const long h = s.h, n = s.n, selected = s.rank + 2 * n;
   const int threads = threads_for(16.0 * h * n);
-  const Wide<float> conv(states.conv, rows * (s.k - 1) * h), weight(s.conv_weight, h * s.k), bias(s.conv_bias, h),
-      A_log(s.A_log, h * n), D(s.D, h);
-  Buffer<float> taps(s.k * h), x(rows * h), parts(rows * selected), delta(rows * s.rank), B(rows * n), C(rows * n),
-      gain(rows * h), step(rows * h), rates(h * n), log_keep(h);
-  Narrowed<float> conv_after(states.conv_after, rows * (s.k - 1) * h);
-  transpose<float>(weight, h, s.k, taps);
-  const Convolution<float> convolution{rows, 1, h, s.k, projected, 2 * h, 2 * h, conv, taps, bias, x, conv_after};
-  convolve<float>(convolution, 1);
-  keep_inputs<float>(convolution);
+  const Wide<float> A_log(s.A_log, h * n), D(s.D, h);
+  Buffer<float> x(rows * h), parts(rows * selected), delta(rows * s.rank), B(rows * n), C(rows * n), gain(rows * h),
+      step(rows * h), rates(h * n), log_keep(h);
+  convolve_token(states, s.conv_weight, s.conv_bias, rows, h, s.k, projected, 2 * h, x);
 
   project(s.x_weight, {}, rows, selected, h, x, parts);
   for (long row = 0; row < rows; row++) {
@@ -52,12 +47,13 @@ inline void between(const Selective<float> &s, const States<float> &states, long
   }
   project(s.dt_weight, s.dt_bias, rows, h, s.rank, delta, step);
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (long i = 0; i < rows * h; i++) step[i] = softplus(step[i]), gain[i] = step[i];
-  rates_of(s, A_log, threads, rates);
-  if (s.edit) {
-    for (long i = 0; i < rows * h; i++) change_step<float>(s.edit, h, i % h, step[i], gain[i]);
-    for (long head = 0; head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
+  for (long i = 0; i < rows * h; i++) {
+    step[i] = softplus(step[i] + (s.edit ? float(s.edit[BIAS * h + i % h]) : 0.0f));
+    gain[i] = step[i];
+    if (s.edit) change_step(s.edit, h, i % h, step[i], gain[i]);
   }
+  rates_of(s, A_log, threads, rates);
+  for (long head = 0; s.edit && head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
   Channels<float> token{};
   token.b = rows, token.t = 1, token.h = h, token.g = 1, token.n = n;
   token.x = x, token.gain = gain, token.step = step, token.rate = rates, token.B = B, token.C = C;
