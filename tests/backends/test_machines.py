@@ -53,14 +53,13 @@ def test_instruction_sets_and_threads(
     """With gradients and without; rows and heads cannot be divided evenly among threads."""
     model, tokens = build_mitigated(specs, mixer, dtype=dtype, d_model=64), random_tokens(7, 150)
     found = []
-    for capability in library.CAPABILITIES:
+    for number, capability in enumerate(library.CAPABILITIES):
         load(capability)
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            with torch.no_grad():
-                logits, _ = read(model, tokens, None, [147, 1, 1, 1])
-            found.append(outcome(model, tokens, model.init_state(7), [147, 3]) | {"read": logits})
-            assert_same(found[-1], found[0], dtype)
+        torch.set_num_threads(1 + 2 * (number % 2))
+        with torch.no_grad():
+            logits, _ = read(model, tokens, None, [147, 1, 1, 1])
+        found.append(outcome(model, tokens, model.init_state(7), [147, 3]) | {"read": logits})
+        assert_same(found[-1], found[0], dtype)
 
 
 PREFILL = """
