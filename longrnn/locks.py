@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from longrnn.errors import UserError
+from longrnn.files import naming
 
 # Characters of a command line that an error message shows.
 LONGEST_COMMAND = 160
@@ -76,9 +77,10 @@ def locked(
         ) from error
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
     owner = f"process {os.getpid()} on {socket.gethostname()}: {command}"
-    path.write_text(owner, encoding="utf-8", errors="backslashreplace")
     _held.add(path)
     try:
+        with naming(path):
+            path.write_text(owner, encoding="utf-8", errors="backslashreplace")
         yield
     finally:
         _held.remove(path)

@@ -84,6 +84,11 @@ class Output(Options):
         file: str = "",
     ) -> Path:
         """Return the folder or a file, by default in `results_folder`, locked until the end."""
+        if not file:  # what cannot be drawn is refused before anything is measured
+            from longrnn.reporting.figures import default_settings
+
+            with default_settings():
+                pass
         place = self.output or results_folder(command, names, variant) / file
         return lock_output(place, "file" if file else "folder")
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,11 +87,13 @@ class HFTokenizer:
 
     def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
         try:
-            return self.tokenizer(list(texts), add_special_tokens=False, **options)
+            with _panics_as_errors():
+                return self.tokenizer(list(texts), add_special_tokens=False, **options)
         except Exception as error:  # the tokenizers library raises bare Exception
             text = "".join(texts)
             if self._backend.normalizer is not None:
-                text = self._backend.normalizer.normalize_str(text)
+                with suppress(ValueError), _panics_as_errors():
+                    text = self._backend.normalizer.normalize_str(text)
             unknown = "".join(sorted(set(text) - self._backend.get_vocab().keys()))[:20]
             raise UserError(
                 f"the tokenizer cannot encode a text ({one_line(error)}), perhaps because of "
@@ -152,6 +154,17 @@ class HFTokenizer:
         parts = [whole[name] for name in names]
         parts += [self._around, self.bos_id] if self._around else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Within this context a panic of the tokenizers library, a BaseException, is a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizers library fails: {one_line(error)}") from error
 
 
 def byte_level() -> HFTokenizer:
@@ -253,14 +266,16 @@ def _read(path: Path, options: Mapping[str, Any]) -> HFTokenizer:
         options = {**options, "gguf_file": file.name}
     try:
         if file.is_file() and not has_settings:
-            return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
+            with _panics_as_errors():
+                return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **options))
         # transformers warns of a model type that it does not know, and would read nothing else.
         config = read_config(folder) if (folder / "config.json").is_file() else {}
         if config.get("model_type") == "longrnn":
             options = {**options, "config": PreTrainedConfig()}
-        return HFTokenizer(
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
-        )
+        with _panics_as_errors():
+            return HFTokenizer(
+                AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+            )
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(
             f"{path} is not a tokenizer ({one_line(error)}): download it again"

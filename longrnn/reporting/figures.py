@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
@@ -62,8 +64,18 @@ class Panel(NamedTuple):
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """Draw with the settings of matplotlib itself within this context."""
-    from matplotlib import rc_context, rcdefaults
+    """Draw with the settings of matplotlib itself within this context.
+
+    Raises:
+        UserError: the environment is such that matplotlib cannot be imported.
+    """
+    try:
+        from matplotlib import font_manager, rc_context, rcdefaults  # noqa: F401 (needs a cache)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"pictures cannot be drawn ({one_line(error)}): set MPLBACKEND=agg, and MPLCONFIGDIR "
+            "to a folder that can be written"
+        ) from error
 
     with rc_context():
         rcdefaults()

@@ -49,6 +49,14 @@ def test_a_full_disk_while_evaluating(cli: CLI, models: Path, tmp_path: Path) ->
     ]
 
 
+def test_a_disk_without_a_byte_leaves_nothing(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """The error names the file that could not be written."""
+    with small_files(0):
+        result = cli("eval", "passkey", models / "text", "--lengths", "160", "--output", "out")
+    assert_refused(result, "File too large", str(tmp_path / ".out.lock"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_name_that_is_too_long_for_a_folder(cli: CLI, tmp_path: Path) -> None:
     """It is one sentence, without a traceback of the search for what to continue."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
+from tests.refusals import naming
 from tests.texts import trained_bpe
 
 TEXT = "The passkey is 12345. Remember it. <s> naïve  \n"
@@ -157,3 +159,16 @@ def test_what_has_no_template() -> None:
     refusing = "{% generation %}{{ raise_exception('roles must alternate') }}{% endgeneration %}"
     with pytest.raises(ValueError, match="refuses it, roles must alternate"):
         chat_tokenizer(refusing).encode_chat(MESSAGES)
+
+
+def test_a_regular_expression_that_panics_is_one_sentence(tmp_path: Path) -> None:
+    """It takes too many steps on a text."""
+    byte_level().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    content["pre_tokenizer"] = split | {"invert": False}
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=naming("cannot encode")):
+        tokenizer.encode("x" * 40)
