@@ -101,6 +101,9 @@ def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -
         reason = f"it is unknown; {nearest(path[-1], names.values())}"
     elif first["type"] == "missing":
         reason = "it is missing; give it"
+    elif first["type"] == "too_short":
+        least = first.get("ctx", {})["min_length"]
+        reason = f"it needs at least {least} value; give more, or leave it out"
     else:
         wanted = first["msg"].removeprefix("Input ").replace("should be", "it must be")
         shown = f", not {first['input']!r}" if not isinstance(first["input"], dict | list) else ""

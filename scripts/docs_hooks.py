@@ -41,9 +41,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     The options of a training run are put where docs/train.md marks it.
     """
     if OPTIONS in markdown:
-        from longrnn.training.config import help_config
+        from longrnn.training.config import config_keys
 
-        markdown = markdown.replace(OPTIONS, help_config())
+        lines = ["| key | default | meaning |", "| --- | --- | --- |"]
+        for key, default, meaning in config_keys():
+            cells = (f"`{key}`", f"`{default}`", meaning.replace("|", "\\|"))
+            lines.append(f"| {' | '.join(cells)} |")
+        markdown = markdown.replace(OPTIONS, "\n".join(lines) + "\n")
     source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
     if source is None:
         source = f"docs/{page.file.src_uri}"

@@ -7,7 +7,10 @@ ones.
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,6 +38,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Pictures, most of the time of a short command, are drawn where a marker says so."""
     is_drawn = item.get_closest_marker("pictures") is not None
     Figure.savefig = DRAW if is_drawn else not_drawn  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Every test ends with the variables of the environment that it began with."""
+    with patch.dict(os.environ):
+        yield
 
 
 def pytest_collection_finish() -> None:

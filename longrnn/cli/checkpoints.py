@@ -159,6 +159,12 @@ def generate(model: Model, sampling: Sampling) -> None:
 
     Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
     """
+    prompt, file = sampling.prompt, sampling.prompt_file
+    if (prompt is None) == (file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if "" in sampling.stops:
+        raise UserError("--stop is an empty text: leave it out, or give at least one character")
+
     import torch
 
     from longrnn.files import read_text
@@ -168,11 +174,6 @@ def generate(model: Model, sampling: Sampling) -> None:
     from longrnn.models.generate import generate as continue_text
     from longrnn.seeds import seeded
 
-    prompt, file = sampling.prompt, sampling.prompt_file
-    if (prompt is None) == (file is None):
-        raise UserError("give either --prompt or --prompt-file")
-    if "" in sampling.stops:
-        raise UserError("--stop is an empty text: leave it out, or give at least one character")
     text = prompt if file is None else read_text(file)[0]
     target = pick_device(model.device)
     opened = open_checkpoint(model.under(model.checkpoint), device=target)

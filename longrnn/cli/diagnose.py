@@ -80,7 +80,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     Example: longrnn diagnose gradients reverse_small 'reverse_small model.mixer.init=orthogonal'
     """
     from longrnn.data import TASKS
-    from longrnn.diagnostics.gradients import measure
+    from longrnn.diagnostics.gradients import measure, steps_of
     from longrnn.progress import Progress
     from longrnn.reporting.training import GRADIENT_COLUMNS, table, write_gradients
 
@@ -93,11 +93,12 @@ def gradients(gradients: Gradients, output: Output) -> None:
     if spec is None:
         raise UserError(f"the training task of {first} is not known: give --text")
     rows = []
-    with Progress("gradients", len(models), unit="models") as progress:
+    total = sum(steps_of(model) for _, model, _, _ in models)
+    with Progress("gradients", total, unit="steps") as progress:
         for name, model, tokenizer, _ in models:
             task = TASKS.build(spec, tokenizer)
-            rows += [{"model": name, **row} for row in measure(model, task, gradients.length)]
-            progress.advance(1, 1, name)
+            records = measure(model, task, gradients.length, progress=progress)
+            rows += [{"model": name, **row} for row in records]
     about = {
         "models": {name: model.fingerprint() for name, model, _, _ in models},
         "task": str(spec),

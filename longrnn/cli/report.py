@@ -45,7 +45,7 @@ def report(report: Report, output: Output) -> None:
     lines = [] if report.baseline is None else differences(runs, report.baseline)
     folder = output.folder("training", [str(run) for run in report.runs])
     files = write_report(runs, folder)
-    say(summary(runs), *lines, *files)
+    say(*summary(runs), *lines, *files)
 
 
 def differences(runs: Sequence[Run], baseline: str) -> list[str]:

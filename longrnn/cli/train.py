@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from textwrap import fill, indent
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
@@ -64,11 +65,12 @@ def train(training: Training) -> None:
 
     Example: longrnn train passkey_tiny_short max_steps=500 output_dir=runs/try
     """
-    from longrnn.training.config import configured, help_config
+    from longrnn.training.config import config_keys, configured
     from longrnn.training.train import resumed
 
     if training.help_config:
-        say(help_config())
+        for key, default, meaning in config_keys():
+            say(f"{key} = {default}", indent(fill(meaning, 92), "    "))
         return
     if training.grid and (training.resume is not None or training.dry_run):
         raise UserError(

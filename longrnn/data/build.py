@@ -53,7 +53,9 @@ def corpus_of(
     if not listed:
         raise UserError("data is an empty list: give a file, a folder, a dataset or a corpus")
     folder = Path(os.path.expanduser(listed[0]))
+    remedy = stream.CORPUS_REMEDY
     if len(listed) > 1 or not os.path.isfile(folder / stream.HEADER):
+        remedy = "remove this folder of the cache, and the next run makes it again"
         reading = Reading(instruct=instruct)
         cache = Path(os.environ.get("LONGRNN_CACHE") or os.path.expanduser("~/.cache/longrnn"))
         name = f"{folder.name}-{_identity(sources(listed), reading, tokenizer)[:16]}"
@@ -61,7 +63,7 @@ def corpus_of(
         if not (folder / stream.HEADER).is_file():
             # Runs that start at the same time wait for the first one to build it.
             build(listed, tokenizer, folder, reading=reading, quiet=True, wait=True)
-    corpus = stream.Corpus(folder, part)
+    corpus = stream.Corpus(folder, part, remedy)
     header, has_answers = corpus.header, corpus.scored is not None
     if (header.fingerprint, has_answers) != (tokenizer.fingerprint(), instruct):
         raise UserError(

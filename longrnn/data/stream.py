@@ -80,6 +80,7 @@ class Corpus:
     Args:
         folder: a folder that `longrnn data build` wrote.
         part: `all`, `training` or `held_out`.
+        remedy: what to do about a damaged folder.
 
     Attributes:
         header: see `Header`; it describes all documents.
@@ -93,8 +94,9 @@ class Corpus:
         UserError: the folder is missing or damaged, or it has too few documents.
     """
 
-    def __init__(self, folder: Path, part: Part = "all") -> None:
-        refuse_damage(folder, CORPUS_REMEDY)
+    def __init__(self, folder: Path, part: Part = "all", remedy: str = CORPUS_REMEDY) -> None:
+        refuse_damage(folder, remedy)
+        self.remedy = remedy
         self.folder, self.part, self.header = folder, part, read_header(folder)
         digests = read_json(folder / CHECKSUMS)
         digests.pop(HEADER, None)
@@ -110,7 +112,7 @@ class Corpus:
         if not ascends or not is_scored or self.tokens.max() >= header.vocab_size:
             raise UserError(
                 f"{folder} is damaged (its tokens, documents or answers are not those that its "
-                f"{HEADER} counts): {CORPUS_REMEDY}"
+                f"{HEADER} counts): {remedy}"
             )
         spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
         self.spans = spans if part == "all" else _divided(spans, part, not has_answers)
@@ -131,7 +133,7 @@ class Corpus:
             if not count or size != whole:
                 raise UserError(
                     f"{self.folder / name} is damaged (it has {size:,} bytes, and {whole:,} were "
-                    f"written): {CORPUS_REMEDY}"
+                    f"written): {self.remedy}"
                 )
             return np.memmap(file, dtype, mode="r")  # type: ignore[arg-type]
 

@@ -42,9 +42,12 @@ from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
 from longrnn.training.repeat import can_repeat
+from longrnn.units import format_length
 
 # Segments of a document with a key whose segments are repeated in closed form.
 REPEATED_SEGMENTS = 8
+# Tokens of a segment, of which a step holds the activations, if the training length is not longer.
+LONGEST_SEGMENT = 16384
 # By layer, `(h, 1)` or `(h, k)`; None where a cell lacks the weight.
 Additions = list[Tensor | None]
 
@@ -93,6 +96,12 @@ class TimeScaleFit:
         objective, context = Objective(trained), Context(trained.init_state)
         starts = [Carry(context), Carry(context)]
         length = max(job.train_length, math.ceil(job.target_length / self.steps))
+        if length > max(job.train_length, LONGEST_SEGMENT):
+            raise UserError(
+                f"{self.steps} steps towards {format_length(job.target_length)} tokens would hold "
+                f"segments of {length:,} tokens with their gradients: give "
+                f"fit(steps={math.ceil(job.target_length / LONGEST_SEGMENT)}) or more"
+            )
         text = _stretches(job, self.rows)
         task = _keyed_task(job, length, self.steps) if self.keys else None
         with (

@@ -25,6 +25,7 @@ from longrnn.cells.observe import watch
 from longrnn.data import Batch, Task
 from longrnn.models import TrainableLM
 from longrnn.models.finite import refuse_nonfinite
+from longrnn.progress import Progress
 from longrnn.state import PyTree, leaves, tree_map
 
 # Number of sequences.
@@ -39,7 +40,14 @@ DENSE, EIGEN_TOLERANCE = 1024, 1e-8
 Record = dict[str, Any]
 
 
-def measure(model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCES) -> list[Record]:
+def measure(
+    model: TrainableLM,
+    task: Task,
+    length: int,
+    *,
+    rows: int = SEQUENCES,
+    progress: Progress | None = None,
+) -> list[Record]:
     """Measure the gradients of a model on a task.
 
     Args:
@@ -47,6 +55,7 @@ def measure(model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCE
         task: the source of sequences.
         length: of the task.
         rows: number of sequences.
+        progress: counts `steps_of(model)`.
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
@@ -72,11 +81,15 @@ def measure(model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCE
 
     with watch(wide.cells, keep):
         norms, weights = through_time(wide, tokens, targets)
+    progress = progress or Progress("", None, unit="steps", quiet=True)
+    progress.advance(1, 1)
     places = np.unique(np.linspace(0, len(calls[0]) - 1, READINGS).round().astype(int))
-    spectra = [
-        [spectrum(jacobian(cell, *inputs[place])) for place in places]
-        for cell, inputs in zip(wide.cells, calls, strict=True)
-    ]
+    spectra: list[list[tuple[float, float]]] = [[] for _ in wide.cells]
+    for of_cell, cell, inputs in zip(spectra, wide.cells, calls, strict=True):
+        for place in places:
+            of_cell.append(spectrum(jacobian(cell, *inputs[place])))
+            progress.advance(1, 1)
+        progress.advance(READINGS - len(places), 0)
     sizes = [gradient.abs().log10().clamp(LOWEST, HIGHEST) for gradient in weights]
     width = (HIGHEST - LOWEST) / BINS
     bins = [LOWEST + width * (place + 0.5) for place in range(BINS)]
@@ -92,6 +105,11 @@ def measure(model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCE
         }
         for layer, (values, entries, pairs) in enumerate(zip(norms, sizes, spectra, strict=True))
     ]
+
+
+def steps_of(model: TrainableLM) -> int:
+    """Return the steps of `measure`: the gradients through time, and one spectrum after another."""
+    return 1 + READINGS * len(model.cells)
 
 
 def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:

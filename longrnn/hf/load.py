@@ -45,6 +45,9 @@ DAMAGED = (
     "it is incomplete, damaged or not what its config.json says; copy it again, pickles as "
     "safetensors"
 )
+DAMAGED_GGUF = (
+    "it is incomplete, damaged or of an architecture that transformers does not read; copy it again"
+)
 
 
 def load(
@@ -104,7 +107,7 @@ def load(
                 raise
             raise UserError(f"{folder} cannot be loaded: {error}") from error
         except Exception as error:  # damaged files raise errors of many kinds
-            remedy = DAMAGED
+            remedy = DAMAGED_GGUF if folder.suffix == names.GGUF else DAMAGED
             if isinstance(error, ImportError | PermissionError) or is_out_of_memory(error):
                 remedy = "install or permit what is missing, or use a machine with more memory"
             cause = shorten(one_line(error), 160, placeholder=" …")

@@ -75,6 +75,7 @@ def refusal(tensors: Iterable[Tensor | None], module: str, *packages: str) -> st
             return "it computes in float32, and its tensors are float64"
     if is_transformed():
         return "torch transforms or records its operations"
+    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
     return missing(module, *packages)
 
 
@@ -88,7 +89,6 @@ def missing(module: str, *packages: str) -> str | None:
     """
     from packaging.requirements import Requirement  # no CPU needs it
 
-    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
     try:
         for package in map(Requirement, packages):
             if (installed := version(package.name)) not in package.specifier:

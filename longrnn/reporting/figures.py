@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from textwrap import fill
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 
@@ -77,8 +78,10 @@ def default_settings() -> Iterator[None]:
             "to a folder that can be written"
         ) from error
 
-    with rc_context():
+    with rc_context(), catch_warnings():
         rcdefaults()
+        # Characters of a name in a script that the font lacks are drawn as boxes.
+        filterwarnings("ignore", "Glyph")
         yield
 
 

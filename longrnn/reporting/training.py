@@ -63,16 +63,17 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
             panels.append(Panel(name.replace("_", " "), drawn, log=name == "grad_norm"))
     caption = " ".join(["By step.", *(text for name, text in EXPLAINED.items() if name in metrics)])
     picture = Picture("metrics", caption, png(curves(panels, across="step")))
-    return write_page("training.html", folder, [picture], {"runs": runs, "summary": summary(runs)})
+    values = {"runs": runs, "summary": "; ".join(summary(runs))}
+    return write_page("training.html", folder, [picture], values)
 
 
-def summary(runs: Sequence[Run]) -> str:
-    """Describe the last finite loss and the last step of each run in one sentence."""
+def summary(runs: Sequence[Run]) -> list[str]:
+    """Describe the last finite loss and the last step of each run in a line."""
     ends = [(run.name, run.last("loss"), run.rows[-1]["step"]) for run in runs]
-    return "; ".join(
+    return [
         f"{name}: loss {math.nan if loss is None else loss:.4g} after {counted(step, 'step')}"
         for name, loss, step in ends
-    )
+    ]
 
 
 def write_gradients(about: Mapping[str, Any], rows: Sequence[Record], folder: Path) -> list[Path]:

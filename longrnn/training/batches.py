@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longrnn import processes
-from longrnn.data import Batch, Task
+from longrnn.data import Batch, Task, Text
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
 
@@ -38,6 +38,12 @@ def check_length(task: Task, config: TrainConfig, positions: int | None) -> None
         raise UserError(
             f"the task {type(task).__name__} has no documents longer than one row: train it "
             "with initial_state={kind: zero}"
+        )
+    if isinstance(task, Text) and not task.answers and config.length.max > task.corpus.places:
+        raise UserError(
+            f"length.max is {config.length.max:,}, and all documents together have "
+            f"{task.corpus.places:,} tokens to predict: set length.max to at most that, or give "
+            "more text"
         )
     longest = segments(task, config, 0, 0)[0].tokens.shape[1]
     if positions is not None and (config.carries or positions < longest):

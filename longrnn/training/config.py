@@ -1,12 +1,12 @@
 """The options of a training run: what `configs/train/*.yaml` may hold.
 
 Names are those of Hugging Face's `TrainingArguments` where one exists. Each key is documented here
-alone, below it; `longrnn train --help-config` prints this.
+alone, below it; `longrnn train --help-config` prints these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, model_
 from longrnn.cells import MIXERS
 from longrnn.config import flat, load_config, overridden
 from longrnn.data import TASKS
-from longrnn.errors import UserError
+from longrnn.errors import UserError, nearest
 from longrnn.imports import IMPORTED, refuse_missing
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentConfig
@@ -40,6 +40,12 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "validation": TASKS,
     "initial_state": INITIAL_STATES,
 }
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, str) and value != HELD_OUT:
+        raise UserError(f"{value!r} is not a task as a mapping: {nearest(value, [HELD_OUT])}")
+    return value
 
 
 def _valid_model(options: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +149,7 @@ class TrainConfig(Options, validate_default=True):
     `init_from`."""
     peft: Adapters | None = None
     """Trains adapters on `init_from`."""
-    validation: TaskOptions | Literal["held_out"] | None = None
+    validation: Annotated[TaskOptions | Literal["held_out"] | None, BeforeValidator(_part)] = None
     """Held-out data, as a task; or `held_out`: a part of the documents of `task`, which then
     trains on the others. Its rows start from the zero state."""
     eval_steps: Count = 500
@@ -185,9 +191,10 @@ class TrainConfig(Options, validate_default=True):
         if self.warmup_steps is None:
             self.warmup_steps = max(0, min(100, self.max_steps // 10, stable))
         if self.warmup_steps > stable:
+            decay = f" with decay_steps={self.decay_steps}" if self.decay_steps else ""
             raise UserError(
-                f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} exceed "
-                f"max_steps={self.max_steps}: set fewer, or leave them out"
+                f"warmup_steps={self.warmup_steps}{decay} exceeds max_steps={self.max_steps}: set "
+                "fewer, or leave them out"
             )
         if self.segments_per_step > 1 and not self.carries:
             raise UserError(
@@ -284,13 +291,10 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     ]
 
 
-def help_config() -> str:
-    """All keys with their defaults and meanings, as Markdown."""
-    lines = ["| key | default | meaning |", "| --- | --- | --- |"]
+def config_keys() -> Iterator[tuple[str, str, str]]:
+    """All keys with their defaults and meanings."""
     models = {"": TrainConfig, "length.": RowLength, "peft.": Adapters}
     for prefix, model in models.items():
         for name, field in model.model_fields.items():
-            default = "" if name == "length" else f"`{field.get_default()}`"
-            text = " ".join((field.description or "").split()).replace("|", "\\|")
-            lines.append(f"| `{prefix}{name}` | {default} | {text} |")
-    return "\n".join(lines) + "\n"
+            default = "" if name == "length" else str(field.get_default())
+            yield f"{prefix}{name}", default, " ".join((field.description or "").split())

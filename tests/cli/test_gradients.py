@@ -71,7 +71,7 @@ def test_each_model_reads_a_text_with_its_own_tokenizer(
     save_model(RecurrentLM(config), Path("bpe"))
     bpe.save(Path("bpe"))
 
-    def record(model: RecurrentLM, task: Any, length: int) -> Any:
+    def record(model: RecurrentLM, task: Any, length: int, **_: Any) -> Any:
         read.append(task.corpus.header.fingerprint)
         return measure(model, task, length)
 

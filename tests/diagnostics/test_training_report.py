@@ -54,9 +54,9 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     (run,) = read_runs([made(tmp_path / "run", rows, torn='{"step": 4, "lo')])
     assert [r["step"] for r in run.rows] == [1, 2, 3]
     assert (run.last("loss"), run.last("grad_norm")) == (0, None)
-    assert summary([run]) == "run: loss 0 after 3 steps"
+    assert summary([run]) == ["run: loss 0 after 3 steps"]
     files = write_report([run], tmp_path / "report")
     assert [path.name for path in files] == ["report.html", "metrics.png"]
     (sick,) = read_runs([made(tmp_path / "sick", [row(7, loss=float("nan"))])])
-    assert summary([sick]) == "sick: loss nan after 7 steps"
+    assert summary([sick]) == ["sick: loss nan after 7 steps"]
     write_report([sick], tmp_path / "other")

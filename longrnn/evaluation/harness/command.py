@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from traceback import extract_tb
@@ -48,7 +50,12 @@ def run(arguments: Sequence[str], data: Path | None = None) -> None:
     if data is not None:
         refuse_missing(data, parsed.tasks or [])
     manager = task_manager([name for name in parsed.tasks or [] if not name.endswith(".yaml")])
-    with prepared(data), patch.object(tasks, "TaskManager", manager):
+    quiet = partial(subprocess.check_output, stderr=subprocess.DEVNULL)  # git, where there is none
+    with (
+        prepared(data),
+        patch.object(tasks, "TaskManager", manager),
+        patch.object(subprocess, "check_output", quiet),
+    ):
         parsed.func(parsed)
 
 
