@@ -155,7 +155,7 @@ def text_of(tokens: Tensor, tokenizer: Tokenizer) -> str:
 
 def warn_if_calibrated_on(name: str, sha256: str, model: LanguageModel) -> None:
     """Warn that the mitigation of a model was calibrated on a text."""
-    parts = () if model.mitigation is None else model.mitigation.parts()
+    parts = () if model.mitigation is None else model.mitigation.parts
     records = [part.calibration for part in parts if part.calibration]
     if any(sha256 in record.text_sha256 for record in records):
         logger.warning(f"the mitigation was calibrated on {name}: measure it on another text")

@@ -69,7 +69,7 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
         )
     # What the layout does not support is refused before anything is written.
     rest = fold(model)
-    names = " and ".join(part.name for part in rest.parts())
+    names = " and ".join(part.name for part in rest.parts)
     if names and to != OURS:
         raise UserError(
             f"{names} of {checkpoint} cannot be folded into weights, and the layout {to} records "
@@ -86,7 +86,7 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             plain: Any = model.under(None)
             write_hybrid(plain, draft, plain.spec)  # with the window of attention alone
         elif config is None:
-            model.trained_under = rest.describe() or None
+            model.trained_under = str(rest) or None
             save_model(model, draft, tokenizer=tokenizer)
         else:
             write_atomic(draft / "config.json", config)

@@ -6,7 +6,6 @@ which holds nothing that depends on weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -20,7 +19,7 @@ from longrnn.registry import Registry
 COLLAPSING = "collapsing"
 # Of a layer or a head; the heads of a list of them, or pairs [layer, head].
 Index = Annotated[int, Field(ge=0, strict=True)]
-Pairs = list[tuple[Index, Index]]
+Pairs = list[Annotated[list[Index], Field(min_length=2, max_length=2)]]
 
 
 class Calibration(NamedTuple):
@@ -95,10 +94,6 @@ class Mitigation(Options):
 
     # Common to all mitigations
 
-    def parts(self) -> tuple[Mitigation, ...]:
-        """A tuple of this mitigation; see `Chain.parts`."""
-        return (self,)
-
     def calibrated(self, known: Calibration) -> Self:
         """A copy that records where its numbers come from."""
         copied = self.model_copy()
@@ -109,9 +104,9 @@ class Mitigation(Options):
     def calibration(self) -> Calibration | None:
         return self._calibration
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """The name and the given options as a spec; part of a mitigated model's fingerprint."""
-        given = self.model_dump(mode="json", exclude_none=True)
+        given = self.model_dump(exclude_none=True)
         names = [name for name in (*self.own_options(), *Mitigation.model_fields) if name in given]
         return f"{self.name}({', '.join(f'{name}={given[name]!r}' for name in names)})"
 
@@ -120,8 +115,8 @@ class Mitigation(Options):
         """Names of the options that not every mitigation has."""
         return [name for name in cls.model_fields if name not in Mitigation.model_fields]
 
-    def __str__(self) -> str:
-        return self.describe()
+    def __hash__(self) -> int:
+        return hash(str(self))
 
 
 def without_steps(cell: type[Cell]) -> str | None:
@@ -133,29 +128,17 @@ def without_steps(cell: type[Cell]) -> str | None:
     return "it has no step size dt; use state_norm"
 
 
-class Chain:
-    """Several mitigations combined.
+class Chain(NamedTuple):
+    """Mitigations combined.
 
-    They apply stage by stage (see `longrnn.cells.edit`), and within a stage in the order of the
-    list. A head may have one sliding window or a limit of its norm, and not both.
-
-    Args:
-        members: mitigations and chains.
+    They apply stage by stage (see `longrnn.cells.edit`), and within a stage in their order. A head
+    may have one sliding window or a limit of its norm, and not both.
     """
 
-    def __init__(self, members: Sequence[Mitigation | Chain]) -> None:
-        self._parts = tuple(part for member in members for part in member.parts())
+    parts: tuple[Mitigation, ...]
 
-    def parts(self) -> tuple[Mitigation, ...]:
-        """The mitigations in order."""
-        return self._parts
-
-    def describe(self) -> str:
-        """The descriptions of the parts, joined by `+`."""
-        return "+".join(part.describe() for part in self._parts)
-
-    def __repr__(self) -> str:
-        return self.describe()
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
 
 
 class MitigationRegistry(Registry[Mitigation]):

@@ -45,14 +45,13 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
         UserError: a mitigation that is not defined for the cells, layers or heads that do not
             exist, numbers calibrated for another model, or members that exclude each other.
     """
-    for part in chain.parts():
+    for part in chain.parts:
         _check(part, cells, fingerprint)
-    heads = [_select(part, cells, fingerprint) for part in chain.parts()]
-    pairs = zip(chain.parts(), heads, strict=True)
-    chain = Chain([_without_files(part, masks) for part, masks in pairs])
+    heads = [_select(part, cells, fingerprint) for part in chain.parts]
+    chain = Chain(tuple(map(_without_files, chain.parts, heads)))
     edits = []
     for layer in range(len(cells)):
-        pairs = zip(chain.parts(), heads, strict=True)
+        pairs = zip(chain.parts, heads, strict=True)
         edit = merge(
             [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
         )
@@ -86,7 +85,7 @@ def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
     """A mitigation with the heads that its diagnosis lists in place of the diagnosis."""
     if part.heads != COLLAPSING:
         return part
-    pairs = [(layer, int(h)) for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
+    pairs = [[layer, int(h)] for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
     return part.model_copy(update={"diagnosis": None, "heads": pairs})
 
 

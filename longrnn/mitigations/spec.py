@@ -48,8 +48,8 @@ class MitigationFile(Options):
 MitigationSpec = str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation | Chain
 
 
-def mitigation(spec: MitigationSpec) -> Mitigation | Chain:
-    """Builds a mitigation, or a chain of several.
+def mitigation(spec: MitigationSpec) -> Chain:
+    """Builds a mitigation, which may be a chain of several.
 
     Args:
         spec: `"name(option=value, …)"`; the path of a file that `longrnn calibrate` wrote, ending
@@ -59,18 +59,18 @@ def mitigation(spec: MitigationSpec) -> Mitigation | Chain:
     Raises:
         UserError: unknown names, values out of range, or a file that is not a calibration.
     """
-    if isinstance(spec, Mitigation | Chain):
+    if isinstance(spec, Chain):
         return spec
+    if isinstance(spec, Mitigation):
+        return Chain((spec,))
     if isinstance(spec, Mapping):
-        return MITIGATIONS.build(spec)
+        return Chain((MITIGATIONS.build(spec),))
     if isinstance(spec, Sequence) and not isinstance(spec, str):
-        return Chain([mitigation(item) for item in spec])
-    text = str(spec)
-    members = [
-        _read(Path(part)) if part.endswith((".yaml", ".yml")) else _build(part)
-        for part in split(text)
-    ]
-    return members[0] if len(members) == 1 else Chain(members)
+        return Chain(tuple(part for item in spec for part in mitigation(item).parts))
+    parts: list[Mitigation] = []
+    for part in split(str(spec)):
+        parts += _read(Path(part)) if part.endswith((".yaml", ".yml")) else [_build(part)]
+    return Chain(tuple(parts))
 
 
 def split(text: str) -> list[str]:
@@ -100,7 +100,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
     write_atomic(path, yaml_text(content, default_flow_style=None, width=100))
 
 
-def _read(path: Path) -> Mitigation | Chain:
+def _read(path: Path) -> list[Mitigation]:
     """Reads a file that `write_calibration` wrote."""
     remedy = "write one with `longrnn calibrate`"
     content = read_mapping(path, remedy, kind="mitigation file")
@@ -109,8 +109,7 @@ def _read(path: Path) -> Mitigation | Chain:
     except UserError as error:
         raise UserError(f"{path} is not a mitigation file, {error}: {remedy}") from error
     known = Calibration(str(path), file.fingerprint, file.length, tuple(file.text_sha256))
-    members = [MITIGATIONS.build(member).calibrated(known) for member in file.mitigation]
-    return members[0] if len(members) == 1 else Chain(members)
+    return [MITIGATIONS.build(member).calibrated(known) for member in file.mitigation]
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:

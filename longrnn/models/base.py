@@ -142,14 +142,13 @@ class LanguageModel(nn.Module, ABC):
             vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
         require_cells(self)
-        before = [] if self.mitigation is None else [self.mitigation]
-        whole = Chain([*before, build_mitigation(mitigation)])
+        whole = build_mitigation([self.mitigation or (), mitigation])
         # The plain model is what numbers are calibrated for.
         with torch.inference_mode(False):  # so that the edits serve training too
             bound = bind(whole, self.cells, self.weights_fingerprint)
         vars(copied).update(
             _edits=bound.edits,
-            mitigation=bound.mitigation if whole.parts() else None,
+            mitigation=bound.mitigation if whole.parts else None,
             mitigated_heads=bound.heads,
         )
         return copied
@@ -162,8 +161,8 @@ class LanguageModel(nn.Module, ABC):
         weights = self.weights_fingerprint()
         if self.mitigation is None:
             return weights
-        users = hash_of_users(map(type, self.mitigation.parts()))
-        whole = f"{weights}/{self.mitigation.describe()}{users}"
+        users = hash_of_users(map(type, self.mitigation.parts))
+        whole = f"{weights}/{self.mitigation}{users}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
     def extra_repr(self) -> str:

@@ -46,7 +46,7 @@ def fold(model: LanguageModel) -> Chain:
             stored.copy_(weight)
     if folding:
         vars(model).update(loaded_from=None)
-    return Chain(rest)
+    return Chain(tuple(rest))
 
 
 def unfoldable(model: LanguageModel) -> list[Mitigation]:
@@ -63,5 +63,5 @@ def unfoldable(model: LanguageModel) -> list[Mitigation]:
 
 def _parts(model: LanguageModel) -> list[tuple[Mitigation, Sequence[Tensor]]]:
     """Each part of a model's mitigation, with the heads that it changes by layer, `(h,)` bool."""
-    parts = () if model.mitigation is None else model.mitigation.parts()
+    parts = () if model.mitigation is None else model.mitigation.parts
     return list(zip(parts, model.mitigated_heads, strict=True))

@@ -69,7 +69,7 @@ class TrainableLM(LanguageModel):
     @property
     def spec(self) -> str | None:
         """The mitigation as `CHECKPOINT+…` takes it; None without."""
-        return None if self.mitigation is None else self.mitigation.describe()
+        return None if self.mitigation is None else str(self.mitigation)
 
     @abstractmethod
     def segment_width(self, batch_size: int, time: int) -> int:

@@ -54,7 +54,7 @@ def _valid_model(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(given: Any) -> str | None:
-    return given if given in (None, "none") else mitigation(given).describe()
+    return given if given in (None, "none") else str(mitigation(given))
 
 
 def _with_imported(recorded: dict[str, list[str]]) -> dict[str, list[str]]:

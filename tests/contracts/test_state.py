@@ -193,7 +193,7 @@ def test_load_refuses_the_state_of_another_model(model: RecurrentLM, tmp_path: P
     others = [model.under(mitigation("state_norm(threshold=3)")) for _ in [0] if model is plain]
     if model.mitigation is not None:
         others.append(plain)
-        window = model.mitigation.parts()[0]
+        window = model.mitigation.parts[0]
         others.append(plain.under(mitigation({**WINDOW, "window": 6, "heads": window.heads})))
     for other in others:
         assert "fingerprint" in refused(path, other)

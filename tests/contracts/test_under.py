@@ -115,7 +115,7 @@ def test_mitigations_add_up(one: str, other: str) -> None:
     assert model.under(f"{a}+{b}").fingerprint() == once.fingerprint()
     heads = [[one.tolist() for one in layers] for layers in once.mitigated_heads]
     assert heads == [[one.tolist() for one in layers] for layers in twice.mitigated_heads]
-    assert len(heads) == len(once.mitigation.parts()) == 2  # type: ignore[union-attr]
+    assert len(heads) == len(once.mitigation.parts) == 2  # type: ignore[union-attr]
 
 
 @every_kind

@@ -22,7 +22,7 @@ from longrnn.files import sha256
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.load import load_editable
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration, Chain, Mitigation
+from longrnn.mitigations.base import Calibration, Chain
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState
@@ -242,9 +242,10 @@ class Scripted:
     def init_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())
 
-    def under(self, spec: Mitigation | Chain) -> Scripted:
-        parts = spec.parts()
-        return Scripted({head: part.name for part in parts for head in part.heads or ()})
+    def under(self, spec: Chain) -> Scripted:
+        parts = spec.parts
+        pairs = ((tuple(head), part.name) for part in parts for head in part.heads or ())  # type: ignore[arg-type]
+        return Scripted(dict(pairs))
 
     def token_losses(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, None]:
         loss = 2.0
@@ -307,9 +308,9 @@ def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     assert content["text_sha256"] == hashes
     assert content["mitigation"] == members
     read = longrnn.mitigation(path)
-    assert read.describe() == mitigation(members).describe()
+    assert str(read) == str(mitigation(members))
     known = Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
-    assert [part.calibration for part in read.parts()] == [known] * len(members)
+    assert [part.calibration for part in read.parts] == [known] * len(members)
     for other in (build(seed=1), build("lstm")):
         with pytest.raises(UserError, match="model"):
             other.under(longrnn.mitigation(path))

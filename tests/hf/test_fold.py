@@ -103,7 +103,7 @@ def test_a_folded_model_of_ours_computes_what_it_computed(kind: str) -> None:
     before, state = mitigated(text[:, :13])
     expected = torch.cat([before, mitigated(text[:, 13:], state).logits], 1)
     rest = fold(mitigated)
-    assert [part.name for part in rest.parts()] == ["forget_more"]
+    assert [part.name for part in rest.parts] == ["forget_more"]
     assert_near(model.under(rest)(text).logits, expected, 1e-10)
 
 

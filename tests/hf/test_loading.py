@@ -198,7 +198,7 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     write_calibration(calibrated, [{"kind": "forget_more", "decay_scale": 0.5}], known)
     opened = open_checkpoint(f"passkey-tiny+{calibrated}", SPEC)
     assert opened.model.mitigation is not None
-    assert len(opened.model.mitigation.parts()) == 2
+    assert len(opened.model.mitigation.parts) == 2
     assert opened.mitigation == f"{calibrated}+{SPEC}"
 
 

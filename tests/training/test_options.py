@@ -89,7 +89,7 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
     how = {"max_steps": 4, "mitigation": spec, "mixed_precision": "bf16"}
     model: Any = train(tiny("passkey", tmp_path / "other", **how)).model()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.mitigation.describe() == spec
+    assert str(model.mitigation) == spec
     other, weak = str(tmp_path / "other"), "state_norm(threshold=0.25)"
     cases = (
         (spec, other, {}),
@@ -99,7 +99,7 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
     for name, start, given in cases:
         how = {"init_from": start, "max_steps": 1, **given}
         model = train(tiny("passkey", tmp_path / str(name), **how)).model()
-        assert (model.mitigation and model.mitigation.describe()) == name
+        assert (model.mitigation and str(model.mitigation)) == name
 
 
 def test_a_calibrated_mitigation_is_trained_resumed_and_saved(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_calibrated_mitigation_is_trained_resumed_and_saved(tmp_path: Path) ->
     how = {"init_from": "recall-collapse", "mitigation": str(file), "length": {"max": 180}}
     train(tiny("passkey", tmp_path / "run", max_steps=1, **how))
     model: Any = train_run(None, "max_steps=2", resume=tmp_path / "run").model()
-    assert model.mitigation.describe() == base.under(file).mitigation.describe()
+    assert str(model.mitigation) == str(base.under(file).mitigation)
     assert "None" in model.trained_under
 
 

@@ -16,7 +16,6 @@ from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.model import recurrent_layers
 from longrnn.mitigations import MITIGATIONS, mitigation
-from longrnn.mitigations.base import Chain
 from longrnn.mitigations.bind import bind
 from tests.contracts.builders import (
     assert_near,
@@ -77,7 +76,7 @@ def test_a_mitigated_cell_is_its_definition(kind: str, name: str) -> None:
     """Outputs, states and gradients at random splits are those of one token after another."""
     layer, cell = layer_and_cell(kind)
     spec = mitigation_spec(name)
-    edit = bind(Chain([mitigation(spec)]), [cell], lambda: "").edits[0]
+    edit = bind(mitigation(spec), [cell], lambda: "").edits[0]
     x = inputs(cell).requires_grad_()
     start = differentiable(cell.init_state(2))
     expected, last = run_layer(kind, layer, Definition([spec], 0, cell.n_heads), x, start)
