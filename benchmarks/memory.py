@@ -2,12 +2,10 @@
 
 | case | what is measured |
 | --- | --- |
-| prefill | peak of a process that reads a short prompt and of one that reads a long one |
 | cells | time per token and peak memory of a long text in pieces, for every cell |
 | train | bytes of live tensors per token of a training step, with and without checkpointing |
 
 Example:
-    python -m benchmarks.memory prefill
     python -m benchmarks.memory cells --layers 2 --d-model 128 --vocab 256 --long 1048576
     python -m benchmarks.memory train --layers 12 --d-model 512 --vocab 8192
 """
@@ -38,24 +36,10 @@ PIECE = 4096
 def arguments() -> argparse.Namespace:
     options = parser(__doc__, repeats=1)
     options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
-    options.add_argument("--tokens", type=int, default=4096, help="length of the short prompt, row")
-    options.add_argument("--long", type=int, default=65_536, help="length of the long prompt")
+    options.add_argument("--tokens", type=int, default=4096, help="length of a row")
+    options.add_argument("--long", type=int, default=65_536, help="length of the long text")
     options.add_argument("--child", type=int, help=argparse.SUPPRESS)  # tokens of a child process
     return options.parse_args()
-
-
-def peak() -> float:
-    """Returns the peak memory of this process in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-def child(args: argparse.Namespace, case: str, length: int, *options: str) -> Any:
-    """Returns what a new process measures with a text of this length."""
-    command = module_command("benchmarks.memory", case, "--child", str(length), *options)
-    for name in ("layers", "d_model", "vocab", "threads"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=module_environment())
-    return json.loads(done.stdout)
 
 
 def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
@@ -74,7 +58,8 @@ def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
             state = model(piece, state, keep=0).state
             if count * PIECE == due:
                 seconds = (clock() - start) / (due - last)
-                entries.append((due, 1e6 * seconds, peak()))
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+                entries.append((due, 1e6 * seconds, peak))
                 start, last, due = clock(), due, 4 * due
     return entries
 
@@ -83,17 +68,16 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
     """Prints and returns `reading` of every cell, each in a process of its own."""
     found = {}
     for cell in MIXERS:
-        found[cell] = child(args, "cells", args.long, "--cell", cell)
+        command = module_command("benchmarks.memory", "cells", "--child", str(args.long))
+        for name in ("layers", "d_model", "vocab", "threads"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        done = subprocess.run(
+            [*command, "--cell", cell], stdout=subprocess.PIPE, check=True, env=module_environment()
+        )
+        found[cell] = json.loads(done.stdout)
         entries = (f"{n:,}: {us:.1f} µs, {mib:.0f} MiB" for n, us, mib in found[cell])
         print(f"{cell}, time per token and peak memory: {'; '.join(entries)}", flush=True)
     return found
-
-
-def prefill(args: argparse.Namespace) -> dict[str, float]:
-    """Returns the peaks of processes that read the short and the long prompt, in MiB."""
-    short, long = (child(args, "prefill", length) for length in (args.tokens, args.long))
-    print(f"prefill: {short:.0f} MiB at {args.tokens:,} tokens, {long:.0f} at {args.long:,}")
-    return {"short": short, "long": long, "ratio": long / short}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -147,18 +131,14 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-CASES = {"prefill": prefill, "cells": cells, "train": training}
+CASES = {"cells": cells, "train": training}
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    if args.child and args.cases == ["cells"]:
+    if args.child:
         print(json.dumps(reading(args)))
-    elif args.child:
-        with torch.inference_mode():
-            build(args)(draw(args.vocab, args.child), keep=1)
-        print(peak())
     else:
         figures = {case: CASES[case](args) for case in args.cases}
         if args.json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from types import MappingProxyType
@@ -25,7 +25,6 @@ from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -40,6 +39,8 @@ UPRIGHT = 10
 PER_INCH = 14
 # A curve of fewer points has a marker at each: a single point is an invisible line.
 SPARSE = 20
+
+LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False}
 
 # Positions and values by label.
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -120,7 +121,7 @@ def lines(drawn: Mapping[str, Mapping[int, Estimate]], *, across: str, up: str) 
         top = 1.04 * panel.get_ylim()[1] if max(values) > 0 else 1.0
         panel.set_ylim(-0.02 * top, top)
     panel.set(xlabel=across, ylabel=up)
-    add_legend(figure, handles, labels, loc="outside lower left")
+    figure.legend(handles, labels, loc="outside lower left", **LEGEND)
     return figure
 
 
@@ -195,7 +196,7 @@ def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) 
     figure.align_ylabels(list(rows))
     # In two columns.
     names = [fill(label, int(PER_INCH * 3.5)) for label in handles]
-    add_legend(figure, [*handles.values()], names, loc="outside lower center", ncols=2)
+    figure.legend([*handles.values()], names, loc="outside lower center", ncols=2, **LEGEND)
     return figure
 
 
@@ -220,15 +221,6 @@ def lengths_axis(panel: Axes, length: int, least: int = 1, measured: Collection[
     names = [format_length(tick) for tick in ticks]
     panel.set_xticks(ticks, names, rotation=45 * (len(ticks) > UPRIGHT))
     panel.minorticks_off()
-
-
-def add_legend(
-    figure: Figure, handles: Sequence[Artist], labels: Iterable[str], **options: Any
-) -> None:
-    """Add a legend whose labels may begin with an underscore, which matplotlib leaves out."""
-    legend = figure.legend(handles, ["label"] * len(handles), fontsize=8, frameon=False, **options)
-    for text, label in zip(legend.get_texts(), labels, strict=True):
-        text.set_text(label)
 
 
 @default_settings()
