@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.edit import Edit, StepChange
-from longrnn.cells.weights import with_weights
 from longrnn.errors import UserError
 from longrnn.ops.rows import Rows, run_documents
 from longrnn.registry import Registry
@@ -147,11 +146,6 @@ class Cell(nn.Module, ABC):
         """
         if edit is not None:
             edit = edit.to(x.device)
-            if edit.rate is not None or edit.bias is not None:
-                weights = self.fold(Edit(rate=edit.rate, bias=edit.bias))
-                assert weights is not None
-                rest = edit._replace(rate=None, bias=None)
-                return with_weights(self, weights)(x, state, rest if rest.stages else None, rows)
         if rows is None:
             return self.run(x, state, edit)
         return self.run_packed(x, state, edit, rows)

@@ -10,9 +10,9 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
 | 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
 
-Stage 0 is a change of weights (`Cell.fold`), after which a cell computes the other stages. Stage 3
-changes a head once: it has a limit or a window. An implementation that does not know a stage
-refuses an edit that has it (`Edit.stages`).
+Stage 0 is a change that weights can express too (`Cell.fold`). Stage 3 changes a head once: it has
+a limit or a window. An implementation that does not know a stage refuses an edit that has it
+(`Edit.stages`).
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Steps(NamedTuple):
 class StepChange(NamedTuple):
     """A change of the steps by numbers per head, `(h,)` float64; None for none.
 
+    `log_rate` may be per key, `(h, n)`, in a cell whose rates are.
+
     Attributes:
         threshold: of the unchanged dt: a token with a step at or below it has step 0 and x = 0.
         step: factor of dt, and of the step of the decay.
@@ -102,7 +104,7 @@ class StepChange(NamedTuple):
         """The changed A. Its logarithm is computed in float64, in which no power overflows."""
         wide = A.double()
         power, log_rate = (
-            None if numbers is None else (numbers[:, None] if A.ndim == 2 else numbers).to(wide)
+            None if numbers is None else _by_key(numbers, A.ndim == 2).to(wide)
             for numbers in (self.power, self.log_rate)
         )
         if power is None:
@@ -119,15 +121,25 @@ class StepChange(NamedTuple):
         threshold = later.threshold
         if threshold is not None and self.step is not None:
             threshold = threshold / self.step
-        log_rate = self.log_rate
-        if log_rate is not None and later.power is not None:
-            log_rate = log_rate * later.power
+        log_rate, added = self.log_rate, later.log_rate
+        by_key = any(numbers is not None and numbers.ndim == 2 for numbers in (log_rate, added))
+        if log_rate is not None:
+            log_rate = _by_key(log_rate, by_key)
+            if later.power is not None:
+                log_rate = log_rate * _by_key(later.power, by_key)
+        if added is not None:
+            added = _by_key(added, by_key)
         return StepChange(
             threshold=_both(torch.maximum, self.threshold, threshold),
             step=_both(torch.mul, self.step, later.step),
             power=_both(torch.mul, self.power, later.power),
-            log_rate=_both(torch.add, log_rate, later.log_rate),
+            log_rate=_both(torch.add, log_rate, added),
         )
+
+
+def _by_key(numbers: Tensor, by_key: bool) -> Tensor:
+    """Numbers by head `(h,)` for rates by key, `(h, 1)`."""
+    return numbers[:, None] if by_key and numbers.ndim == 1 else numbers
 
 
 def like(by_head: Tensor, step: Tensor) -> Tensor:
@@ -210,9 +222,24 @@ class Edit(NamedTuple):
         }
         return self._replace(**numbers)
 
+    @property
+    def changes(self) -> tuple[StepFunction, ...]:
+        """The functions of the steps in order, of which `rate` is the first."""
+        if self.rate is None:
+            return self.steps or ()
+        first = StepChange(log_rate=self.rate if self.rate.shape[1] > 1 else self.rate[:, 0])
+        return (first,) if self.steps is None else _in_order((first,), self.steps)
+
+    def biased(self, summed: Tensor) -> Tensor:
+        """A bias `(h k,)`, or what it was added to, `(…, h k)`, with the additions `bias`."""
+        if self.bias is None:
+            return summed
+        each = summed.shape[-1] // len(self.bias)
+        return summed + self.bias.to(summed).expand(-1, each).flatten()
+
     def apply(self, steps: Steps) -> Steps:
-        """Stages 1 and 2 of a scanning cell."""
-        for change in self.steps or ():
+        """The stages of a scanning cell from `rate` to 2."""
+        for change in self.changes:
             steps = change(steps)
         add = None if self.add is None else self.add.to(steps.dt)
         return steps._replace(decay=steps.decay._replace(keep=self.keep), add=add)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
 from longrnn.cells.delta import DeltaCell, DeltaRest
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
@@ -80,12 +80,14 @@ class GatedDeltaNet(DeltaCell):
         self.add_weights(heads, 0.01)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, DeltaRest]:
+    def before(
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, DeltaRest]:
         dtype = state.ssm.dtype
         mixed, z, b, a = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, z, state, rows)
         beta = b.to(dtype).sigmoid() * self.largest_beta
-        step = F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        step = F.softplus(a.to(dtype) + edit.biased(self.dt_bias).to(dtype))
         return Steps(v, beta, Decay(step, -self.A_log.to(dtype).exp())), rest
 
     def activation(self, gate: Tensor) -> Tensor:

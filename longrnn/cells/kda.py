@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
 from longrnn.cells.delta import DeltaCell, DeltaRest
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import check_sizes, inverse_softplus
 from longrnn.ops.conv.definition import ConvState
@@ -86,13 +86,15 @@ class KDA(DeltaCell):
         self.add_weights(heads * key_dim, 1)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, DeltaRest]:
+    def before(
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, DeltaRest]:
         dtype = state.ssm.dtype
         mixed, a, g, b = self.in_proj(x).split(self.in_sizes, dim=-1)
         v, rest = self.convolved(mixed, self.gate_proj(g), state, rows)
         with without_autocast(a):  # which would round the decays
             inputs = self.decay_proj(a.to(self.decay_proj.weight.dtype)).to(dtype)
-        inputs = (inputs + self.dt_bias.to(dtype)).unflatten(-1, (self.n_heads, -1))
+        inputs = (inputs + edit.biased(self.dt_bias).to(dtype)).unflatten(-1, (self.n_heads, -1))
         # Flat, because a Hugging Face layer has further axes of length 1.
         decay = self.decay(inputs, self.A_log.to(dtype).exp().flatten())
         return Steps(v, b.to(dtype).sigmoid(), decay), rest

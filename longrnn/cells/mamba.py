@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
 from longrnn.cells.scanning import ScanningCell, check_sizes, conv_state_like, step_bias
@@ -113,14 +113,16 @@ class Mamba(ScanningCell):
         self.out_proj = Linear(inner, d_model, bias=bias)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, MambaRest]:
+    def before(
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, MambaRest]:
         dtype = state.ssm.dtype
         x, z = self.in_proj(x).chunk(2, dim=-1)
         taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
         x, conv = CONV(self.backend, x, taps, bias, state.conv, rows)
         x = x if rows is None else rows.without_padding(x)
         dt, B, C = self.select(x, dtype)
-        dt = F.softplus(dt)
+        dt = F.softplus(edit.biased(dt))
         steps = Steps(x.to(dtype)[..., None], dt, Decay(dt, self.rate(dtype)))
         return steps, MambaRest(x, z, B, C, conv)
 

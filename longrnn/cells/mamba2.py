@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells.base import MIXERS
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import (
     ScanningCell,
@@ -151,7 +151,9 @@ class Mamba2(ScanningCell):
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
-    def before(self, x: Tensor, state: ConvState, rows: Rows | None) -> tuple[Steps, Mamba2Rest]:
+    def before(
+        self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, Mamba2Rest]:
         dtype, sizes = state.ssm.dtype, [self.d_inner, self.d_xBC, self.n_heads]
         z, xBC, dt = self.in_proj(x).split(sizes, dim=-1)
         taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
@@ -161,7 +163,7 @@ class Mamba2(ScanningCell):
         x, B, C = xBC.split([self.d_inner, keys, keys], dim=-1)
         x = x.unflatten(-1, (self.n_heads, -1))
         B, C = (shared.unflatten(-1, (self.n_groups, -1)) for shared in (B, C))
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        dt = F.softplus(dt.to(dtype) + edit.biased(self.dt_bias).to(dtype)).clamp(*self.dt_limit)
         A = -self.A_log.to(dtype).exp()
         return Steps(x, dt, Decay(dt, A)), Mamba2Rest(z, x, B, C, conv)
 

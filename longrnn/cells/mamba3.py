@@ -196,13 +196,15 @@ class Mamba3(ScanningCell):
         self.recurrence = Trapezoid()
         initialise(self, init)
 
-    def before(self, x: Tensor, state: Mamba3State, rows: Rows | None) -> tuple[Steps, Mamba3Rest]:
+    def before(
+        self, x: Tensor, state: Mamba3State, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, Mamba3Rest]:
         projected, dtype = self.in_proj(x), state.ssm.dtype
         z, x, B, C, dt, A, mix, theta = projected.split(self.in_sizes, dim=-1)
         if rows is not None:
             x, theta = rows.without_padding(x), rows.without_padding(theta)
         x = x.unflatten(-1, (self.n_heads, -1)).to(dtype)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        dt = F.softplus(dt.to(dtype) + edit.biased(self.dt_bias).to(dtype))
         A = -F.softplus(A.to(dtype)).clamp(min=A_FLOOR)
         B = self._by_head(B.to(dtype), self.B_norm, self.B_bias)
         C = self._by_head(C.to(dtype), self.C_norm, self.C_bias)

@@ -57,8 +57,8 @@ class LSTM(TorchCell):
     def state_like(self) -> LSTMState:
         return LSTMState(self.vector_like(), self.vector_like())
 
-    def fused(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        y, (h, c) = self.cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
+    def fused(self, cell: nn.RNNBase, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        y, (h, c) = cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
         return y, LSTMState(h[0].to(state.h.dtype), c[0].to(state.c.dtype))
 
     def vector(self, state: LSTMState) -> Tensor:

@@ -25,7 +25,7 @@ from longrnn.ops.scan.window import no_tokens, state_of
 from longrnn.state import PyTree, reset
 
 # The stages of an edit that `ScanningCell.run` computes.
-STAGES = frozenset({"steps", "keep", "add", "limit", "window", "heads"})
+STAGES = frozenset({"rate", "bias", "steps", "keep", "add", "limit", "window", "heads"})
 NO_EDIT = Edit()
 
 
@@ -72,12 +72,13 @@ class ScanningCell(Cell):
         return [each.name for each in cls.operation.implementations]
 
     @abstractmethod
-    def before(self, x: Tensor, state: PyTree, rows: Rows | None) -> tuple[Steps, Any]:
+    def before(self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None) -> tuple[Steps, Any]:
         """Computes everything before the recurrence: projections, convolution, gates.
 
         Args:
             x: `(b, t, d_input)`.
             state: of the cell, before the first token.
+            edit: `Edit.biased` adds to the bias of steps; other stages are applied to the result.
             rows: where documents and padding begin; None for rows of one document.
 
         Returns:
@@ -85,7 +86,7 @@ class ScanningCell(Cell):
         """
 
     def inputs(self, steps: Steps, rest: Any) -> tuple[Any, Any]:
-        """Computes the inputs of the recurrence from the steps after stages 1 and 2.
+        """Computes the inputs of the recurrence from the edited steps.
 
         Args:
             steps: dt and the step of the decay are 0 at padding.
@@ -121,7 +122,7 @@ class ScanningCell(Cell):
             edited, state, recent = state, state.state, state.recent
         edit = NO_EDIT if edit is None else edit
         edit.refuse_unknown(STAGES, type(self).__name__)
-        steps, rest = self.before(x, state, rows)
+        steps, rest = self.before(x, state, edit, rows)
         if rows is not None:
             steps = steps.each(rows.without_padding)
         inputs, rest = self.inputs(edit.apply(steps), rest)

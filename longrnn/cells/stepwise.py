@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from longrnn.ops.scan.limit import rescale
 from longrnn.state import History, PyTree
 
 # Of an edit; a cell without heads needs no mask of them.
-STEPWISE_STAGES = {"keep", "add", "limit", "window", "heads"}
+STEPWISE_STAGES = {"bias", "keep", "add", "limit", "window", "heads"}
 
 
 class RecentUpdates(NamedTuple):
@@ -81,7 +82,15 @@ class StepwiseCell(Cell):
         refuse_tf32(x)
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
-            return self._unrolled(self.project(x.to(_cell_state(state).h.dtype)), state, edit)
+            projected = self.project(x.to(_cell_state(state).h.dtype))
+            return self._unrolled(self.biased(projected, edit), state, edit)
+
+    def biased(self, projected: Tensor, edit: Edit | None) -> Tensor:
+        """Projections, or their bias, with the additions of an edit to that of the forget gate."""
+        if edit is None or edit.bias is None or self.bias_weight is None:
+            return projected
+        first, size, last = self.bias_sizes(attrgetter(self.bias_weight)(self))
+        return projected + F.pad(edit.biased(projected.new_zeros(size)), (first, last))
 
     def _unrolled(
         self, projected: Tensor, state: PyTree, edit: Edit | None

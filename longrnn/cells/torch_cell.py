@@ -17,7 +17,7 @@ from longrnn.ops.transforms import in_forward_mode, in_vmap
 from longrnn.state import PyTree
 
 # Of an edit, those that the C++ cell computes.
-KERNEL_STAGES = {"keep", "add", "limit"}
+KERNEL_STAGES = {"bias", "keep", "add", "limit"}
 
 
 class HiddenState(NamedTuple):
@@ -45,16 +45,17 @@ class TorchCell(StepwiseCell):
     cpu_first = True
     recurrent_weights = ("cell.weight_hh_l0",)
 
-    def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
+    def fused(self, cell: nn.RNNBase, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
         """Computes the whole sequence with the kernel of `torch.nn`.
 
         Called only if `has_kernel`.
 
         Args:
+            cell: the module.
             x: `(b, t, d_input)`.
             state: of the rows.
         """
-        y, h = self.cell(x, state.h[None].contiguous())
+        y, h = cell(x, state.h[None].contiguous())
         return y, HiddenState(h[0].to(state.h.dtype))
 
     def state_of(self, h: Tensor, memory: Tensor) -> PyTree:
@@ -94,18 +95,36 @@ class TorchCell(StepwiseCell):
             return super().run(x, state, edit)
         refuse_tf32(x)
         weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
-        fused = edit is None and self.has_kernel and not (in_forward_mode() or in_vmap())
+        has_fused = self.has_kernel and not (in_forward_mode() or in_vmap())
+        fused = has_fused and (edit is None or edit.stages == {"bias"})
         with own_precision(x):
             x = x.to(weight_ih.dtype)
             if self.cpu_first or not fused:
                 h, memory, numbers = state.h, self.vector(state), _numbers(edit)
+                bias_ih = self.biased(bias_ih, edit)
                 if cpu.stepwise_suits(x, weight_ih, weight_hh, bias_ih, bias_hh, h, memory):
                     projected = linear(x, weight_ih, bias_ih)
                     y, h, memory = cpu.stepwise(
                         self.cpu_cell, projected, weight_hh, bias_hh, h, memory, **numbers
                     )
                     return y, self.state_of(h, memory)
-            return self.fused(x, state) if fused else super().run(x, state, edit)
+            if fused:
+                return self.fused(self._biased_cell(edit), x, state)
+            return super().run(x, state, edit)
+
+    def _biased_cell(self, edit: Edit | None) -> nn.RNNBase:
+        """`cell`, or one that shares its weights but for those that an edit adds to."""
+        if edit is None:
+            return self.cell
+        copied, names = type(self.cell).__new__(type(self.cell)), self.cell._flat_weights_names
+        vars(copied).update(vars(self.cell))
+        weights = {name: getattr(self.cell, name) for name in names}
+        weights["bias_hh_l0"] = self.biased(weights["bias_hh_l0"], edit)
+        # Without references, torch does not look for weights that have changed.
+        vars(copied).update(
+            _flat_weights=list(weights.values()), _flat_weight_refs=[None] * len(weights)
+        )
+        return copied
 
     def extra_repr(self) -> str:
         with_gradients = "torch.nn" if self.has_kernel else "one token after another"
@@ -119,4 +138,4 @@ def _numbers(edit: Edit | None) -> dict[str, float]:
     """An edit of `KERNEL_STAGES` as the arguments of the C++ cell."""
     if edit is None:
         return {}
-    return {name: float(getattr(edit, name)) for name in edit.stages}
+    return {name: float(getattr(edit, name)) for name in edit.stages - {"bias"}}

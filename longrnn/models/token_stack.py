@@ -148,8 +148,12 @@ def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
 
     None for an edit with other stages than these.
     """
-    change, *others = edit.steps or (StepChange(),)
-    if edit.stages - stages or others or not isinstance(change, StepChange):
+    if edit.stages - stages:
+        return None
+    change, *others = edit.changes or (StepChange(),)
+    if others or not isinstance(change, StepChange):
+        return None
+    if change.log_rate is not None and change.log_rate.ndim == 2:  # per key
         return None
     given = {
         "largest_ignored": change.largest_ignored(torch.float32),
@@ -159,6 +163,7 @@ def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
         "log_keep": None if edit.keep is None else edit.keep.log(),
         "add": edit.add,
         "limit": edit.limit,
+        "bias": None if edit.bias is None else edit.bias[:, 0],
     }
     table = torch.tensor([*NUMBERS.values()], dtype=torch.float64)[:, None].repeat(1, heads)
     for row, name in zip(table, NUMBERS, strict=True):
@@ -261,7 +266,7 @@ class _Stacked(NamedTuple):
     arguments: Callable[[Any], dict[str, Any]]
 
 
-EDITED_STEPS = {"steps", "keep", "add", "limit"}
+EDITED_STEPS = {"rate", "bias", "steps", "keep", "add", "limit"}
 STACKED: dict[type, _Stacked] = {
     Mamba: _Stacked("mamba_layers", "MambaLayer", EDITED_STEPS, _mamba_suits, _mamba_arguments),
     Mamba2: _Stacked(

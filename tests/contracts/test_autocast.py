@@ -63,9 +63,9 @@ def test_the_second_projection_of_decays_is_not_rounded() -> None:
     with torch.no_grad():
         cell.in_proj.weight.copy_(cell.in_proj.weight.to(NARROW))
     x = torch.eye(D_MODEL + 2)[None]  # so that the first projection is exact
-    expected, _ = cell.before(x, cell.init_state(1), None)
+    expected, _ = cell.before(x, cell.init_state(1), Edit(), None)
     with autocast():
-        steps, _ = cell.before(x, cell.init_state(1), None)
+        steps, _ = cell.before(x, cell.init_state(1), Edit(), None)
     assert_near(steps.decay.step, expected.decay.step, 1e-6)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
@@ -53,7 +53,7 @@ class LightningAttention(LayerCell):
         self.n_heads, self.head_dim = layer.num_attention_heads, layer.head_dim
 
     def before(
-        self, x: Tensor, state: LightningState, rows: Rows | None
+        self, x: Tensor, state: LightningState, edit: Edit, rows: Rows | None
     ) -> tuple[Steps, LightningRest]:
         """Computes queries, keys, values and gates."""
         dtype, layer = state.ssm.dtype, self.layer

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.decays import Decay
@@ -71,7 +71,9 @@ class MLSTM(LayerCell):
         self.n_heads = layer.config.num_heads
         self.key_dim, self.value_dim = layer.qk_dim // self.n_heads, layer.v_dim // self.n_heads
 
-    def before(self, x: Tensor, state: MLSTMState, rows: Rows | None) -> tuple[Steps, MLSTMRest]:
+    def before(
+        self, x: Tensor, state: MLSTMState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, MLSTMRest]:
         """Computes queries, keys, values and gates."""
         layer, dtype, cap = self.layer, state.ssm.dtype, self.layer.config.gate_soft_cap
         sizes = [layer.qk_dim, layer.qk_dim, layer.v_dim, layer.v_dim]

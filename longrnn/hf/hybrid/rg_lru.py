@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells.edit import Steps
+from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.scanning import inverse_softplus
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
@@ -73,14 +73,18 @@ class RGLRU(LayerCell):
     def weight_of_log_rate(self, log_rate: Tensor) -> Tensor:
         return inverse_softplus(log_rate.exp() / RATE)
 
-    def before(self, x: Tensor, state: RGLRUState, rows: Rows | None) -> tuple[Steps, RGLRURest]:
+    def before(
+        self, x: Tensor, state: RGLRUState, edit: Edit, rows: Rows | None
+    ) -> tuple[Steps, RGLRURest]:
         """Computes the convolution and the gates."""
         layer, unit, dtype = self.layer, self.layer.rg_lru, state.ssm.dtype
         conv = layer.conv_1d
         mixed, conv_state = causal_filter(
             layer.linear_x(x).to(dtype), conv.weight[:, 0], conv.bias, state.conv
         )
-        r = self._gate(mixed, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
+        r = self._gate(
+            mixed, unit.recurrent_gate_weight, edit.biased(unit.recurrent_gate_bias.flatten())
+        )
         i = self._gate(mixed, unit.input_gate_weight, unit.input_gate_bias)
         rate = -RATE * F.softplus(unit.recurrent_param.to(dtype))
         is_first = torch.zeros_like(x[..., :1], dtype=torch.bool)
@@ -94,7 +98,7 @@ class RGLRU(LayerCell):
         """σ of a block-diagonal product, `(b, t, c)`."""
         blocks = x.unflatten(-1, (len(weight), -1))
         products = torch.einsum("btgi,gij->btgj", blocks, weight.to(x.dtype))
-        return (products + bias.to(x.dtype)).sigmoid().flatten(2)
+        return (products.flatten(2) + bias.to(x.dtype).flatten()).sigmoid()
 
     def inputs(self, steps: Steps, rest: RGLRURest) -> tuple[ScanInputs, RGLRURest]:
         """Returns the inputs of the recurrence after the edits of the steps."""

@@ -21,7 +21,7 @@ template <class T> struct DeltaWork : Work<T> {  // of one thread
 template <class T> void solve(long q, long pp, const T *a, T *x) {
   for (long first = 0; first < q; first += ROWS) {
     const long stop = std::min<long>(q, first + ROWS);
-    product<T>(stop - first, pp, first, a + first * CHUNK, CHUNK, 1, x, pp, x + first * pp, pp, true);
+    product<T>(stop - first, pp, first, {a + first * CHUNK, CHUNK, 1}, {x, pp}, {x + first * pp, pp}, true);
     for (long i = first; i < stop; i++)
       for (long j = first; j < i; j++)
         for (long c = 0; c < pp; c++) x[i * pp + c] += a[i * CHUNK + j] * x[j * pp + c];
@@ -42,7 +42,7 @@ void delta_chunk(const Scan<T> &s, DeltaWork<T> &w, long row, long head, long st
     for (long j = 0; j < i; j++) w.weights[i * CHUNK + j] = T(-gain * kept[j]) * w.alike[i * CHUNK + j];
   }
   scale_rows<T>(B, s.bc_token, factors, q, s.n, w.scaled);
-  product<T>(q, w.pp, s.n, w.scaled, s.n, 1, w.memory, w.pp, w.inputs, w.pp, true);
+  product<T>(q, w.pp, s.n, {w.scaled, s.n, 1}, {w.memory, w.pp}, {w.inputs, w.pp}, true);
   solve<T>(q, w.pp, w.weights, w.inputs);
   chunk_of_inputs<T>(s, w, d, w.scores, row, head, start, q, B, C);
 }
@@ -53,7 +53,7 @@ template <class T> int delta(const Scan<T> &s) {
     chunks<T, DeltaWork<T>>(
         s, threads,
         [&](DeltaWork<T> &w, long q, const T *B) {
-          product<T>(q, padded<T>(q), s.n, B, s.bc_token, 1, w.right, CHUNK, w.alike, CHUNK, false, LOWER_C);
+          product<T>(q, padded<T>(q), s.n, {B, s.bc_token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
         },
         [&](DeltaWork<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
           delta_chunk<T>(s, w, row, head, start, q, B, C);

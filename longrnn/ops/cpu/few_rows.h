@@ -85,7 +85,9 @@ int few_rows(const FewRows &s) {
 
 // y (rows, m) = x (rows, k) weightᵀ + bias
 inline void project(const Mixed &weight, const Mixed &bias, long rows, long m, long k, float *x, float *y) {
-  few_rows({rows, m, k, weight, x, y});
+  FewRows s{};
+  s.rows = rows, s.m = m, s.k = k, s.weight = weight, s.x = x, s.y = y;
+  few_rows(s);
   if (!bias.data) return;
   const Wide<float> wide(bias, m);
   for (long row = 0; row < rows; row++)

@@ -1,4 +1,5 @@
-// Recurrences with decays per key, one token after another: log_decay is (b, t, h, n).
+// Recurrences one token after another: with decays per key, where log_decay is (b, t, h, n), and with limits of
+// norms; see `longrnn/ops/scan/limit.py`.
 //
 // Notable choices:
 // - A task is some heads of one row over all tokens, so that their states stay in the cache nearest to the
@@ -93,7 +94,7 @@ template <class T> struct KeyWork {  // of one thread
   KeyWork(long n, long p) : decays(n), missing(p) {}
 };
 
-template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
+template <class T, bool DELTA> int by_tokens(const Scan<T> &s, bool per_key) {
   const long size = s.p * s.n, r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * size);
   const long most = std::max(1L, long(16384 / (size * sizeof(T))));
@@ -111,14 +112,17 @@ template <class T, bool DELTA> int with_key_decays(const Scan<T> &s) {
         const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + group * s.n;
         const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc, *C = s.C + bc;
         T *state = s.final_state + (row * s.h + head) * size, *y = output_of(s, row, head, i);
-        w.decays.read(s.n, s.log_decay + at * s.n, true, DELTA ? B : nullptr);
+        w.decays.read(s.n, s.log_decay + at * (per_key ? s.n : 1), per_key, DELTA ? B : nullptr);
         one_key_token<T, DELTA>(s.p, s.n, x, s.gain[at], w.decays, B, C, state, state, y, w.missing);
+        const double limit = s.limit ? s.limit[i * s.limit_token + head] : INFINITY;
+        if (limit < INFINITY) rescale<T>(state, size, y, s.p, limit);
       }
   }
   return 1;
 }
 
-template <class T> int key_scan(const Scan<T> &s) { return with_key_decays<T, false>(s); }
-template <class T> int key_delta(const Scan<T> &s) { return with_key_decays<T, true>(s); }
+template <class T> int key_scan(const Scan<T> &s) { return by_tokens<T, false>(s, true); }
+template <class T> int key_delta(const Scan<T> &s) { return by_tokens<T, true>(s, true); }
+template <class T> int limited_delta(const Scan<T> &s) { return by_tokens<T, true>(s, false); }
 
 }  // namespace

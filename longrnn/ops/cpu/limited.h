@@ -35,11 +35,11 @@ template <class T> struct LimitedWork : Work<T> {
 template <class T>
 void products_among(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, long first, long q, const T *B) {
   if (!w.alike_is_known) {
-    product<T>(w.q, padded<T>(w.q), s.n, B, s.bc_token, 1, w.right, CHUNK, w.alike, CHUNK, false, LOWER_C);
+    product<T>(w.q, padded<T>(w.q), s.n, {B, s.bc_token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
     w.alike_is_known = true;
   }
   transpose_chunk<T>(w.inputs, w.pp, q, s.p, w.inputs_t);
-  product<T>(q, padded<T>(q), s.p, w.inputs, w.pp, 1, w.inputs_t, CHUNK, w.among, CHUNK, false, LOWER_C);
+  product<T>(q, padded<T>(q), s.p, {w.inputs, w.pp, 1}, {w.inputs_t, CHUNK}, {w.among, CHUNK}, false, LOWER_C);
   double kept[CHUNK];
   for (long t = 0; t < q; t++) {
     d.advance(kept, t);
@@ -51,9 +51,9 @@ void products_among(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, long f
 
 // The scales of a chunk, and how many tokens they are for. `added` are the norms of the inputs.
 template <class T>
-long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added, double limit,
-               long q, const T *B, double *scales) {
-  product<T>(q, w.pp, s.n, B, s.bc_token, 1, w.memory, w.pp, w.read, w.pp, false);
+long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added,
+               const double *limits, long q, const T *B, double *scales) {
+  product<T>(q, w.pp, s.n, {B, s.bc_token, 1}, {w.memory, w.pp}, {w.read, w.pp}, false);
   double square = start * start, all = 1, gains[CHUNK];
   for (long t = 0; t < q; t++) {
     const T *among = w.among + t * CHUNK;
@@ -65,7 +65,8 @@ long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double star
     for (; i < t; i++) cross += double(among[i]) * gains[i];
     for (int k = 0; k < 8; k++) cross += sums[k];
     square = added[t] * added[t] + d.each[t] * d.each[t] * square + 2 * cross * all;
-    scales[t] = limit / std::sqrt(std::max(square, limit * limit));
+    const double limit = limits[t * s.limit_token];
+    scales[t] = limit < INFINITY ? limit / std::sqrt(std::max(square, limit * limit)) : 1;
     square *= scales[t] * scales[t];
     gains[t] = 1 / all;
     all *= scales[t];
@@ -76,20 +77,23 @@ long scales_of(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double star
 
 // Whether the triangle inequality shows that no token of a chunk reaches its limit.
 template <class T>
-bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added, double limit,
-                  long first, long q, const T *B) {
+bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double start, const double *added,
+                  const double *limits, long first, long q, const T *B) {
   double bound = start, most = 0;
-  for (long t = 0; t < q; t++) most = std::max(most, bound = bound * d.each[t] + added[t]);
-  if (most * (1 + SLACK) <= limit) return true;
+  bool is_within = true;
+  for (long t = 0; t < q; t++) {
+    most = std::max(most, bound = bound * d.each[t] + added[t]);
+    is_within = is_within && bound * (1 + SLACK) <= limits[t * s.limit_token];
+  }
+  if (is_within) return true;
   products_among<T>(s, w, d, first, q, B);
-  if (!(start * (1 + SLACK) <= limit)) return false;
   double square = 0;
   for (long t = 0; t < q; t++) {
     double cross = 0;
     for (long i = 0; i < t; i++) cross += double(w.among[t * CHUNK + i]);
     square = added[t] * added[t] + d.each[t] * d.each[t] * square + 2 * cross;
     // The slack is that of the terms, which may cancel each other.
-    if (!((start * d.before[t] + std::sqrt(std::max(square, 0.0)) + SLACK * most) <= limit)) return false;
+    if (!((start * d.before[t] + std::sqrt(std::max(square, 0.0)) + SLACK * most) <= limits[t * s.limit_token])) return false;
   }
   return true;
 }
@@ -98,8 +102,7 @@ bool within_limit(const Scan<T> &s, LimitedWork<T> &w, const Decays &d, double s
 template <class T>
 bool limited_chunk(const Scan<T> &s, LimitedWork<T> &w, long row, long head, long start, long q, const T *B,
                    const T *C) {
-  const double limit = s.limit[head];
-  if (std::isinf(limit)) {
+  if (!s.limit_token && std::isinf(s.limit[head])) {
     chunk_of_head<T>(s, w, row, head, start, q, B, C);
     return true;
   }
@@ -107,6 +110,7 @@ bool limited_chunk(const Scan<T> &s, LimitedWork<T> &w, long row, long head, lon
     const long left = q - first, at = (row * s.t + start + first) * s.h + head;
     const T *B_first = B + first * s.bc_token, *C_first = C + first * s.bc_token;
     const T *scores = w.scores + first * CHUNK + first;
+    const double *limits = s.limit + (start + first) * s.limit_token + head;
     read_inputs<T>(s, w, row, head, start + first, left);
     double added[CHUNK], scales[CHUNK], logs[CHUNK];
     const double norm = std::sqrt(sum_of_squares(w.memory, s.n * w.pp));
@@ -120,10 +124,10 @@ bool limited_chunk(const Scan<T> &s, LimitedWork<T> &w, long row, long head, lon
     if (!moderate) return false;
     const Decays plain(logs, 1, left);
     long count = left;
-    if (within_limit<T>(s, w, plain, norm, added, limit, first, left, B)) {
+    if (within_limit<T>(s, w, plain, norm, added, limits, first, left, B)) {
       chunk_of_inputs<T>(s, w, plain, scores, row, head, start + first, left, B_first, C_first);
     } else {
-      count = scales_of<T>(s, w, plain, norm, added, limit, left, B_first, scales);
+      count = scales_of<T>(s, w, plain, norm, added, limits, left, B_first, scales);
       for (long t = 0; t < count; t++) {
         logs[t] += std::log(scales[t]);
         for (long j = 0; j < w.pp; j++) w.inputs[t * w.pp + j] *= T(scales[t]);

@@ -79,8 +79,8 @@ void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *sco
   const bool direct = pp == s.p;
   T *out = direct ? y : static_cast<T *>(w.output);
   const long ldo = direct ? s.y_token : pp;
-  product<T>(q, pp, q, w.weights, CHUNK, 1, w.inputs, pp, out, ldo, false, LOWER_A);
-  if (start || s.state) product<T>(q, pp, s.n, scaled(C, d.before), step, 1, w.memory, pp, out, ldo, true);
+  product<T>(q, pp, q, {w.weights, CHUNK, 1}, {w.inputs, pp}, {out, ldo}, false, LOWER_A);
+  if (start || s.state) product<T>(q, pp, s.n, {scaled(C, d.before), step, 1}, {w.memory, pp}, {out, ldo}, true);
   if (!direct)
     for (long i = 0; i < q; i++) std::memcpy(y + i * s.y_token, out + i * pp, s.p * sizeof(T));
   if (start + q == s.t && !s.final_state) return;
@@ -132,7 +132,7 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
         const long bc = row * s.bc_row + start * s.bc_token + group * s.n;
         const T *B = s.B + bc, *C = s.C + bc;
         transpose_chunk<T>(B, s.bc_token, q, s.n, w.right);
-        product<T>(q, qp, s.n, C, s.bc_token, 1, w.right, CHUNK, w.scores, CHUNK, false, LOWER_C);
+        product<T>(q, qp, s.n, {C, s.bc_token, 1}, {w.right, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
         prepare(w, q, B);
         for (long head = first; head < last; head++) {
           w.memory = memories + (head - first) * s.n * w.pp;

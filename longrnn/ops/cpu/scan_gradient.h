@@ -99,10 +99,10 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   weigh<T>(d, w, q);
 
   double grad_log[CHUNK] = {};
-  product<T>(q, qp, p, w.g, pp, 1, w.u_t, CHUNK, w.pairs, CHUNK, false, LOWER_C);
+  product<T>(q, qp, p, {w.g, pp, 1}, {w.u_t, CHUNK}, {w.pairs, CHUNK}, false, LOWER_C);
   pairs_of_head<T>(w, q, grad_log);
 
-  product<T>(n, qp, p, before, pp, 1, w.scaled_g_t, CHUNK, w.part, CHUNK, false);
+  product<T>(n, qp, p, {before, pp, 1}, {w.scaled_g_t, CHUNK}, {w.part, CHUNK}, false);
   T starting[CHUNK] = {};  // what the state at the chunk's start adds to y · g
   for (long j = 0; j < n; j++)
     for (long i = 0; i < qp; i += W) {
@@ -110,15 +110,15 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
       store<T>(starting + i, load<T>(starting + i) + grad * load<T>(w.C_t + j * CHUNK + i));
       store<T>(w.grad_C + j * CHUNK + i, load<T>(w.grad_C + j * CHUNK + i) + grad);
     }
-  product<T>(n, qp, p, after, pp, 1, w.scaled_u, CHUNK, w.grad_B, CHUNK, true);
-  product<T>(q, pp, n, w.B, n, 1, after, pp, w.grad_u, pp, false);
+  product<T>(n, qp, p, {after, pp, 1}, {w.scaled_u, CHUNK}, {w.grad_B, CHUNK}, true);
+  product<T>(q, pp, n, {w.B, n, 1}, {after, pp}, {w.grad_u, pp}, false);
   scale_rows<T>(w.grad_u, pp, d.after, q, pp, w.grad_u);
   double sum = 0;
   for (long i = 0; i < q; i++) {  // what the tokens before i add to the state at the end times its gradient
     grad_log[i] += sum;
     sum += dot<T>(w.u + i * pp, w.grad_u + i * pp, pp);
   }
-  product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.grad_u, pp, true, UPPER_A);
+  product<T>(q, pp, q, {w.weights, 1, CHUNK}, {w.g, pp}, {w.grad_u, pp}, true, UPPER_A);
   for (long i = 0; i < q; i++) {
     T *to = s.grad_x + (at + i * of.h) * p;
     const T *grad_u = w.grad_u + i * pp, gain = gains[i * of.h];
@@ -164,9 +164,9 @@ template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad
   const long qp = padded<T>(q);
   for (long i = 0; i < q; i++)
     for (long j = i + 1; j < qp; j++) w.grad_scores[i * CHUNK + j] = 0;
-  product<T>(n, qp, q, w.C_t, CHUNK, 1, w.grad_scores, CHUNK, w.grad_B, CHUNK, true);
+  product<T>(n, qp, q, {w.C_t, CHUNK, 1}, {w.grad_scores, CHUNK}, {w.grad_B, CHUNK}, true);
   transpose_chunk<T>(w.grad_scores, CHUNK, q, q, w.pairs);
-  product<T>(n, qp, q, w.B_t, CHUNK, 1, w.pairs, CHUNK, w.grad_C, CHUNK, true);
+  product<T>(n, qp, q, {w.B_t, CHUNK, 1}, {w.pairs, CHUNK}, {w.grad_C, CHUNK}, true);
   for (long i = 0; i < q; i++)
     for (long j = 0; j < n; j++) {
       grad_B[i * step + j] = w.grad_B[j * CHUNK + i];
@@ -193,7 +193,7 @@ void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
     }
     transpose_chunk<T>(w.B, n, q, n, w.B_t);
     transpose_chunk<T>(w.C, n, q, n, w.C_t);
-    product<T>(q, qp, n, w.C, n, 1, w.B_t, CHUNK, w.scores, CHUNK, false, LOWER_C);
+    product<T>(q, qp, n, {w.C, n, 1}, {w.B_t, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
     std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
     std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
     std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));

@@ -23,7 +23,8 @@ FEW_ROWS = 8
 STRUCTS = {
     "Scan": """
         long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
-        in state?; out y?; long y_token; out final_state?; doubles limit?
+        in state?; out y?; long y_token; out final_state?; doubles limit?;
+        long limit_token?
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x grad_gain grad_log_decay grad_B grad_C grad_state
@@ -73,6 +74,7 @@ KERNELS = {
     "scan_gradient": "ScanGradient",
     "limited_scan": "Scan",
     "delta": "Scan",
+    "limited_delta": "Scan",
     "key_scan": "Scan",
     "key_delta": "Scan",
     "delta_gradient": "ScanGradient",

@@ -93,7 +93,7 @@ template <class T> struct Recurrent {
   void product_of(long rows, const T *h, T *out) {
     if (packed) {
       for (long column = 0; column < columns; column += WIDTH)
-        product<T>(rows, WIDTH, s.d, h, dp, 1, panels + column * s.d, WIDTH, out + column, columns, true);
+        product<T>(rows, WIDTH, s.d, {h, dp, 1}, {panels + column * s.d, WIDTH}, {out + column, columns}, true);
       return;
     }
     for (long gate = 0; gate < gates; gate++)

@@ -63,7 +63,7 @@ void advance_state(const Decays &d, long n, long pp, long q, const T *a, long ai
   const bool keeps = total >= 0.5;
   const T rest = keeps ? T(std::expm1(d.sum)) : T(total < LEAST ? 0 : total);
   for (long i = 0; i < n * pp; i++) change[i] = rest * from[i];
-  product<T>(n, pp, q, a, ai, ak, b, pp, change, pp, true);
+  product<T>(n, pp, q, {a, ai, ak}, {b, pp}, {change, pp}, true);
   for (long i = 0; i < n * pp; i++) to[i] = keeps ? from[i] + change[i] : change[i];
 }
 

@@ -192,26 +192,33 @@ def windowed_scan(
 def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.limit.limited`.
 
-    It computes calls with gradients or decays per key, and those in which squares leave the range
-    of float32.
+    It computes calls with gradients, and those in which squares leave the range of float32.
     """
-    if not tracked((*inputs.tensors(), state)) and channels.suits(inputs) and limit.ndim == 1:
+    is_plain = not tracked((*inputs.tensors(), state))
+    if is_plain and channels.suits(inputs) and limit.ndim == 1:
         return channels.run(inputs, state, limit)
-    if tracked((*inputs.tensors(), state)) or inputs.has_key_decays:
-        return limited(inputs, state, limit, scan)
-    dtype = state.dtype
-    given, before = readable(inputs.expanded(), state, dtype)
+    if is_plain and inputs.has_key_decays:
+        return limited_by("key_scan", inputs, state, limit)[0]
+    if is_plain and bool((limit >= MIN_LIMIT).all()):
+        found, is_computed = limited_by("limited_scan", inputs, state, limit)
+        if is_computed:
+            return found
+    return limited(inputs, state, limit, scan)
+
+
+def limited_by(
+    kernel: str, inputs: ScanInputs, state: Tensor, limit: Tensor
+) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Results of a kernel for a limit, without gradients, and whether it could compute them."""
+    given, before = readable(inputs.expanded(), state, state.dtype)
     y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
-    fits = (
-        limit.ndim == 1
-        and bool((limit >= MIN_LIMIT).all())
-        and call(
-            "limited_scan",
-            dtype,
-            **scan_fields(given, before),
-            y=y,
-            final_state=final,
-            limit=limit.where(limit < UNLIMITED, torch.inf),
-        )
+    is_computed = call(
+        kernel,
+        state.dtype,
+        **scan_fields(given, before),
+        y=y,
+        final_state=final,
+        limit=limit.where(limit < UNLIMITED, torch.inf).contiguous(),
+        limit_token=0 if limit.ndim == 1 else limit.shape[1],
     )
-    return (y, final) if fits else limited(inputs, state, limit, scan)
+    return (y, final), is_computed
