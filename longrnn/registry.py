@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
@@ -108,8 +107,7 @@ def _options_of(member: type) -> type[Options]:
 
 def keyword_options(member: type) -> dict[str, Any]:
     """Name and type, with its annotations, of every keyword-only parameter of a constructor."""
-    # The fields of a dataclass may come from another module, with its names for their types.
-    source = member if is_dataclass(member) or issubclass(member, Options) else member.__init__
+    source = member if issubclass(member, Options) else member.__init__
     hints = get_type_hints(source, include_extras=True)
     parameters = inspect.signature(source).parameters.values()
     return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

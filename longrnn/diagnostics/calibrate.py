@@ -3,7 +3,7 @@
 Notable choices:
 - Parameters are either taken from observations of a few windows of the training length, or searched
   without gradients, by the loss on windows of the target length.
-- A method is a dataclass in `METHODS`, whose fields are its settings. It returns the mappings from
+- A method is a class in `METHODS`, whose fields are its settings. It returns the mappings from
   which `mitigation` builds, so that calibrated files and hand-written ones have the same form.
 - The choice per head is the mildest that the measured loss beyond the training length permits:
   nats per token of texts of the target length, plus nats per token of the answers to passkey
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Annotated, Any
 
@@ -40,7 +39,7 @@ from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import parse
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
-from longrnn.options import Count, Share
+from longrnn.options import Count, Options, Share
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 from longrnn.units import format_length
@@ -81,8 +80,7 @@ def calibrate(job: Job, method: str) -> Members:
 
 
 @METHODS.register("state_norm")
-@dataclass(kw_only=True)
-class LargestNorm:
+class LargestNorm(Options):
     """The threshold is the largest norm of each head's state, times the margin."""
 
     windows: Count = 32
@@ -94,8 +92,7 @@ class LargestNorm:
 
 
 @METHODS.register("token_filter")
-@dataclass(kw_only=True)
-class StepQuantile:
+class StepQuantile(Options):
     """The threshold of the global heads is a quantile of their steps."""
 
     windows: Count = 32
@@ -111,8 +108,7 @@ class StepQuantile:
 @METHODS.register("scale_delta")
 @METHODS.register("scale_decay")
 @METHODS.register("power_decay")
-@dataclass(kw_only=True)
-class FactorSearch:
+class FactorSearch(Options):
     """Search factors, one per layer, by COBYLA over their logarithms.
 
     Published for the steps of Mamba in MambaExtend (ICLR 2025, LgzRo1RpLS), with another search.
@@ -149,8 +145,7 @@ class FactorSearch:
 
 
 @METHODS.register("per_head")
-@dataclass(kw_only=True)
-class PerHeadChoice:
+class PerHeadChoice(Options):
     """One member per choice that any head has, with these heads.
 
     Attributes:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -37,7 +36,7 @@ from longrnn.evaluation.texts import begun, text_of
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel
-from longrnn.options import Count
+from longrnn.options import Count, Options
 from longrnn.progress import Progress
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
@@ -53,8 +52,7 @@ Additions = list[Tensor | None]
 
 
 @METHODS.register("fit")
-@dataclass(kw_only=True)
-class TimeScaleFit:
+class TimeScaleFit(Options):
     """Fits additions to the weights that set the time scales of a model.
 
     Attributes:

@@ -186,6 +186,6 @@ class Job(NamedTuple):
         )
 
 
-# Dataclasses whose fields are their settings. `run(job, name)`, where `name` is that of the method,
+# Classes whose fields are their settings. `run(job, name)`, where `name` is that of the method,
 # returns mappings with `kind` and options, of which `mitigation` makes one mitigation.
 METHODS: Registry[Any] = Registry("method of calibration")
