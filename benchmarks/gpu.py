@@ -29,7 +29,8 @@ from torch import Tensor
 from benchmarks.models import MIXER, build, draw, transformers_twin
 from benchmarks.speed import our_step
 from benchmarks.timing import interleaved, parser, write_json
-from longrnn.cells.self_test import TESTED_CELLS, backends, self_test
+from longrnn.cells import MIXERS
+from longrnn.cells.self_test import backends, self_test
 from longrnn.files import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +59,7 @@ def record(figures: Figures, name: str, measure: Callable[[], list[float]]) -> N
 def kernels(args: argparse.Namespace) -> Figures:
     """Returns the error of each layer, relative to the largest entry of each result."""
     figures: Figures = {}
-    for name in TESTED_CELLS:
+    for name in MIXERS:
         for backend in backends(name):
             for dtype in DTYPES:
                 tested = partial(self_test, name, backend, args.device, DTYPES[dtype])

@@ -62,7 +62,7 @@ def test_two_processes_read_what_one_reads(kind: str) -> None:
 
 @tasks
 def test_perfect_predictions_score_perfectly(kind: str) -> None:
-    """Each score of the targets is 1, and less in a row with a mistake; validation is fixed."""
+    """Each score of the targets is 1, and one is less with a mistake; validation is fixed."""
     task, length = build(kind), LENGTHS.get(kind, 8)
     batch = task.sample(4, length=length)
     for name, values in task.score(batch.targets, batch).items():
@@ -70,7 +70,9 @@ def test_perfect_predictions_score_perfectly(kind: str) -> None:
     wrong = batch.targets.clone()
     wrong[2, batch.answers()[2].nonzero()[-1]] ^= 1
     for name, values in task.score(wrong, batch).items():
-        assert (values == 1).tolist() == [True, True, False, True], name
+        mistaken = (values < 1).nonzero().flatten().tolist()
+        assert len(mistaken) == 1, name
+        assert mistaken == [2] or len(values) == batch.answers().sum(), name  # by row or by token
     assert batch.answers().any(1).all()
     assert (batch.targets[batch.targets != UNSCORED] < task.vocab_size).all()
     assert_equal(task.held_out(3, length=length), task.held_out(3, length=length))
