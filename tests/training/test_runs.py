@@ -128,7 +128,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     shutil.rmtree(weights.parent)
     train(None, resume=folder)
     assert metrics(folder) == whole
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 2}\n{}\n')
     with pytest.raises(UserError, match=naming("metrics.jsonl", "line 2")):
         train(None, resume=folder)
 
