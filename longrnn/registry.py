@@ -53,7 +53,10 @@ class Registry(dict[str, "type[T]"], Generic[T]):
         return enter
 
     def __missing__(self, name: str) -> type[T]:
-        raise UserError(f"unknown {self.family} {name!r}: {nearest(name, self)}")
+        raise UserError(
+            f"unknown {self.family} {name!r}: {nearest(name, self)}, or name the file that "
+            "registers it by --import"
+        )
 
     def build(self, spec: Mapping[str, Any], *context: Any) -> T:
         """Builds the member that `spec` describes.
