@@ -204,7 +204,7 @@ class Cell(nn.Module, ABC):
             if change.power is not None:
                 by_head = by_head * change.power[:, None]
             if change.log_rate is not None:
-                by_head = by_head + change.log_rate[:, None]
+                by_head = by_head + change.log_rate
             largest = math.log(torch.finfo(weight.dtype).max) - 1  # A is finite, as in an edit
             folded = self.weight_of_log_rate(by_head.clamp(max=largest).view(weight.shape))
             weights[self.rate_weight] = folded.to(weight.dtype)

@@ -23,7 +23,7 @@ from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import ScanInputs
 
 # Added to the square of the length of q and k.
 EPS = 1e-6

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.inputs import Decay
 
 # Two computations of one step may differ by this many units in the last place.
 ROUNDINGS = 128
@@ -62,13 +62,12 @@ class Steps(NamedTuple):
 class StepChange(NamedTuple):
     """A change of the steps by numbers per head, `(h,)` float64; None for none.
 
-    `log_rate` may be per key, `(h, n)`, in a cell whose rates are.
-
     Attributes:
         threshold: of the unchanged dt: a token with a step at or below it has step 0 and x = 0.
         step: factor of dt, and of the step of the decay.
         power: exponent of |A|.
-        log_rate: logarithm of the factor of |A|, after the power.
+        log_rate: logarithm of the factor of |A|, after the power, `(h, 1)`; or per key, `(h, n)`,
+            in a cell whose rates are.
     """
 
     threshold: Tensor | None = None
@@ -103,10 +102,12 @@ class StepChange(NamedTuple):
     def _rate(self, A: Tensor) -> Tensor:
         """The changed A. Its logarithm is computed in float64, in which no power overflows."""
         wide = A.double()
-        power, log_rate = (
-            None if numbers is None else _by_key(numbers, A.ndim == 2).to(wide)
-            for numbers in (self.power, self.log_rate)
-        )
+        by_key = A.ndim == 2
+        power, log_rate = self.power, self.log_rate
+        if power is not None:
+            power = (power[:, None] if by_key else power).to(wide)
+        if log_rate is not None:
+            log_rate = (log_rate if by_key else log_rate[:, 0]).to(wide)
         if power is None:
             assert log_rate is not None
             wide = wide * log_rate.exp()
@@ -121,25 +122,15 @@ class StepChange(NamedTuple):
         threshold = later.threshold
         if threshold is not None and self.step is not None:
             threshold = threshold / self.step
-        log_rate, added = self.log_rate, later.log_rate
-        by_key = any(numbers is not None and numbers.ndim == 2 for numbers in (log_rate, added))
-        if log_rate is not None:
-            log_rate = _by_key(log_rate, by_key)
-            if later.power is not None:
-                log_rate = log_rate * _by_key(later.power, by_key)
-        if added is not None:
-            added = _by_key(added, by_key)
+        log_rate = self.log_rate
+        if log_rate is not None and later.power is not None:
+            log_rate = log_rate * later.power[:, None]
         return StepChange(
             threshold=_both(torch.maximum, self.threshold, threshold),
             step=_both(torch.mul, self.step, later.step),
             power=_both(torch.mul, self.power, later.power),
-            log_rate=_both(torch.add, log_rate, added),
+            log_rate=_both(torch.add, log_rate, later.log_rate),
         )
-
-
-def _by_key(numbers: Tensor, by_key: bool) -> Tensor:
-    """Numbers by head `(h,)` for rates by key, `(h, 1)`."""
-    return numbers[:, None] if by_key and numbers.ndim == 1 else numbers
 
 
 def like(by_head: Tensor, step: Tensor) -> Tensor:
@@ -227,7 +218,7 @@ class Edit(NamedTuple):
         """The functions of the steps in order, of which `rate` is the first."""
         if self.rate is None:
             return self.steps or ()
-        first = StepChange(log_rate=self.rate if self.rate.shape[1] > 1 else self.rate[:, 0])
+        first = StepChange(log_rate=self.rate)
         return (first,) if self.steps is None else _in_order((first,), self.steps)
 
     def biased(self, summed: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from longrnn.cells.init import initialise
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.inputs import Decay
 
 
 @MIXERS.register("gated_deltanet")

@@ -25,7 +25,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.inputs import Decay
 
 
 @MIXERS.register("kda")

@@ -28,8 +28,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 
 class MambaRest(NamedTuple):

@@ -35,8 +35,7 @@ from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 ANY_STEP = (0.0, math.inf)
 

@@ -40,8 +40,7 @@ from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import BEFORE, Rows
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 # The slowest rate, as published.
 A_FLOOR = 1e-4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from longrnn.cells.edit import Edit
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.scan.recent import Recent
 
 

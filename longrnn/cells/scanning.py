@@ -18,8 +18,7 @@ from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.recent import Recent
 from longrnn.ops.scan.window import no_tokens, state_of
 from longrnn.state import PyTree, reset

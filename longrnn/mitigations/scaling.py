@@ -60,7 +60,7 @@ class ScaleDecay(Scaling):
     """
 
     def bind(self, layer: int, heads: Tensor) -> Edit:
-        return Edit(steps=(StepChange(log_rate=self.factors(layer, heads).log()),))
+        return Edit(steps=(StepChange(log_rate=self.factors(layer, heads).log()[:, None]),))
 
 
 @MITIGATIONS.register("power_decay")

@@ -153,12 +153,13 @@ def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
     change, *others = edit.changes or (StepChange(),)
     if others or not isinstance(change, StepChange):
         return None
-    if change.log_rate is not None and change.log_rate.ndim == 2:  # per key
+    log_rate = change.log_rate
+    if log_rate is not None and log_rate.shape[1] > 1:  # per key
         return None
     given = {
         "largest_ignored": change.largest_ignored(torch.float32),
         "step": change.step,
-        "log_rate": change.log_rate,
+        "log_rate": None if log_rate is None else log_rate[:, 0],
         "power": change.power,
         "log_keep": None if edit.keep is None else edit.keep.log(),
         "add": edit.add,

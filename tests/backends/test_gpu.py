@@ -28,8 +28,8 @@ from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan import mamba_ssm as mamba_ssm_scan
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs, loop
+from longrnn.ops.scan.definition import loop
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.window import no_tokens, windowed
 from tests.backends.test_operations import (
     assert_near,

@@ -40,8 +40,8 @@ from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.scan import definition as scan
 from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan import mamba_ssm
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs, loop
+from longrnn.ops.scan.inputs import Decay, ScanInputs
+from longrnn.ops.scan.definition import loop
 
 found = []
 {calls}

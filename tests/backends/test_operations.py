@@ -22,8 +22,8 @@ from longrnn.ops.delta import DELTA
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.operation import Implementation, Operation
 from longrnn.ops.scan import SCAN
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs, loop
+from longrnn.ops.scan.definition import loop
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.limit import limited
 from longrnn.ops.scan.window import no_tokens, state_of
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from longrnn.ops.delta import DELTA
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.window import no_tokens, state_of
 from tests.backends.test_operations import assert_near, inputs_from, results, tensors_of
 from tests.contracts.subjects import BACKENDS

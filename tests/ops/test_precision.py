@@ -13,7 +13,7 @@ from longrnn.ops import precision
 from longrnn.ops.precision import autocasts, own_precision
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.scan.window import no_tokens
 from tests.backends.test_operations import inputs_from, inputs_of, results, tensors_of
 from tests.contracts.builders import D_MODEL, GPU, assert_near, build_mixer

@@ -25,7 +25,7 @@ from longrnn.hf.hybrid.rg_lru import RGLRU
 from longrnn.hf.hybrid.shared_cell import SharedCell
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.hooks import own_weight
-from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.inputs import Decay
 
 
 class Family(NamedTuple):

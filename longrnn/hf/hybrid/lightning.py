@@ -19,7 +19,7 @@ from longrnn.cells.edit import Edit, Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
+from longrnn.ops.scan.inputs import Decay
 
 
 class LightningState(NamedTuple):

@@ -30,8 +30,7 @@ from torch.nn import functional as F
 from longrnn.cells.edit import Edit, Steps
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 # exp of a larger number would be infinite in float32, with a gradient that is NaN.
 LARGEST_EXPONENT = 80.0

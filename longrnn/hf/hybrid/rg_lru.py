@@ -24,8 +24,7 @@ from longrnn.cells.scanning import inverse_softplus
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 # The factor of the rate, c in the paper.
 RATE = 8.0

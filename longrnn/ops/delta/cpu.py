@@ -9,7 +9,7 @@ from torch import Tensor
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.delta import definition
 from longrnn.ops.scan.cpu import limited_by, recurrence, refusal
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import ScanInputs
 
 __all__ = ["delta", "limited", "refusal"]
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from longrnn.ops.scan import definition as scans
 from longrnn.ops.scan import limit as limits
 from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
-from longrnn.ops.scan.definition import Scan, ScanInputs, in_chunks, in_segments
+from longrnn.ops.scan.definition import Scan, in_chunks, in_segments
+from longrnn.ops.scan.inputs import ScanInputs
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
 DELTA_CHUNK = 32

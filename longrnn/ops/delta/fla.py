@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrnn.ops import gpu
 from longrnn.ops.cpu.checks import tracked
-from longrnn.ops.scan.definition import ScanInputs
+from longrnn.ops.scan.inputs import ScanInputs
 
 # Modules, and the last words of their kernels' names; decays per head, and per key.
 HEAD_KERNEL = ("fla.ops.gated_delta_rule", "gated_delta_rule")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
-from longrnn.ops.scan.definition import ScanInputs, reversible
+from longrnn.ops.scan.definition import reversible
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.scan.window import TokenInputs
 
 

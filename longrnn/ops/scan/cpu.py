@@ -18,8 +18,8 @@ from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
 from longrnn.ops.cpu.library import call
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import channels, definition
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import FEW, ScanInputs, is_entrywise, reversible
+from longrnn.ops.scan.definition import FEW, is_entrywise, reversible
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.limit import UNLIMITED, limited
 from longrnn.ops.scan.recent import Recent
 from longrnn.ops.scan.window import windowed

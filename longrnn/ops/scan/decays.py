@@ -20,56 +20,6 @@ from longrnn.ops.transforms import is_transformed
 FLOOR = -80.0
 
 
-class Decay(NamedTuple):
-    """How the decays are made, per head or per key: log a = step · rate + log keep.
-
-    Decays per key of many tokens need not exist in memory: a kernel reads the three.
-
-    Attributes:
-        step: `(b, t, h)` or, per key, `(b, t, h, n)`, at least 0, and infinite where a document
-            begins. Without a rate it is the log decay itself, at most 0 and −∞ at such a token.
-        rate: `(h,)`, `(b, t, h)` or, per key, `(h, n)`, below 0; None for a cell that has no step.
-        keep: `(h,)` or `(b, t, h)` float64, in (0, 1], a factor of all decays; None for 1.
-    """
-
-    step: Tensor
-    rate: Tensor | None = None
-    keep: Tensor | None = None
-
-    @property
-    def is_per_key(self) -> bool:
-        """Whether each key of a head has a decay of its own."""
-        return self.step.ndim == 4 or (self.rate is not None and self.rate.ndim == 2)
-
-    def log(self) -> Tensor:
-        """The log decays, `(b, t, h)` or, per key, `(b, t, h, n)`."""
-        log = self.step
-        if self.rate is not None:
-            step, rate = self.step, self.rate
-            if self.is_per_key:
-                step = step if step.ndim == 4 else step[..., None]
-                rate = rate if rate.ndim == 2 else rate[..., None]
-            is_start = step == math.inf  # ∞ times the gradient, which is 0, would be NaN
-            log = (step.masked_fill(is_start, 0) * rate).masked_fill(is_start, -math.inf)
-        if self.keep is None:
-            return log
-        log_keep = self.keep.log().to(log)
-        return log + (log_keep[..., None] if log.ndim == 4 else log_keep)
-
-    def total(self) -> Tensor:
-        """The sum of the log decays of all tokens, `(b, h, 1)` or `(b, h, n)` in float64."""
-        step, rate = self.step.double(), self.rate
-        step = step if step.ndim == 4 else step[..., None]
-        if rate is not None and rate.ndim == 3:
-            step, rate = step * rate[..., None], None
-        total = step.sum(1)
-        if rate is not None:
-            total = total * (rate if rate.ndim == 2 else rate[:, None])
-        if self.keep is None:
-            return total
-        return total + self.keep.log().expand(self.step.shape[:3]).sum(1)[..., None]
-
-
 class KeyDecays(NamedTuple):
     """What chunks of a recurrence with decays per key need, for c tokens.
 

@@ -20,24 +20,16 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial, wraps
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.decays import (
-    FLOOR,
-    Decay,
-    advance,
-    all_states,
-    decay_exp,
-    decay_parts,
-    key_decays,
-)
+from longrnn.ops.scan.decays import FLOOR, advance, all_states, decay_exp, decay_parts, key_decays
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.transforms import recomputed
 
 CHUNK = 64
@@ -50,96 +42,6 @@ NEVER = -1e4
 # that is faster than chunks with decays per head; chosen on a CPU.
 ENTRY_SEGMENT = 64
 LEAST_ENTRIES = 8
-
-
-class ScanInputs(NamedTuple):
-    """Inputs of the recurrence.
-
-    Attributes:
-        x: `(b, t, h, p)`.
-        gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
-        decay: per head or per key; for Mamba-2 its step is dt, and its rate A.
-        B: `(b, t, g, n)`; head i reads group i // (h / g).
-        C: `(b, t, g, n)`.
-    """
-
-    x: Tensor
-    gain: Tensor
-    decay: Decay
-    B: Tensor
-    C: Tensor
-
-    @property
-    def has_key_decays(self) -> bool:
-        """Whether each key of a head has a decay of its own."""
-        return self.decay.is_per_key
-
-    def tensors(self) -> list[Tensor | None]:
-        """All tensors: x, gain, the three of the decay, B, C."""
-        return [self.x, self.gain, *self.decay, self.B, self.C]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Any]) -> ScanInputs:
-        """The inputs from `tensors`."""
-        x, gain, step, rate, keep, B, C = tensors
-        return cls(x, gain, Decay(step, rate, keep), B, C)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> ScanInputs:
-        """The same change of all tensors that have an axis of time."""
-        return self.of(
-            change(one) if one is not None and one.ndim >= 3 else one for one in self.tensors()
-        )
-
-    def expanded(self) -> ScanInputs:
-        """The inputs with the log decays of all tokens."""
-        return self._replace(decay=Decay(self.decay.log()))
-
-    def slice(self, start: int, stop: int) -> ScanInputs:
-        """The inputs of tokens `start` up to `stop`."""
-        return self.each(lambda tensor: tensor[:, start:stop])
-
-    def split(self, length: int) -> list[ScanInputs]:
-        """The inputs of parts of at most `length` tokens.
-
-        The gradient of a slice would be a tensor as long as the whole call.
-        """
-        parts = (
-            one.split(length, 1) if one is not None and one.ndim >= 3 else repeat(one)
-            for one in self.tensors()
-        )
-        return [self.of(part) for part in zip(*parts, strict=False)]
-
-    def heads(self, index: Tensor) -> ScanInputs:
-        """The inputs of some heads; with several groups, each head gets its own B and C.
-
-        Args:
-            index: `(k,)` int64.
-        """
-        x, gain = self.x.index_select(2, index), self.gain.index_select(2, index)
-        chosen = (
-            None if one is None else one.index_select(2 if one.ndim >= 3 else 0, index)
-            for one in self.decay
-        )
-        B, C = self.B, self.C
-        if B.shape[2] > 1:
-            group = index // (self.x.shape[2] // B.shape[2])
-            B, C = B.index_select(2, group), C.index_select(2, group)
-        return self.of([x, gain, *chosen, B, C])
-
-    def per_head(self, shared: Tensor) -> Tensor:
-        """B or C of every head, `(…, h, n)`, from those of the groups `(…, g, n)`."""
-        return shared.repeat_interleave(self.x.shape[2] // shared.shape[-2], -2)
-
-    def to(self, dtype: torch.dtype) -> ScanInputs:
-        """The inputs in one dtype."""
-        keep = self.decay.keep
-        given = self.of(None if one is None else one.to(dtype) for one in self.tensors())
-        return given._replace(decay=given.decay._replace(keep=keep))
-
-    def zero_state(self) -> Tensor:
-        """The state before the first token, `(b, h, p, n)` in the dtype of the decays."""
-        b, _, h, p = self.x.shape
-        return self.decay.step.new_zeros(b, h, p, self.B.shape[3])
 
 
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]

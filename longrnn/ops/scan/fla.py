@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import gpu
-from longrnn.ops.scan.definition import ScanInputs, reversible
+from longrnn.ops.scan.definition import reversible
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.transforms import recomputed
 
 # Decays per head, and per key.

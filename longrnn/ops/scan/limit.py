@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.decays import Decay
-from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, ScanInputs, scan
+from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, scan
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.transforms import in_vmap
 
 # Stands for no limit: no state reaches it, and its square is finite.

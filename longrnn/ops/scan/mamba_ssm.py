@@ -8,7 +8,8 @@ from torch import Tensor
 
 from longrnn.ops import gpu
 from longrnn.ops.scan import definition
-from longrnn.ops.scan.definition import FEW, ScanInputs, reversible
+from longrnn.ops.scan.definition import FEW, reversible
+from longrnn.ops.scan.inputs import ScanInputs
 
 MODULE, REQUIREMENT = "mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2"
 # Tokens per chunk, the default of mamba-ssm, and the first offset that does not fit into the 32

@@ -29,8 +29,9 @@ from torch.nn import functional as F
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
-from longrnn.ops.scan.decays import Decay, key_decays
-from longrnn.ops.scan.definition import NEVER, ScanInputs, scan
+from longrnn.ops.scan.decays import key_decays
+from longrnn.ops.scan.definition import NEVER, scan
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.recent import Recent, extended
 from longrnn.ops.transforms import is_transformed
 from longrnn.state import History
