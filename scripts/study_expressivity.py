@@ -31,11 +31,10 @@ from longrnn.intervals import mean
 from longrnn.state import nbytes
 from longrnn.units import parse_lengths
 
+NONLINEAR = ("rnn", "gru", "lstm")
 DELTA = {"n_heads": 2, "key_dim": 16, "value_dim": 32}
 CELLS: dict[str, dict[str, Any]] = {
-    "rnn": {"kind": "rnn"},
-    "gru": {"kind": "gru"},
-    "lstm": {"kind": "lstm"},
+    **{kind: {"kind": kind} for kind in NONLINEAR},
     "mamba": {"kind": "mamba"},
     "mamba2": {"kind": "mamba2", "d_state": 32, "head_dim": 32},
     "mamba3": {"kind": "mamba3", "d_state": 32, "head_dim": 32},
@@ -43,7 +42,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "gated_deltanet (β to 2)": {"kind": "gated_deltanet", **DELTA, "negative_eigenvalues": True},
     "kda": {"kind": "kda", **DELTA},
 }
-NONLINEAR = ("rnn", "gru", "lstm")
 TASKS_OF: dict[str, dict[str, dict[str, Any]]] = {
     "tracking": {
         "parity": {"kind": "parity"},

@@ -45,7 +45,7 @@ CELLS["mamba2"] = {"kind": "mamba2", "d_state": 32, "head_dim": 32}
 ENCODINGS = ["none", "duplicate", "sinusoidal", "learned", "random"]
 CONTROL = "duplicate"
 # The most telling first; the largest only for the LSTM, without and with sinusoidal positions.
-SIZES, LARGEST = [1024, 256, 4096, 64], 16_384
+SIZES, LARGEST = [1024, 256, 64, 4096], 16_384
 # The learning rate of a cell with an encoding has the lowest loss at TUNED tokens, with a seed of
 # its own; `rare` has one for all.
 TUNED, TUNING_SEED, RATE = 256, 999, 0.01
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=128, help="rows per step")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.02])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.005, 0.01, 0.02])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=1e9, help="after these, start no run")
     parser.add_argument("--rows", type=Path, default=DEFAULT_ROWS, help="file of finished runs")
@@ -155,11 +155,10 @@ def measured(args: Namespace, key: Key) -> Row:
     with torch.inference_mode():
         answers = model(batch.tokens, keep=args.length).logits.argmax(-1)
     pairs = zip(answers.tolist(), batch.targets[:, -args.length :].tolist(), strict=True)
-    curve = [each for each in found.rows if "eval_loss" in each]
-    learned = [each["step"] for each in curve if each["eval_token_accuracy"] >= LEARNED]
+    learned = [at["step"] for at in found.rows if at.get("eval_token_accuracy", 0) >= LEARNED]
     return row | {
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        **{name: curve[-1][f"eval_{name}"] for name in ("token_accuracy", "exact_match", "loss")},
+        **{name: found.last(f"eval_{name}") for name in ("token_accuracy", "exact_match", "loss")},
         "distance": fmean(DamerauLevenshtein.normalized_distance(*pair) for pair in pairs),
         "steps_to_95": min(learned, default=None),
         "core_seconds": round(time.process_time() - started),
@@ -193,7 +192,8 @@ def report(args: Namespace, known: Known) -> list[str]:
     about = (
         f"{TESTED:,} held-out sequences. distance: Damerau-Levenshtein, normalised. steps_to_95: "
         "until 95 % of the tokens are right, where all seeds get there. growth: doublings of these "
-        "steps per doubling of V. limit: log2 of the V at which the accuracy falls below 95 %."
+        "steps per doubling of V. limit: log2 of the V at which the accuracy falls below 95 %, if "
+        "that of all seeds does."
     )
     return [about, *comparison(found, "token_accuracy")]
 
@@ -216,23 +216,23 @@ def comparison(found: Mapping[str, Mapping[str, list[float]]], judged: str) -> l
 def quantities(curve: Mapping[int, list[Row]]) -> dict[str, list[float]]:
     """Returns what is reported of one encoding, a value per seed, from its runs by vocabulary."""
     found: dict[str, list[float]] = {}
-    learned = {}
     for size, rows in curve.items():
         for name in SCORES:
             values = [row[name] for row in rows]
             if None not in values:
                 found[f"{name}, V = {size:,}"] = values
-        if None not in (steps := [row["steps_to_95"] for row in rows]):
-            learned[size] = np.log2(steps)
-    for steps in zip(*learned.values(), strict=False):
-        if len(steps) > 1:
-            slope = np.polyfit(np.log2([*learned]), steps, 1)[0]
-            found.setdefault("growth", []).append(float(slope))
-    for rows in zip(*curve.values(), strict=False):
-        wrong = np.maximum.accumulate([1 - row["token_accuracy"] for row in rows])
-        if wrong[0] <= 1 - LEARNED < wrong[-1]:
-            limit = np.interp(1 - LEARNED, wrong, np.log2([*curve]))
-            found.setdefault("limit", []).append(float(limit))
+    most = max(map(len, curve.values()), default=0)
+    whole = {size: rows for size, rows in curve.items() if len(rows) == most}
+    steps = {size: found.get(f"steps_to_95, V = {size:,}") for size in whole}
+    learned = {size: np.log2(values) for size, values in steps.items() if values is not None}
+    if len(learned) > 1:
+        slopes = np.polyfit(np.log2([*learned]), [*learned.values()], 1)[0]
+        found["growth"] = slopes.tolist()
+    wrong = [[1 - row["token_accuracy"] for row in rows] for rows in whole.values()]
+    wrong = np.maximum.accumulate(wrong or [[0.0]])
+    if (wrong[0] <= 1 - LEARNED).all() and (wrong[-1] > 1 - LEARNED).all():
+        places = np.log2([*whole])
+        found["limit"] = [float(np.interp(1 - LEARNED, seed, places)) for seed in wrong.T]
     return found
 
 
