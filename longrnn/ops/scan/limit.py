@@ -72,7 +72,9 @@ def in_limited_segments(
         within: (inputs, state, limit `(t, h)`) → whether no state of a segment exceeds its limit.
         beyond: computes at most a chunk in which one may, or its first tokens.
     """
-    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
+    outputs, start, time = [], 0, inputs.x.shape[1]
+    # The bounds of a head of one channel are as large as the decays of its keys.
+    size = longest = CHUNK if inputs.has_key_decays and inputs.x.shape[3] == 1 else SEGMENT
     limit = limit.clamp(max=UNLIMITED).expand(time, -1)
     with own_precision(state):
         if in_vmap():
@@ -86,7 +88,7 @@ def in_limited_segments(
             y, state = plain(part, state) if is_plain else beyond(part, state, highest, plain)
             outputs.append(y)
             start += y.shape[1]
-            size = min(2 * size, SEGMENT) if is_plain else CHUNK
+            size = min(2 * size, longest) if is_plain else CHUNK
     return torch.cat(outputs, dim=1), state
 
 
