@@ -67,6 +67,10 @@ def import_module(given: str) -> None:
     folder, name = (path.resolve().parent, path.stem) if is_file else (Path.cwd(), given)
     if is_file and not path.is_file():
         raise UserError(f"{OPTION} {given}: there is no such file, give an existing .py file")
+    if not is_file and not all(map(str.isidentifier, given.split("."))):
+        raise UserError(
+            f"{OPTION} {given!r} is not the name of a module: give one, or a file that ends in .py"
+        )
     sys.path.append(str(folder))
     importlib.invalidate_caches()
     if is_file:

@@ -88,6 +88,11 @@ def is_main() -> bool:
     return _rank == 0
 
 
+def is_first() -> bool:
+    """Whether this is the first process of a launch, also before the processes are joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_rank() -> int:
     """Index of this process on its machine, which selects its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0")) if _size > 1 else 0

@@ -28,6 +28,7 @@ from longrnn.console import PlainFormatter, say
 from longrnn.errors import Terminated, UserError
 from longrnn.files import one_line
 from longrnn.locks import release_all
+from longrnn.processes import is_first
 
 DEBUG = "LONGRNN_DEBUG"
 # Exit codes: an error that the user can fix, Ctrl-C, an unexpected error, and a closed output.
@@ -76,7 +77,7 @@ def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
                 return _fail(leaving.__context__, again)
             code = leaving.code
         except Terminated as reason:
-            if os.environ.get("RANK", "0") == "0":
+            if is_first():
                 say(f"terminated; {reason}; go on with: {again()}")
         print(end="", flush=True)
     except BaseException as error:  # the last handler: whatever it is becomes a sentence

@@ -40,7 +40,7 @@ INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows 
 
 # Arguments of `from_pretrained` that have a meaning for a model that `load` opens.
 IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
-FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", *IMPLEMENTATIONS}
+FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS}
 # Those that the Auto class or a library adds, which change nothing here.
 OF_AUTO = {"_from_auto", "adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "weights_only"}
 
@@ -136,11 +136,12 @@ class LongRNNForCausalLM(  # pyright: ignore
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
+        subfolder = kwargs.get("subfolder") or ""
         if (place := adapter or name) is not None:
-            refuse_missing_of(Path(place))
+            refuse_missing_of(Path(place) / subfolder)
         if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
             revision = options.get("revision") if adapter else kwargs.get("revision")
-            folder = resolve(adapter or name, revision) / kwargs.get("subfolder", "")
+            folder = resolve(adapter or name, revision) / subfolder
             if _is_read_by_load(folder):
                 return cls._load(folder, kwargs)
         return super().from_pretrained(name, *args, config=config, **kwargs)

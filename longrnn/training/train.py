@@ -107,7 +107,7 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
                 f"{key} determines how a run starts, and {folder} has started: leave it out, or "
                 f"start a new run with init_from={folder}"
             )
-    for line in () if quiet else changes(before, now):
+    for line in changes(before, now) if processes.is_first() and not quiet else ():
         say(line, error=True)
     return now
 

@@ -17,6 +17,7 @@ from longrnn import files, load, train
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
+from longrnn.training.train import resumed
 from tests.cli.conftest import contents
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -62,13 +63,19 @@ def test_recomputed_activations_have_the_same_bits(kind: str, tmp_path: Path) ->
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`resume` prints what changed; a checkpoint of another run is continued elsewhere."""
+def test_a_longer_run_and_a_branch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`resume` prints what changed, once; a checkpoint of another run is continued elsewhere."""
     constant = {"lr_scheduler_type": "constant", "save_total_limit": 5}
     run(tiny("streams", tmp_path / "one", **constant))
     run(tiny("streams", tmp_path / "two", **constant, max_steps=6))
     train(None, "max_steps=10", resume=tmp_path / "two", quiet=False)
     assert "max_steps: 6 → 10" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    resumed(tmp_path / "two", ["max_steps=11"], quiet=False)
+    assert not capsys.readouterr().err
+    monkeypatch.delenv("RANK")
     weights = [load(tmp_path / name).fingerprint() for name in ("one", "two")]
     assert weights[0] == weights[1]
     origin = tmp_path / "one/checkpoint-00000004"

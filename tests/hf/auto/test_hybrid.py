@@ -152,7 +152,8 @@ def test_an_argument_of_from_pretrained_is_followed_or_refused(
     """Of a folder that `load` opens."""
     with pytest.raises(UserError, match=value[""] if name == "device_map" else name):
         LongRNNForCausalLM.from_pretrained(base, **{name: value})
-    model: Any = LongRNNForCausalLM.from_pretrained(base, attn_implementation="eager")
+    inside = {"subfolder": base.name, "attn_implementation": "eager"}
+    model: Any = LongRNNForCausalLM.from_pretrained(base.parent, **inside)
     assert model.config._attn_implementation == "eager"
     with torch.no_grad():
         assert_near(model(TEXT).logits, load(base)(TEXT).logits, 1e-5)
