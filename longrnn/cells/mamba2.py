@@ -99,6 +99,7 @@ class Mamba2(ScanningCell):
     rate_weight, bias_weight = "A_log", "dt_bias"
     projections = ("in_proj", "out_proj")
     shown = ("n_heads", "d_state")
+    unsuited_backends = frozenset()
 
     def __init__(
         self,

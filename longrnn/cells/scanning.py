@@ -43,6 +43,7 @@ class ScanningCell(Cell):
         operation: the recurrence, `SCAN` or `DELTA`.
         repeats: whether reading the same inputs once more maps the memory in the same way, so that
             `longrnn.ops.repeat` gives the state after many readings.
+        unsuited_backends: names of implementations that compute no call of this cell.
         has_key_decays: whether each key of a head has a decay of its own.
         n_groups: how many B and C a window remembers per token; 0 for one per head.
         shown: names of the attributes in its `repr`.
@@ -52,6 +53,7 @@ class ScanningCell(Cell):
     has_steps = True
     repeats = True
     operation: ClassVar[Operation] = SCAN
+    unsuited_backends = frozenset({"mamba_ssm"})  # whose x is multiplied by the step of the decay
     has_key_decays = False
     n_groups: int = 0
     shown: tuple[str, ...] = ("n_heads",)
@@ -68,7 +70,8 @@ class ScanningCell(Cell):
     @classmethod
     def backends(cls) -> list[str]:
         """The names of the implementations of the recurrence."""
-        return [each.name for each in cls.operation.implementations]
+        names = [each.name for each in cls.operation.implementations]
+        return [name for name in names if name not in cls.unsuited_backends]
 
     @abstractmethod
     def before(self, x: Tensor, state: PyTree, edit: Edit, rows: Rows | None) -> tuple[Steps, Any]:
