@@ -9,6 +9,7 @@
 #include "channels.h"
 #include "convolution_gradient.h"
 #include "delta.h"
+#include "gate_gradient.h"
 #include "key_gradient.h"
 #include "layers.h"
 #include "limited.h"

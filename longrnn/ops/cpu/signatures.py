@@ -43,8 +43,9 @@ STRUCTS = {
         Convolution of; in grad_y grad_after?; out grad_x grad_before grad_weight grad_bias?
     """,
     "Gate": """
-        long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
+        long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y?
     """,
+    "GateGradient": "Gate of; in grad_y; out grad_scanned grad_x grad_z grad_D grad_weight",
     "Window": """
         long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? log_decay?
     """,
@@ -86,6 +87,7 @@ KERNELS = {
     "convolution": "Convolution",
     "convolution_gradient": "ConvolutionGradient",
     "gated_norm": "Gate",
+    "gated_norm_gradient": "GateGradient",
     "stepwise": "Stepwise",
     "few_rows": "FewRows",
     "mamba_layers": "Stack",

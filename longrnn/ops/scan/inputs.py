@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.ops.transforms import is_transformed
+
 
 class Decay(NamedTuple):
     """How the decays are made, per head or per key: log a = step · rate + log keep.
@@ -40,8 +42,13 @@ class Decay(NamedTuple):
             if self.is_per_key:
                 step = step if step.ndim == 4 else step[..., None]
                 rate = rate if rate.ndim == 2 else rate[..., None]
-            is_start = step == math.inf  # ∞ times the gradient, which is 0, would be NaN
-            log = (step.masked_fill(is_start, 0) * rate).masked_fill(is_start, -math.inf)
+            is_tracked = torch.is_grad_enabled() and (step.requires_grad or rate.requires_grad)
+            if is_tracked or is_transformed():
+                is_start = step == math.inf  # ∞ times the gradient, which is 0, would be NaN
+                log = (step.masked_fill(is_start, 0) * rate).masked_fill(is_start, -math.inf)
+            else:
+                # Below 0, also where A is so small that it is rounded to 0: ∞ times 0 is NaN.
+                log = step * rate.clamp(max=-torch.finfo(rate.dtype).tiny)
         if self.keep is None:
             return log
         log_keep = self.keep.log().to(log)
