@@ -89,7 +89,7 @@ def _refuse_integers(folder: Path) -> None:
         with safe_open(path, "pt") as file:
             found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     if found and not any(kind.startswith(("F", "BF")) for kind in found):
-        raise ValueError(f"its weights are {', '.join(sorted(found))}, and no floats")
+        raise ValueError(f"its weights are {', '.join(sorted(found))}, not floating-point numbers")
 
 
 def open_hugging_face(model: PreTrainedModel) -> ForeignLM:

@@ -100,7 +100,7 @@ def test_documents_and_answers_of_ruler_are_those_of_lm_eval(
 
 
 def test_data_of_a_folder(cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
-    """`--data` replaces data sets of the Hub; a missing one is named with its address."""
+    """`--data` replaces data sets from the Hub; a missing one is named with its address."""
     data = tmp_path / "data"
     data.mkdir()
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]
