@@ -27,10 +27,6 @@ _until_the_end = ExitStack()
 atexit.register(_until_the_end.close)
 
 
-class LockedError(UserError):
-    """Another process holds a lock."""
-
-
 @contextmanager
 def locked(
     target: Path, *, instead: str = "choose another output", wait: bool = False
@@ -45,8 +41,8 @@ def locked(
         wait: wait for a process that holds the lock.
 
     Raises:
-        UserError: the target is the root of all folders, or a link to itself.
-        LockedError: another process holds the lock.
+        UserError: another process holds the lock; or the target is the root of all folders, or a
+            link to itself.
     """
     from filelock import FileLock, Timeout  # imports asyncio
 
@@ -71,7 +67,7 @@ def locked(
         owner = ""
         with suppress(FileNotFoundError):  # it has ended just now
             owner = path.read_text(errors="replace").strip()
-        raise LockedError(
+        raise UserError(
             f"{target} is being written by another process ({owner}): wait until it ends, or "
             f"{instead}"
         ) from error

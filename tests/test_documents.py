@@ -106,8 +106,6 @@ def parse_longrnn(words: list[str], complete: bool) -> None:
                 parse_longrnn(words[words.index(name) :], complete)
     if words[0] == "train" and len(words) > 1 and words[1] in names("configs/train"):
         overrides = [word for word in words[2:] if not word.startswith("--")]
-        if "--grid" in words:
-            overrides = [word.split(",")[0] for word in overrides]
         configured(words[1], overrides)
 
 

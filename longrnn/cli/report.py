@@ -32,16 +32,12 @@ class Report(Options):
 def report(report: Report, output: Output) -> None:
     """Plot loss, gradient norm, learning rate and tokens/s of training runs, finished or running.
 
-    Example: longrnn report runs/grid/* --baseline model.position.kind=none
+    Example: longrnn report runs/* --baseline model.position.kind=none
     """
     from longrnn.reporting.training import summary, write_report
-    from longrnn.training.grid import DIVERGED
     from longrnn.training.run import read_runs
 
-    reasons = {run: run / DIVERGED for run in report.runs if (run / DIVERGED).is_file()}
-    for run, reason in reasons.items():
-        say(f"{run}: diverged; {reason.read_text().strip()}")
-    runs = read_runs([run for run in report.runs if run not in reasons])
+    runs = read_runs(report.runs)
     lines = [] if report.baseline is None else differences(runs, report.baseline)
     folder = output.folder("training", [str(run) for run in report.runs])
     files = write_report(runs, folder)

@@ -50,9 +50,6 @@ class Training(Resumable):
     words: Annotated[list[str], Argument("[CONFIG] [KEY=VALUE]")] = Field([])
     """A training configuration: a YAML file, or the name of a bundled file such as reverse_small.
     Then values that override it, such as length.max=512."""
-    grid: bool = False
-    """Train with every combination of values, such as of learning_rate=1e-3,3e-4 seed=0,1: one run
-    after another in folders of output_dir. The same command continues."""
     help_config: bool = False
     """Print the keys of a configuration with defaults."""
 
@@ -72,18 +69,9 @@ def train(training: Training) -> None:
         for key, default, meaning in config_keys():
             say(f"{key} = {default}", indent(fill(meaning, 92), "    "))
         return
-    if training.grid and (training.resume is not None or training.dry_run):
-        raise UserError(
-            "--grid continues its runs itself, and has no dry run: leave --resume and --dry-run out"
-        )
     config, overrides = divided(training.words, training.resume, "train CONFIG")
     end_at_sigterm()
-    if training.grid:
-        from longrnn.training.grid import run_grid
-
-        for line in run_grid(config, overrides, quiet=is_quiet()):
-            say(line)
-    elif training.resume is None:
+    if training.resume is None:
         run(configured(config, overrides), training)
     else:
         run(resumed(training.resume, overrides, quiet=is_quiet()), training)

@@ -37,7 +37,7 @@ def test_a_run_stops_and_names_the_last_healthy_checkpoint(fault: str, tmp_path:
 
 
 def test_a_run_that_stops_closes_its_tracker(tmp_path: Path) -> None:
-    """The next run of a grid has a tracker of its own."""
+    """The next run of this process has a tracker of its own."""
     pytest.importorskip("tensorboard")
     start = sick(tmp_path / "sick", "forwards")
     config = tiny("reverse", tmp_path / "run", init_from=start, report_to="tensorboard")
