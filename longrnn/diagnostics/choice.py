@@ -132,17 +132,19 @@ def scores(
         model: its index.
         field: of the cells; `difference` for differences from the first model.
     """
-    wanted = {
-        (job.target_length, "bits per byte"): "loss",
-        (job.train_length, "bits per byte"): "inside",
-        (job.target_length, "keys recalled"): "keys",
+    lengths = {
+        "perplexity": {job.train_length: "inside", job.target_length: "loss"},
+        "passkey": {job.target_length: "keys"},
     }
     found, name_of_model = {}, list(outcomes[0].results)[model]
-    for cell in (cell for outcome in outcomes for cell in outcome.table.cells):
-        name = wanted.get((cell.at or 0, cell.metric.partition(", ")[2]))
-        value: Estimate | None = getattr(cell, field)
-        if name is not None and cell.model == name_of_model and value is not None:
-            found[name] = value
+    for outcome in outcomes:
+        evaluation: Any = outcome.evaluation
+        names = lengths.get(evaluation.kind, {})
+        for cell in outcome.table.cells if names else ():
+            value: Estimate | None = getattr(cell, field)
+            is_score = cell.column == evaluation.column and cell.model == name_of_model
+            if is_score and cell.at in names and value is not None:
+                found[names[cell.at]] = value
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,8 +27,6 @@ from longrnn.units import format_length
 # Tokens between two observations.
 CALIBRATED_EVERY = 16
 Members = list[dict[str, Any]]
-# Characters of a text whose ids are kept.
-MIN_KEPT_CHARACTERS = 1000
 
 
 class InsideObservations(NamedTuple):
@@ -68,27 +65,6 @@ class InsideObservations(NamedTuple):
         return sorted(heads, key=lambda head: -float(self.retention[head]))
 
 
-class KeptIds:
-    """A tokenizer that keeps the ids of long texts, which attempts read again and again."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Any = tokenizer
-        self._encoded = lru_cache(8)(tokenizer.encode_with_ends)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[int] | None]:
-        return self._encoded(text)
-
-    def encode(self, text: str) -> list[int]:
-        return (
-            [*self._encoded(text)[0]]
-            if len(text) > MIN_KEPT_CHARACTERS
-            else self._tokenizer.encode(text)
-        )
-
-
 class Job(NamedTuple):
     """What a calibration works on.
 
@@ -122,7 +98,7 @@ class Job(NamedTuple):
         """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
         trained = train_length or training_length(checkpoint)
         model: Any = load_editable(checkpoint, device=device)
-        tokenizer: Any = KeptIds(load_tokenizer(checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
         documents = read_documents(texts, tokenizer, model)
         return cls(model, documents, trained, target_length, tokenizer, quiet)
 

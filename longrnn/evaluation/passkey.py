@@ -112,7 +112,7 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         most = task.n_header + (options.chunk_select or math.inf)
         most += max(len(task.question(q.needle)) for q in drawn)
         tokens = {length: int(min(length, most)) + answer for length in options.lengths}
-        reached, reasons = within(model, tokens, self._recalled())
+        reached, reasons = within(model, tokens, self.column)
         # Prompts with the same index begin at the same place and share keys.
         items = [
             Item(
@@ -154,8 +154,7 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
         task = asked.task
         start = int(asked.start * task.n_filler) if task.own_filler else 0
         if self.options.chunk_select is None:
-            prompt = task.prompt_of(asked.needles, asked.asked, length=asked.length, start=start)
-            return prompt.int()
+            return task.prompt_of(asked.needles, asked.asked, length=asked.length, start=start)
         context = task.context(asked.needles, asked.asked, length=asked.length, start=start)
         progress.advance(0, asked.length)
         return select(
@@ -174,9 +173,11 @@ class PasskeyRetrieval(Evaluation[PasskeyOptions]):
             yield Sample(AT_PLACE._replace(name=asked.label), asked.length, name, right)
         # With the built-in filler, all prompts have the same text and only the key is sampled.
         value = right if self.options.filler is None else (right, asked.start, asked.covers)
-        yield Sample(self._recalled(), asked.length, name, value)
+        yield Sample(self.column, asked.length, name, value)
 
-    def _recalled(self) -> Column:
+    @property
+    def column(self) -> Column:
+        """The share of keys that are recalled, at all places."""
         quantity = SCORE if self.options.filler is None else SHARE_OF_STRETCHES
         return Column(f"{self.title}, keys recalled", quantity)
 

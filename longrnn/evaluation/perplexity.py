@@ -95,7 +95,7 @@ class Perplexity(Evaluation[PerplexityOptions]):
     def _plan(self, model: OpenCheckpoint, windows: Sequence[Window]) -> Plan:
         sizes = {at: max(window.size(at) for window in windows) for at in self.options.lengths}
         tokens = {at: min(size, self.options.context or size) for at, size in sizes.items()}
-        reached, reasons = within(model, tokens, self._column())
+        reached, reasons = within(model, tokens, self.column)
         items = []
         for window in windows if reached else ():
             ends = {at: end for at, end in window.ends.items() if at <= reached[-1]}
@@ -136,7 +136,7 @@ class Perplexity(Evaluation[PerplexityOptions]):
             bits, size = (nats[stop] - nats[start]) / math.log(2), window.bytes_between(start, stop)
             return Sample(column, stop, window.name, (bits, size))
 
-        column = self._column()
+        column = self.column
         by_position = column._replace(name=f"{column.name} by position", drawn=True, listed=False)
         for start, stop in pairwise(nats):
             yield sample(by_position, start, stop)
@@ -148,7 +148,9 @@ class Perplexity(Evaluation[PerplexityOptions]):
             if len(self.options.lengths) > 1:
                 yield sample(whole, 0, stop)
 
-    def _column(self) -> Column:
+    @property
+    def column(self) -> Column:
+        """The loss between two lengths."""
         return Column(f"{self.title}, bits per byte", RATIO, ".3f", drawn=False)
 
     def notes(self, results: Mapping[str, Results]) -> list[str]:

@@ -62,14 +62,8 @@ def build_evaluation(spec: Mapping[str, Any], *, seed: int | None = None) -> Eva
         UserError: an unknown kind or option, or a value that is not valid.
     """
     kind = EVALUATIONS[str(spec.get("kind"))]
-    options = {key: value for key, value in spec.items() if key != "kind"}
-    if seed is not None and "seed" in kind.model_fields:
-        options.setdefault("seed", seed)
-    try:
-        return kind(**options).evaluation()
-    except UserError as error:
-        name = options.get("name", spec["kind"])
-        raise UserError(f"evaluation {name!r}: {error}") from error
+    given = {} if seed is None or "seed" not in kind.model_fields else {"seed": seed}
+    return EVALUATIONS.build({**given, **spec}).evaluation()
 
 
 def read_suite(name_or_path: str) -> list[Evaluation[Any]]:
