@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn import RecurrentConfig, RecurrentLM
-from longrnn.hf.layouts import as_hugging_face
+from longrnn.checkpoints.layouts import as_hugging_face
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
 # Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.

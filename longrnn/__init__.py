@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
+    from longrnn.checkpoints.load import load as load
+    from longrnn.checkpoints.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.data import TASKS as TASKS
     from longrnn.diagnostics.repair import repair as repair
     from longrnn.evaluation.run import evaluate as evaluate
-    from longrnn.hf.load import load as load
-    from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
     from longrnn.mitigations import mitigation as mitigation
     from longrnn.models import LanguageModel as LanguageModel
@@ -53,8 +53,8 @@ _HOMES = {
     "longrnn.data": ["TASKS"],
     "longrnn.diagnostics.repair": ["repair"],
     "longrnn.evaluation.run": ["evaluate"],
-    "longrnn.hf.load": ["load"],
-    "longrnn.hf.tokenizer": ["load_tokenizer"],
+    "longrnn.checkpoints.load": ["load"],
+    "longrnn.checkpoints.tokenizer": ["load_tokenizer"],
     "longrnn.mitigations": ["MITIGATIONS", "mitigation"],
     "longrnn.models": ["LMOutput", "LanguageModel", "RecurrentConfig", "RecurrentLM", "generate"],
     "longrnn.positions": ["POSITIONS"],

@@ -25,6 +25,9 @@ import typer
 
 from longrnn import repair
 from longrnn.bundled import text_path
+from longrnn.checkpoints.convert import convert
+from longrnn.checkpoints.names import embedded
+from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
@@ -32,9 +35,6 @@ from longrnn.diagnostics.job import Job
 from longrnn.evaluation.options import CostOptions, PasskeyOptions, PerplexityOptions
 from longrnn.evaluation.run import Outcome, run_and_report
 from longrnn.files import write_atomic
-from longrnn.hf.convert import convert
-from longrnn.hf.names import embedded
-from longrnn.hf.opened import open_checkpoint
 from longrnn.programs import run_to_end
 from longrnn.units import format_length, parse_length, parse_lengths
 

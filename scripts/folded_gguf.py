@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from longrnn.checkpoints.convert import convert
 from longrnn.errors import UserError
-from longrnn.hf.convert import convert
 from longrnn.units import parse_length
 
 # llama.cpp does not know the tokenizer of bytes: its converter identifies a tokenizer by what it

@@ -14,17 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longrnn.checkpoints.convert import convert
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import embedded
 from longrnn.checksums import CHECKSUMS, refuse_damage, write_checksums
 from longrnn.data.build import build
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
 from longrnn.files import read_json
-from longrnn.hf.convert import convert
-from longrnn.hf.load import load
-from longrnn.hf.names import embedded
 from longrnn.hf.tokenizer import TOKENIZER_FILES
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Reading
 from tests.cli.conftest import cli
 from tests.training.forks import SERVER

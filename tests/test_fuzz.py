@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from longrnn import load
+from longrnn.checkpoints.folder import save_model
 from longrnn.checksums import CHECKSUMS, write_checksums
 from longrnn.data.build import build
 from longrnn.data.stream import DOCUMENTS, HEADER, SCORED, TOKENS, Corpus
 from longrnn.errors import UserError
-from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Reading
 from tests.cli import conftest
 from tests.cli.conftest import CLI, Outcome

@@ -64,8 +64,8 @@ def _model(checkpoint: str) -> dict[str, Any]:
     import torch
 
     from longrnn import state
-    from longrnn.hf.load import load
-    from longrnn.hf.names import resolve, split_spec
+    from longrnn.checkpoints.load import load
+    from longrnn.checkpoints.names import resolve, split_spec
     from longrnn.models import RecurrentLM
 
     model: Any = load(checkpoint)
@@ -121,13 +121,13 @@ def convert(conversion: Conversion) -> None:
     """
     source, destination = conversion.source, conversion.destination
     if conversion.from_ is None:
-        from longrnn.hf.convert import convert as write
+        from longrnn.checkpoints.convert import convert as write
 
         if conversion.names is not None:
             raise UserError("--names belongs to --from: give --from torch or --from tensorflow")
         write(source, destination, to=conversion.to)
     else:
-        from longrnn.hf.rnn_weights import convert_rnn
+        from longrnn.checkpoints.rnn_weights import convert_rnn
 
         if conversion.to != "ours":
             raise UserError(f"--to {conversion.to} does not support these models: give --to ours")
@@ -167,8 +167,8 @@ def generate(model: Model, sampling: Sampling) -> None:
 
     import torch
 
+    from longrnn.checkpoints.opened import open_checkpoint
     from longrnn.files import read_text
-    from longrnn.hf.opened import open_checkpoint
     from longrnn.models.base import refuse_long
     from longrnn.models.generate import ends_of
     from longrnn.models.generate import generate as continue_text
@@ -218,9 +218,9 @@ def build(corpora: Corpora) -> None:
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
+    from longrnn.checkpoints.tokenizer import load_tokenizer
     from longrnn.data.build import build as build_corpus
     from longrnn.data.stream import HEADER
-    from longrnn.hf.tokenizer import load_tokenizer
 
     out, name = corpora.out, corpora.tokenizer
     read, is_built = load_tokenizer(name), (out / HEADER).is_file()

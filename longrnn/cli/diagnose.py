@@ -40,10 +40,10 @@ def states(model: Model, states: States, output: Output) -> None:
 
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
+    from longrnn.checkpoints.names import training_length
+    from longrnn.checkpoints.opened import open_checkpoint
     from longrnn.diagnostics.states import diagnose
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.names import training_length
-    from longrnn.hf.opened import open_checkpoint
     from longrnn.reporting.states import summary, write_report
 
     name = model.under(model.checkpoint)
@@ -113,10 +113,10 @@ def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
     """Return the model, the tokenizer and the training task of a checkpoint or configuration."""
     import torch
 
+    from longrnn.checkpoints.load import load_editable
+    from longrnn.checkpoints.names import resolve
+    from longrnn.checkpoints.tokenizer import load_tokenizer
     from longrnn.data import TASKS
-    from longrnn.hf.load import load_editable
-    from longrnn.hf.names import resolve
-    from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.training.config import configured
     from longrnn.training.models import build, tokenizer_of
 

@@ -18,8 +18,8 @@ from longrnn.options import Options
 from longrnn.processes import start
 
 if TYPE_CHECKING:
+    from longrnn.checkpoints.opened import OpenCheckpoint
     from longrnn.evaluation.base import Evaluation
-    from longrnn.hf.opened import OpenCheckpoint
 
 # Options that are not declared here are words of the argument for lm-eval.
 HARNESS_SETTINGS = {"ignore_unknown_options": True}
@@ -77,7 +77,7 @@ def evaluate(
     variant: str,
 ) -> None:
     """Measure models in the folder of a command, whose default name has the variant."""
-    from longrnn.hf.opened import open_checkpoint
+    from longrnn.checkpoints.opened import open_checkpoint
 
     names = [models.under(name) for name in models.checkpoints]
     folder, device = output.folder(command, names, variant), pick_device(models.device)

@@ -34,7 +34,7 @@ class Mitigated(Options):
 
     def under(self, checkpoint: str) -> str:
         """Return the name of a checkpoint under the mitigation, after its own."""
-        from longrnn.hf.names import DTYPE_NAMES
+        from longrnn.checkpoints.names import DTYPE_NAMES
 
         if self.mitigation is None:
             return checkpoint
@@ -105,7 +105,7 @@ def results_folder(
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
         variant: what is measured, where it is not the default, or the texts that are read.
     """
-    from longrnn.hf.names import split_spec
+    from longrnn.checkpoints.names import split_spec
 
     parts = []
     for checkpoint in checkpoints:

@@ -143,11 +143,11 @@ def finetune(options: Finetuning) -> None:
 
 def _evaluate(config: TrainConfig, longest: int | None) -> None:
     """Compare the final model of a run with the checkpoint that it started from."""
+    from longrnn.checkpoints.opened import open_checkpoint
     from longrnn.cli.evaluate import measure_and_show
     from longrnn.data import TASKS
     from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
-    from longrnn.hf.names import WINDOW
-    from longrnn.hf.opened import open_checkpoint
+    from longrnn.mitigations.spec import ATTENTION_WINDOW
     from longrnn.processes import on_main
     from longrnn.training.models import tokenizer_of
 
@@ -159,7 +159,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     after = open_checkpoint(config.output_dir, name="after", device=device)
     # Attention of a hybrid reads as many tokens before as after, so that training alone differs.
     window = getattr(after.model, "attention_window", None)
-    same = None if window is None else f"{WINDOW}(window={window})"
+    same = None if window is None else f"{ATTENTION_WINDOW}(window={window})"
     before = open_checkpoint(str(config.init_from), same, name="before", device=device)
     models = [before, after]
     measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.diagnostics.tried import Measured, Tried
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, build_evaluation, run
 from longrnn.files import read_json, write_atomic
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
 from longrnn.mitigations.spec import parse
 from longrnn.models.fold import unfoldable

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from longrnn.cells.observe import watch
+from longrnn.checkpoints.load import load_editable
+from longrnn.checkpoints.names import training_length
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.diagnostics.states import GLOBAL, observe
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, begun, read_documents
-from longrnn.hf.load import load_editable
-from longrnn.hf.names import training_length
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel

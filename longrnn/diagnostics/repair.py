@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longrnn.checkpoints.convert import OURS, layout_of, write_checkpoint
+from longrnn.checkpoints.names import CheckpointName, resolve
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.console import say
 from longrnn.diagnostics.choice import ATTEMPTS, TRIED, UNREPAIRED, Choice, passkeys, scores
 from longrnn.diagnostics.job import Job
@@ -26,9 +29,6 @@ from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, build_evaluation, report, run
 from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
-from longrnn.hf.convert import OURS, layout_of, write_checkpoint
-from longrnn.hf.names import CheckpointName, resolve
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.locks import hold
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold, unfoldable

@@ -8,8 +8,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.evaluation.options import EVALUATIONS, EvaluationOptions
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models.base import out_of_reach
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column

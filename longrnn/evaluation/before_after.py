@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
@@ -25,7 +26,6 @@ from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.run import build_evaluation, read_suite, run
 from longrnn.files import write_atomic
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.text import Tokenizer
 from longrnn.units import format_length
 from longrnn.yaml import yaml_text

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from longrnn import state as states
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import CostOptions
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import SCORED_TOKENS
 from longrnn.intervals import MEAN
 from longrnn.models import LanguageModel

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import MemoryOptions
 from longrnn.evaluation.texts import begun, cut_windows, read_documents
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.trie import prefill
 from longrnn.intervals import SCORE
 from longrnn.models import LanguageModel

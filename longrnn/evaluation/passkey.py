@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from longrnn.checkpoints.opened import OpenCheckpoint, refuse_unfit
 from longrnn.data import Passkey
 from longrnn.data.prompts import Needle, draw_needles, is_recalled, keys
 from longrnn.errors import UserError
@@ -27,7 +28,6 @@ from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, wit
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.files import read_text
-from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import complete
 from longrnn.intervals import SCORE, SHARE_OF_STRETCHES

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from longrnn import processes
 from longrnn.bundled import find
+from longrnn.checkpoints.opened import OpenCheckpoint, open_checkpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation, Item, Plan, Results
 from longrnn.evaluation.options import EVALUATIONS
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report

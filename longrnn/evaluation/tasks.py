@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from longrnn.checkpoints.names import resolve
+from longrnn.checkpoints.opened import OpenCheckpoint, refuse_unfit
 from longrnn.config import read_recorded
 from longrnn.data import TASKS, Instruct, SequenceTask
 from longrnn.data.stream import Corpus, shuffled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Sample, within
 from longrnn.evaluation.options import AnswerOptions, SequenceOptions
-from longrnn.hf.names import resolve
-from longrnn.hf.opened import OpenCheckpoint, refuse_unfit
 from longrnn.inference.engine import Pair, Score, score
 from longrnn.intervals import RATIO, SCORE
 from longrnn.models.finite import refuse_nonfinite

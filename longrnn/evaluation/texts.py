@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longrnn.checkpoints.opened import refuse_unfit
 from longrnn.errors import UserError
 from longrnn.files import read_text
-from longrnn.hf.opened import refuse_unfit
 from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer
 from longrnn.units import format_length

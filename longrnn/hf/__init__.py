@@ -1,1 +1,1 @@
-"""Loads checkpoints and tokenizers by name or path; everything that needs `transformers`."""
+"""Hugging Face models as models of longrnn (`hf.foreign`, `hf.hybrid`), and back (`hf.auto`)."""

@@ -23,7 +23,6 @@ from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
-from longrnn.hf.names import GGUF
 from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -50,12 +49,12 @@ def load_transformer(
     _refuse_integers(folder)
     place, options = folder, {"dtype": dtype or "auto"}
     reading: AbstractContextManager[Any] = nullcontext()
-    if folder.suffix == GGUF:
+    if folder.is_file():
         require("gguf", str(folder))
         place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
         reading = _reading_gguf_once()
     with quietly(), wide_weights(str(config.get("model_type"))), reading:
-        if folder.suffix == GGUF:
+        if folder.is_file():
             _check_gguf(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,

@@ -22,11 +22,17 @@ from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
 from longrnn.options import Options, validated
 from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 
+# In place of a mitigation: changes nothing.
+NONE = "none"
+# Likewise: lifts the maximum length of a Hugging Face model.
+BEYOND = "beyond"
+# Likewise: limits the attention layers of a hybrid.
+ATTENTION_WINDOW = "attention_window"
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
     "chunk_select": "it selects among states and changes no recurrence; give --chunk-select to "
     "eval passkey, or call longrnn.inference.chunk_select.select",
-    "attention_window": "it changes attention layers; give it after a hybrid checkpoint that has "
+    ATTENTION_WINDOW: "it changes attention layers; give it after a hybrid checkpoint that has "
     "such layers",
 }
 # The parts of options that YAML writes in another way, and texts in quotes, which stay.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from longrnn.checkpoints.names import split_spec
 from longrnn.config import load_config
-from longrnn.hf.names import split_spec
 from longrnn.training.config import TrainConfig, configured
 
 # The configuration, also by its name for `longrnn train`.

@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
+from longrnn.checkpoints import adapters
+from longrnn.checkpoints.folder import check_weights, read_config, save_model
+from longrnn.checkpoints.layouts import layout_of
+from longrnn.checkpoints.load import load, mitigated
+from longrnn.checkpoints.names import CheckpointName, base_folder, resolve, split_spec
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
-from longrnn.hf import lora
-from longrnn.hf.layouts import layout_of
-from longrnn.hf.load import load, mitigated
-from longrnn.hf.names import NONE, CheckpointName, base_folder, resolve, split_spec
-from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
-from longrnn.mitigations.spec import split
+from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.mitigations.spec import NONE, split
 from longrnn.models import RecurrentConfig, RecurrentLM, TrainableLM
 from longrnn.models.base import require_cells
-from longrnn.models.checkpoint import check_weights, read_config, save_model
 from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
@@ -60,7 +61,7 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         model.base_name = str(config.init_from)
         folder = base_folder(split_spec(model.base_name)[0])
         model.base_layout = layout_of(read_config(folder))
-        lora.add_adapters(model, **config.peft.model_dump())
+        adapters.add_adapters(model, **config.peft.model_dump())
     model = _with_window(model, loaded, config)
     if origin is None:
         fill(model, config.fill)
@@ -83,9 +84,9 @@ def _trainable(loaded: Any, name: str) -> Any:
 
 def _load_weights(model: TrainableLM, folder: Path) -> None:
     """Loads what was trained of a model from a checkpoint of its run."""
-    adapters, target = lora.has_adapters(model), model.state_dict()
-    read = lora.read_weights(model, folder) if adapters else load(folder).state_dict()
-    expected = {name: like for name, like in target.items() if name in read or not adapters}
+    is_adapted, target = adapters.has_adapters(model), model.state_dict()
+    read = adapters.read_weights(model, folder) if is_adapted else load(folder).state_dict()
+    expected = {name: like for name, like in target.items() if name in read or not is_adapted}
     try:
         check_weights(expected, read)
     except ValueError as error:
@@ -93,7 +94,7 @@ def _load_weights(model: TrainableLM, folder: Path) -> None:
             f"{folder} does not fit the model of this run ({error}): leave the model as it was, "
             f"or start a new run from it with init_from={folder}"
         ) from error
-    model.load_state_dict(read, strict=not adapters)
+    model.load_state_dict(read, strict=not is_adapted)
 
 
 def _with_window(model: Any, loaded: Any, config: TrainConfig) -> Any:
@@ -175,8 +176,8 @@ def save(
         tokenizer: of the model.
     """
     spec = model.trained_under
-    if lora.has_adapters(model):
-        lora.save_adapter(model, folder, weights)
+    if adapters.has_adapters(model):
+        adapters.save_adapter(model, folder, weights)
         return
     if not isinstance(model, RecurrentLM):
         from longrnn.hf.hybrid.trainable import save_hybrid

@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     def model(self) -> LanguageModel:
         """The trained model, as `longrnn.load` reads it."""
-        from longrnn.hf.load import load
+        from longrnn.checkpoints.load import load
 
         return load(str(self.folder))
 

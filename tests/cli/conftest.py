@@ -17,12 +17,12 @@ import torch
 import typer
 import yaml
 
+from longrnn.checkpoints.folder import save_model
 from longrnn.cli.app import run
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
+from tests.checkpoints.test_rnn_weights import TorchModel
 from tests.hf.foreign import causal, with_bytes
-from tests.hf.test_rnn_weights import TorchModel
 from tests.texts import DATA
 from tests.training.runs import LSTM, tiny, train, write_config
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
+from longrnn.checkpoints.folder import save_model
 from longrnn.data import Instruct, Passkey, Text
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
 from tests.texts import BOOK, trained_bpe
 from tests.training.runs import LSTM

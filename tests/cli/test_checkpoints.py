@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.opened import open_checkpoint
-from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import build_auto

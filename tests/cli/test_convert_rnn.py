@@ -11,8 +11,8 @@ import yaml
 
 from longrnn import load_tokenizer
 from longrnn.errors import UserError
+from tests.checkpoints.test_rnn_weights import BASIC, tensorflow_weights
 from tests.cli.conftest import CLI, refused
-from tests.hf.test_rnn_weights import BASIC, tensorflow_weights
 from tests.refusals import naming
 
 

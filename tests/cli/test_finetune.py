@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from longrnn import load, load_tokenizer
+from longrnn.checkpoints.layouts import LAYOUTS
 from longrnn.evaluation import perplexity
-from longrnn.hf.layouts import LAYOUTS
 from tests.cli.conftest import CLI, refused
 from tests.hf.foreign import native
 from tests.texts import DATA, trained_bpe

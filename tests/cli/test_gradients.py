@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.checkpoints.folder import save_model
 from longrnn.diagnostics import gradients
 from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from longrnn.options import validated
 from tests.cli.conftest import CLI
 from tests.texts import trained_bpe

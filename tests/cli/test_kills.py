@@ -41,8 +41,8 @@ COMMANDS = dict(table((DATA / "kills.txt").read_text(), {}))
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, configurations and texts for the commands."""
+    from longrnn.checkpoints.folder import save_model
     from longrnn.models import RecurrentConfig, RecurrentLM
-    from longrnn.models.checkpoint import save_model
     from tests.training.runs import LSTM, MAMBA2
 
     folder = tmp_path_factory.mktemp("shelf")

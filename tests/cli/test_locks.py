@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from longrnn.checkpoints.folder import save_model
 from longrnn.cli.app import app
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI, commands, contents, table
 from tests.holders import held
 from tests.texts import DATA

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from longrnn.checkpoints.names import embedded
 from longrnn.cli import announce
 from longrnn.cli.options import pick_device
-from longrnn.hf.names import embedded
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.folder import save_model
 from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.engine import Pair, complete, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import RecurrentLM, generate
-from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import longrnn
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.load import load_editable
 from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import OBJECTIVE_TOLERANCE, calibrate, keyed_prompts, search
 from longrnn.diagnostics.job import CALIBRATED_EVERY, METHODS, InsideObservations, Job
@@ -20,7 +21,6 @@ from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.hf.foreign_load import open_hugging_face
-from longrnn.hf.load import load_editable
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Chain
 from longrnn.models import RecurrentLM

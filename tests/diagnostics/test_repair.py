@@ -12,10 +12,10 @@ import torch
 import longrnn
 from longrnn import load
 from longrnn.bundled import bundled
+from longrnn.checkpoints.convert import OURS, convert, layout_of
 from longrnn.diagnostics import choice, repair
 from longrnn.diagnostics.job import METHODS, Job
 from longrnn.errors import UserError
-from longrnn.hf.convert import OURS, convert, layout_of
 from longrnn.mitigations.spec import parse
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, with_bytes

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.names import CheckpointName
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data.prompts import QUESTION
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.options import EvaluationOptions
 from longrnn.evaluation.run import Outcome, run
-from longrnn.hf.names import CheckpointName
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LMOutput, RecurrentConfig, RecurrentLM, Rows
-from longrnn.models.checkpoint import save_model
 from longrnn.results import StoredRow, read_rows
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer, Tokenizer

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data.build import build
 from longrnn.errors import UserError
 from longrnn.evaluation.options import AnswerOptions
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import proportion, ratio
 from longrnn.models import generate
 from longrnn.text import ByteTokenizer, Reading

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.data import Instruct, Text
 from longrnn.data.stream import Corpus
 from longrnn.errors import UserError
 from longrnn.evaluation.before_after import held_out_text, without_failed_passkeys, write_suite
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
-from longrnn.hf.opened import open_checkpoint
 from longrnn.text import ByteTokenizer
 from tests.evaluation.small_models import measure, small_model
 

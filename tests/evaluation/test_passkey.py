@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data import Passkey, prompts
 from longrnn.errors import UserError
 from longrnn.evaluation.options import PasskeyOptions
 from longrnn.evaluation.run import Outcome
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import trie
 from longrnn.intervals import paired_proportion, proportion
 from longrnn.text import ByteTokenizer

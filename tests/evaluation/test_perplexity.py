@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.options import CostOptions, PerplexityOptions
 from longrnn.evaluation.run import run
 from longrnn.evaluation.texts import read_documents, shared_places
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import byte_level
 from longrnn.inference import trie
 from longrnn.intervals import ratio

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import longrnn
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, read_suite, run, run_and_report
-from longrnn.hf.opened import OpenCheckpoint
 from tests.cli.conftest import table
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.refusals import naming

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longrnn import mitigation
 from longrnn import state as states
-from longrnn.hf.layouts import LAYOUTS
+from longrnn.checkpoints.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, assert_trees_equal, build_model, stirred

@@ -16,7 +16,7 @@ import torch
 
 from longrnn import RecurrentConfig, RecurrentLM, load, load_tokenizer
 from longrnn.bundled import text_path
-from longrnn.hf.rnn_weights import convert_rnn
+from longrnn.checkpoints.rnn_weights import convert_rnn
 
 # A folder with the files, if they are here already.
 FILES = Path(os.environ.get("LONGRNN_REAL_MODELS", "runs/real-models"))

@@ -12,8 +12,8 @@ import torch
 
 from longrnn import RecurrentConfig, RecurrentLM
 from longrnn import train as train_run
+from longrnn.checkpoints.folder import save_model
 from longrnn.config import dump_config
-from longrnn.models.checkpoint import save_model
 from longrnn.progress import QUIET
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig

@@ -121,7 +121,7 @@ def test_adapters(tmp_path: Path) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    from longrnn.hf.load import load_editable
+    from longrnn.checkpoints.load import load_editable
 
     base = tmp_path / "base"
     train(tiny("streams", base, max_steps=1))

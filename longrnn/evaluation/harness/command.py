@@ -18,10 +18,10 @@ from lm_eval import tasks
 from lm_eval.__main__ import HarnessCLI
 
 from longrnn.bundled import bundled
+from longrnn.checkpoints.tokenizer import own_tokenizers
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.local_data import read_from, refuse_missing
 from longrnn.files import one_line
-from longrnn.hf.tokenizer import own_tokenizers
 from longrnn.yaml import read_mapping
 
 # Folders of lm-eval's tasks.

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import lm_eval
 from lm_eval.api import task as task_module
 
+from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Reasons, Sample, within
 from longrnn.evaluation.harness.command import explained, prepared, task_manager
@@ -22,7 +23,6 @@ from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.evaluation.harness.local_data import first_samples, refuse_missing
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.files import one_line
-from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import SCORE
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column

@@ -29,10 +29,11 @@ from lm_eval.models import huggingface, utils
 from torch import Tensor
 
 from longrnn import processes
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.opened import refuse_unfit
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
-from longrnn.hf.load import load
-from longrnn.hf.opened import refuse_unfit
-from longrnn.hf.tokenizer import byte_level, load_tokenizer
+from longrnn.hf.tokenizer import byte_level
 from longrnn.inference.chunk_select import select
 from longrnn.inference.engine import Pair, complete, score
 from longrnn.inference.trie import Ids

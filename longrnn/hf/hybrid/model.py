@@ -35,7 +35,7 @@ from longrnn.hf.hybrid.layers import (
     recurrent_layers,
     whole_layers,
 )
-from longrnn.hf.names import WINDOW
+from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.models.base import hash_weights, refuse_long
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows, positions_of
@@ -152,7 +152,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
     def spec(self) -> str | None:
         """See `TrainableLM`; with the window of attention."""
         window = self.attention_window
-        parts = [super().spec, None if window is None else f"{WINDOW}(window={window})"]
+        parts = [super().spec, None if window is None else f"{ATTENTION_WINDOW}(window={window})"]
         return "+".join(filter(None, reversed(parts))) or None
 
     def weights_fingerprint(self) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from longrnn.checkpoints.opened import OpenCheckpoint
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.evaluation.run import run
-from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.results import read_rows
 from tests.evaluation.harness.conftest import (
     BOS,

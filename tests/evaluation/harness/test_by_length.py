@@ -9,10 +9,10 @@ from typing import Any
 import lm_eval
 import pytest
 
+from longrnn.checkpoints.opened import OpenCheckpoint, open_checkpoint
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.evaluation.run import run
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import mitigation
 from tests.cli.conftest import CLI
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model

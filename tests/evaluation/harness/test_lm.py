@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
 from longrnn.evaluation.harness.lm import generation
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
-from longrnn.models.checkpoint import save_model
 from tests.evaluation.harness.conftest import (
     BOS,
     EOS,

@@ -9,8 +9,8 @@ from typing import Any
 import lm_eval
 import pytest
 
+from longrnn.checkpoints.tokenizer import own_tokenizers
 from longrnn.evaluation.harness import run
-from longrnn.hf.tokenizer import own_tokenizers
 from tests.evaluation.harness.conftest import evaluate, hf_model
 
 BABILONG = Path(lm_eval.__file__).parent / "tasks/babilong"

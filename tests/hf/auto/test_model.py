@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.folder import save_model
 from longrnn.errors import UserError
-from longrnn.hf import auto as hf_auto
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.auto import model as auto_model
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.models import RecurrentLM
-from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import (
@@ -283,7 +283,7 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
         built.append(RecurrentLM(config))
         return built[-1]
 
-    monkeypatch.setattr(hf_auto, "RecurrentLM", build)
+    monkeypatch.setattr(auto_model, "RecurrentLM", build)
     model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert len(built) == 2  # the model itself, and the new one
     assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}

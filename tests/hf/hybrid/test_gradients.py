@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from longrnn.checkpoints.adapters import add_adapters
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM
-from longrnn.hf.lora import add_adapters
 from longrnn.mitigations import mitigation
 from longrnn.models import Rows
 from longrnn.state import take

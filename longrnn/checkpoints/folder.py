@@ -1,6 +1,6 @@
 """Checkpoint folders: `config.json`, `model.safetensors`, and nothing that could run code.
 
-`longrnn.hf.load.load` verifies them against `checksums.json` in the same folder.
+`longrnn.checkpoints.load.load` verifies them against `checksums.json` in the same folder.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longrnn import load, load_tokenizer, mitigation
+from longrnn.checkpoints.convert import convert
+from longrnn.checkpoints.folder import read_weights, save_model
 from longrnn.errors import UserError
-from longrnn.hf.convert import convert
 from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM
-from longrnn.models.checkpoint import read_weights, save_model
 from tests.cli.test_errors import small_files
 from tests.contracts.builders import assert_near, build_model
 from tests.hf.foreign import (
@@ -231,7 +231,7 @@ def test_conversion_overwrites_nothing_and_is_atomic(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("longrnn.hf.convert.write_atomic", full)
+        patch.setattr("longrnn.checkpoints.convert.write_atomic", full)
         with pytest.raises(OSError, match="No space left"):
             convert(tmp_path / "native", tmp_path / "new", to="hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "native"]

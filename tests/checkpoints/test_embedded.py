@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import embedded
 from longrnn.evaluation.run import evaluate
-from longrnn.hf.load import load
-from longrnn.hf.names import embedded
 from longrnn.training.config import configured
 from tests.texts import BOOK
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = (
     "passkey-tiny",
     "passkey-tiny-short",

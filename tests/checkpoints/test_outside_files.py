@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.names import resolve
 from longrnn.errors import UserError
-from longrnn.hf.names import resolve
-from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import architecture, native
 from tests.test_fuzz import valid  # noqa: F401

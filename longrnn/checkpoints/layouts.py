@@ -19,10 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.cell_names import CELLS, MODEL_TYPES, NATIVE_LAYERS
+from longrnn.checkpoints.folder import build_model, read_weights, rename_weights
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
-from longrnn.hf.cell_names import CELLS, MODEL_TYPES, NATIVE_LAYERS
-from longrnn.models.checkpoint import build_model, read_weights, rename_weights
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.options import Count, validated
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import CheckpointName
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
-from longrnn.hf.load import load
-from longrnn.hf.names import CheckpointName
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.base import LanguageModel
 from longrnn.text import Tokenizer
 

@@ -14,21 +14,15 @@ from typing import NamedTuple
 
 import torch
 
+from longrnn.checkpoints.folder import DTYPES
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.config import RECORDED, read_recorded
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.mitigations.spec import split
-from longrnn.models.checkpoint import DTYPES
 from longrnn.options import Tokens, validated
 
-# The mitigation that changes nothing.
-NONE = "none"
-# In place of a mitigation: lifts the maximum length of a Hugging Face model.
-BEYOND = "beyond"
-# Likewise: limits the attention layers of a hybrid.
-WINDOW = "attention_window"
-# Likewise: whether texts begin with BOS, where the tokenizer's files say otherwise.
+# In place of a mitigation: whether texts begin with BOS, where the tokenizer's files say otherwise.
 BOS_NAMES = {"bos": True, "no_bos": False}
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -44,7 +38,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def embedded() -> dict[str, Path]:
     """Return the folders of the checkpoints that come with the package, by name."""
-    root = Path(str(files("longrnn"))) / "checkpoints"
+    root = Path(str(files("longrnn"))) / "checkpoints" / "embedded"
     return {folder.name: folder for folder in sorted(root.iterdir()) if folder.is_dir()}
 
 

@@ -1,7 +1,5 @@
 """A `RecurrentLM`, with or without a mitigation, as `AutoModelForCausalLM` of transformers.
 
-Importing this module registers its classes with transformers (`import longrnn.hf.auto`).
-
 Notable choices:
 - The model holds a `RecurrentLM`; its weights have the names there, after `model.`. Checkpoints of
   `longrnn train` and of `save_pretrained` are read by `longrnn.load` and `from_pretrained` alike.
@@ -18,22 +16,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import GenerationMixin, PreTrainedModel
 
+from longrnn.checkpoints.folder import OPTIONS, read_config
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import ADAPTER, ADAPTER_RECORD, base_folder, is_adapter, resolve
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import read_json
-from longrnn.hf.auto_config import LongRNNConfig
-from longrnn.hf.auto_forward import RecurrentForward
-from longrnn.hf.auto_generation import RecurrentGeneration, StateCache
-from longrnn.hf.auto_hybrid import HybridForCausalLM
-from longrnn.hf.load import load
-from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, base_folder, is_adapter, resolve
+from longrnn.hf.auto.config import LongRNNConfig
+from longrnn.hf.auto.forward import RecurrentForward
+from longrnn.hf.auto.generation import RecurrentGeneration
+from longrnn.hf.auto.hybrid import HybridForCausalLM
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
-from longrnn.models.checkpoint import OPTIONS, read_config
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
@@ -43,8 +40,6 @@ IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS}
 # Those that the Auto class or a library adds, which change nothing here.
 OF_AUTO = {"_from_auto", "adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "weights_only"}
-
-__all__ = ["LongRNNConfig", "LongRNNForCausalLM", "StateCache"]
 
 
 # transformers looks for GenerationMixin among the direct base classes.
@@ -244,12 +239,3 @@ def _device_of(device_map: Any) -> Any:
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         return "cuda" if torch.cuda.is_available() else None
     return device_map
-
-
-AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)
-AutoModelForCausalLM.register(LongRNNConfig, LongRNNForCausalLM, exist_ok=True)
-# Here the Trainer (for label smoothing), pipelines and others look up the name of a class.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES |= {
-    "longrnn": LongRNNForCausalLM.__name__,
-    "longrnn_hybrid": HybridForCausalLM.__name__,
-}

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from longrnn.checkpoints.folder import build_model, cast_weights
+from longrnn.checkpoints.layouts import LAYOUTS, as_hugging_face
+from longrnn.checkpoints.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest, require
 from longrnn.files import read_json, regular, write_atomic
-from longrnn.hf.layouts import LAYOUTS, as_hugging_face
-from longrnn.hf.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
-from longrnn.models.checkpoint import build_model, cast_weights
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.models.trainable import TrainableLM
 

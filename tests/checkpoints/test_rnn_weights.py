@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longrnn import load, load_tokenizer
+from longrnn.checkpoints.rnn_weights import convert_rnn
 from longrnn.errors import UserError
-from longrnn.hf.rnn_weights import convert_rnn
 from tests.contracts.builders import assert_near, generator, random_sizes
 from tests.refusals import naming
 

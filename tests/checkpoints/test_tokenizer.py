@@ -15,9 +15,9 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
+from longrnn.checkpoints.folder import save_model
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
-from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.refusals import naming

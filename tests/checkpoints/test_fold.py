@@ -11,12 +11,12 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.adapters import add_adapters
+from longrnn.checkpoints.convert import convert
+from longrnn.checkpoints.folder import save_model
 from longrnn.errors import UserError
-from longrnn.hf.convert import convert
 from longrnn.hf.foreign_load import open_hugging_face
-from longrnn.hf.lora import add_adapters
 from longrnn.mitigations import mitigation
-from longrnn.models.checkpoint import save_model
 from longrnn.models.fold import fold
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.hf.foreign import MAMBA, MAMBA2, architecture, tokens

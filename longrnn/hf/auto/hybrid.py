@@ -12,8 +12,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
-from longrnn.hf.auto_forward import RecurrentForward
-from longrnn.hf.auto_generation import RecurrentGeneration
+from longrnn.hf.auto.forward import RecurrentForward
+from longrnn.hf.auto.generation import RecurrentGeneration
 from longrnn.hf.foreign import MITIGATION_KEY
 from longrnn.hf.foreign_load import quietly
 from longrnn.hf.hybrid.families import FAMILIES

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.errors import UserError
-from longrnn.hf.auto_generation import StateCache, cache_of
-from longrnn.hf.auto_inputs import Backbone, check_arguments, predicted_labels, rows_of
+from longrnn.hf.auto.generation import StateCache, cache_of
+from longrnn.hf.auto.inputs import Backbone, check_arguments, predicted_labels, rows_of
 from longrnn.models.trainable import OFFLOADED, TrainableLM
 from longrnn.state import LMState
 

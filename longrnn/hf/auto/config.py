@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
-from longrnn.models.checkpoint import CHECKPOINT_FORMAT
+from longrnn.checkpoints.folder import CHECKPOINT_FORMAT
 from longrnn.models.recurrent import RecurrentConfig
 
 

@@ -6,16 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from longrnn.checkpoints import layouts
+from longrnn.checkpoints.folder import read_config, save_model
+from longrnn.checkpoints.layouts import LAYOUTS
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import CheckpointName, base_folder
+from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
-from longrnn.hf import layouts
-from longrnn.hf.layouts import LAYOUTS
-from longrnn.hf.load import load
-from longrnn.hf.names import NONE, CheckpointName, base_folder
-from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level, load_tokenizer
+from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level
+from longrnn.mitigations.spec import NONE
 from longrnn.models import LanguageModel, RecurrentLM
-from longrnn.models.checkpoint import read_config, save_model
 from longrnn.models.fold import fold
 
 OURS = "ours"

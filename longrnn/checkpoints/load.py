@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from longrnn import processes
+from longrnn.checkpoints import names
+from longrnn.checkpoints.adapters import merge_adapter
+from longrnn.checkpoints.folder import cast_weights, load_model, read_config
+from longrnn.checkpoints.layouts import LAYOUTS, layout_of
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.hf import names
-from longrnn.hf.layouts import LAYOUTS, layout_of
-from longrnn.hf.lora import merge_adapter
 from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.spec import parse, split
+from longrnn.mitigations.spec import ATTENTION_WINDOW, BEYOND, NONE, parse, split
 from longrnn.models.base import require_cells
-from longrnn.models.checkpoint import cast_weights, load_model, read_config
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.programs import is_out_of_memory
 from longrnn.units import parse_length
@@ -140,18 +140,18 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
     others = []
     for part in parts:
         name = part.partition("(")[0]
-        if isinstance(model, RecurrentLM) or name not in (names.BEYOND, names.WINDOW):
-            others += [part] if part != names.NONE else []
+        if isinstance(model, RecurrentLM) or name not in (BEYOND, ATTENTION_WINDOW):
+            others += [part] if part != NONE else []
             continue
         _, options = parse(part)
-        if name == names.BEYOND and not options:
+        if name == BEYOND and not options:
             model = model.beyond()
-        elif name == names.WINDOW and model.cells and options.keys() == {"window"}:
+        elif name == ATTENTION_WINDOW and model.cells and options.keys() == {"window"}:
             model = model.with_attention_window(parse_length(str(options["window"])))
         else:
             raise UserError(
-                f"{part} is not valid for this {model.kind}: write {names.BEYOND}, or, after a "
-                f"hybrid, {names.WINDOW}(window=4096)"
+                f"{part} is not valid for this {model.kind}: write {BEYOND}, or, after a "
+                f"hybrid, {ATTENTION_WINDOW}(window=4096)"
             )
     return model.under(mitigation(others)) if others else model
 
@@ -170,7 +170,7 @@ def load_editable(name_or_path: str | Path | names.CheckpointName, **options: An
     if model.mitigation is not None:
         raise UserError(
             f"{name} is a model under {model.mitigation}, and this needs it without: give "
-            f"{name}+{names.NONE}"
+            f"{name}+{NONE}"
         )
     require_cells(model, name)
     return model
@@ -179,7 +179,7 @@ def load_editable(name_or_path: str | Path | names.CheckpointName, **options: An
 def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM | PreTrainedModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if names.is_adapter(folder):
-        base = load(f"{names.base_of(folder)}+{names.NONE}", backend=backend, dtype=torch.float32)
+        base = load(f"{names.base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
         return merge_adapter(folder, base, dtype)
     config = {} if folder.suffix == names.GGUF else read_config(folder)
     if config:

@@ -17,16 +17,16 @@ from safetensors.torch import load_file, save_file
 from longrnn import load, load_tokenizer
 from longrnn import state as states
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.load import load_editable
+from longrnn.checkpoints.names import DTYPE_NAMES, embedded, split_spec
+from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
-from longrnn.hf.load import load_editable
-from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
-from longrnn.hf.opened import open_checkpoint
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel, RecurrentLM
-from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import architecture, causal, with_bytes

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
+from longrnn.checkpoints import adapters as lora
+from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.names import ADAPTER
+from longrnn.checkpoints.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
-from longrnn.hf import lora
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.hf.names import ADAPTER
-from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
-from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.foreign import build_auto, causal
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longrnn.bundled import find
+from longrnn.checkpoints.folder import build_model, cast_weights, save_model
 from longrnn.checksums import complete_folder
 from longrnn.config import overridden
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json, regular
 from longrnn.hf.tokenizer import character_level
-from longrnn.models.checkpoint import build_model, cast_weights, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.options import Options, validated
 from longrnn.yaml import read_mapping

@@ -1,0 +1,1 @@
+"""Checkpoints by name: loading, writing, converting and adapters; the embedded ones are beside."""
