@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longrnn.checkpoints.folder import save_model
 from longrnn.checkpoints.names import CheckpointName
@@ -16,9 +18,9 @@ from longrnn.data.prompts import QUESTION
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.options import EvaluationOptions
 from longrnn.evaluation.run import Outcome, run
-from longrnn.models import LMOutput, RecurrentConfig, RecurrentLM, Rows
+from longrnn.models import LMOutput, RecurrentConfig, RecurrentLM
 from longrnn.results import StoredRow, read_rows
-from longrnn.state import LMState
+from longrnn.state import History, LMState
 from longrnn.text import ByteTokenizer, Tokenizer
 
 SHORT: dict[str, Any] = {"kind": "learned", "max_length": 300, "combine": "add"}
@@ -90,67 +92,55 @@ def small_model(
     return OpenCheckpoint(name, model, tokenizer, source)
 
 
-class Oracle:
-    """Reads a passkey prompt of bytes and generates its key.
-
-    Its state holds the last six bytes, the first five digits in a row, how many digits it has
-    said, and how much of the question it has just read: no more than a true recurrent state could.
-
-    Args:
-        forgets: from this many tokens on it says 00000; None for never.
-        name: of its fingerprint.
-    """
+class Answering:
+    """Says a function of the ids that it has read, which are its state."""
 
     vocab_size = 256
-    max_length = None
-    mitigation = None
+    max_length = mitigation = None
 
-    def __init__(self, *, forgets: int | None = None, name: str = "oracle") -> None:
-        self.forgets, self.name = forgets, name
-        self.prompts = 0  # rows that were asked the question
-        self.longest = 0  # tokens of the longest single call
+    def __init__(self, name: str, answer: Callable[[list[int]], int]) -> None:
+        self.name, self.answer = name, answer
 
     def fingerprint(self) -> str:
         return self.name
 
     def init_state(self, batch_size: int) -> LMState:
-        key = torch.zeros(batch_size, 5, dtype=torch.long)
-        counters = torch.zeros(batch_size, 3, dtype=torch.long)  # digits, of the question, said
-        return LMState(torch.zeros(batch_size, dtype=torch.long), (key, counters))
+        position = torch.zeros(batch_size, dtype=torch.long)
+        return LMState(position, (History(position.new_zeros(batch_size, 0, 1)),))
 
     def __call__(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        rows: Rows | None = None,
+        self, tokens: Tensor, state: LMState, *, keep: int | None = None, **_: Any
     ) -> LMOutput:
-        assert state is not None
-        self.longest = max(self.longest, tokens.shape[1])
-        keys, counts = (leaf.tolist() for leaf in state.layers)
-        said: list[int] = []
-        for row, ids in enumerate(tokens.tolist()):
-            said.append(self._read(ids, keys[row], counts[row], int(state.position[row])))
-        logits = torch.nn.functional.one_hot(torch.tensor(said), 256).float()[:, None]
-        layers = (torch.tensor(keys), torch.tensor(counts))
-        after = LMState(state.position + tokens.shape[1], layers)
-        return LMOutput(logits[:, : 1 if keep is None else keep], after)
+        entries = torch.cat([state.layers[0].entries, tokens.long()[..., None]], 1)
+        after, last = state.position + tokens.shape[1], tokens.shape[1] if keep is None else keep
+        texts = [row[-n:, 0].tolist() for row, n in zip(entries, after.tolist(), strict=True)]
+        said = [[self.answer(ids[: len(ids) - k]) for k in reversed(range(last))] for ids in texts]
+        logits = F.one_hot(torch.tensor(said, dtype=torch.long), self.vocab_size).float()
+        return LMOutput(logits, LMState(after, (History(entries),)))
 
-    def _read(self, ids: list[int], key: list[int], counts: list[int], position: int) -> int:
-        """Process one row, change `key` and `counts`, and return the next byte."""
-        question = QUESTION.encode()
-        for byte in ids:
-            if chr(byte).isdigit() and counts[0] < 5:
-                key[counts[0]] = byte
-                counts[0] += 1
-            if counts[1] == len(question):
-                counts[2] += 1
-            elif byte == question[counts[1]]:
-                counts[1] += 1
-                self.prompts += counts[1] == len(question)
-            else:
-                counts[1] = int(byte == question[0])
-        lost = self.forgets is not None and position + len(ids) >= self.forgets
-        digits = [ord("0")] * 5 if lost else key
-        return [ord(" "), *digits, ord(".")][min(counts[2], 6)]
+
+class Oracle(Answering):
+    """Reads a passkey prompt of bytes and generates its key; from `forgets` tokens on, 00000."""
+
+    def __init__(self, *, forgets: float = math.inf, name: str = "oracle") -> None:
+        super().__init__(name, self._answer)
+        self.forgets = forgets
+        self.prompts = 0  # rows that were asked the question
+        self.longest = 0  # tokens of the longest single call
+
+    def __call__(self, tokens: Tensor, state: LMState, **options: Any) -> LMOutput:
+        output = super().__call__(tokens, state, **options)
+        self.longest = max(self.longest, tokens.shape[1])
+        self.prompts += _asked(output.state) - _asked(state)
+        return output
+
+    def _answer(self, ids: list[int]) -> int:
+        prompt, _, said = "".join(map(chr, ids)).partition(QUESTION)
+        key = "".join(filter(str.isdigit, prompt))[:5] if len(ids) < self.forgets else "0" * 5
+        return ord(f" {key:5}."[min(len(said), 6)])
+
+
+def _asked(state: LMState) -> int:
+    """How many rows of a state have read the question."""
+    texts = ("".join(map(chr, row.flatten().tolist())) for row in state.layers[0].entries)
+    return sum(QUESTION in text for text in texts)

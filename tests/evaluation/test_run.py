@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.run import Outcome, read_suite, run, run_and_report
 from tests.cli.conftest import table
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
+from tests.pages import read_tables
 from tests.refusals import naming
 from tests.texts import DATA
 
@@ -34,21 +33,6 @@ def suite(folder: Path, text: str = SUITE) -> list[Evaluation[Any]]:
     book.write_text("".join(f"{i * 7919 % 1000} and {i % 77}. " for i in range(300)))
     (folder / "mine.yaml").write_text(text.replace("TEXT", str(book)))
     return read_suite(str(folder / "mine.yaml"))
-
-
-def read_tables(page: str) -> list[list[list[str]]]:
-    """Return the texts of the cells of all tables of a page, without spaces."""
-
-    def text(cell: str) -> str:
-        return "".join(unescape(re.sub(r"<[^>]*>", "", cell)).split())
-
-    return [
-        [list(map(text, re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL))) for row in rows]
-        for rows in (
-            re.findall(r"<tr.*?</tr>", table, re.DOTALL)
-            for table in re.findall(r"<table.*?</table>", page, re.DOTALL)
-        )
-    ]
 
 
 def measure(models: Sequence[OpenCheckpoint], folder: Path) -> list[Outcome]:

@@ -5,45 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from longrnn.evaluation.options import SequenceOptions
 from longrnn.evaluation.run import Outcome
 from longrnn.intervals import proportion
-from longrnn.models import LMOutput
-from longrnn.state import LMState
 from tests.evaluation import small_models
-from tests.evaluation.small_models import SHORT, cells, small_model
+from tests.evaluation.small_models import SHORT, Answering, cells, small_model
 
 TASK: dict[str, Any] = {"task": {"kind": "reverse", "vocab_size": 8, "held_out": 20}}
 
 
-class Mirror:
+def mirror(*, swap: bool = False) -> Answering:
     """Reverses a sequence with V = 8; with `swap`, its first two answers change places."""
 
-    vocab_size = 256
-    max_length = mitigation = None
+    def answer(ids: list[int]) -> int:
+        x, asked = [i for i in ids if i < 8], ids.count(8)
+        place = {1: 2, 2: 1}.get(asked, asked) if swap else asked
+        return x[-place] if asked else 0
 
-    def __init__(self, *, swap: bool = False) -> None:
-        self.swap = swap
-
-    def fingerprint(self) -> str:
-        return f"mirror {self.swap}"
-
-    def init_state(self, batch_size: int) -> LMState:
-        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
-
-    def __call__(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
-    ) -> LMOutput:
-        half = tokens.shape[1] // 2
-        said = tokens[:, :half].flip(1)
-        if self.swap:
-            said[:, :2] = said[:, :2].flip(1)
-        said = torch.cat([tokens[:, :half], said], dim=1)
-        assert state is not None
-        return LMOutput(torch.nn.functional.one_hot(said, 9).float(), state)
+    return Answering(f"mirror {swap}", answer)
 
 
 def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
@@ -53,8 +32,8 @@ def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
 
 def test_scores(tmp_path: Path) -> None:
     """A model that reverses is right everywhere; two swapped tokens are wrong if they differ."""
-    measure(tmp_path, Mirror(swap=True), n=3)  # which is then not measured again
-    outcome = measure(tmp_path, Mirror(), Mirror(swap=True))
+    measure(tmp_path, mirror(swap=True), n=3)  # which is then not measured again
+    outcome = measure(tmp_path, mirror(), mirror(swap=True))
     found = cells(outcome)
     assert found["task, token accuracy", 6, "model0"].estimate == proportion(20, 20)
     assert found["task, exact match", 6, "model0"].estimate == proportion(20, 20)
@@ -69,7 +48,7 @@ def test_scores(tmp_path: Path) -> None:
 def test_conditions(tmp_path: Path) -> None:
     """The share of exact matches under each condition has a column of its own."""
     task = {"kind": "reverse_dual_frequency", "vocab_size": 8, "held_out": 20}
-    found = cells(measure(tmp_path, Mirror(), task=task))
+    found = cells(measure(tmp_path, mirror(), task=task))
     names = [metric for metric, _, _ in found if not metric.startswith("task, ")]
     assert len(names) == 4
     assert sum(found[name, 6, "model0"].estimate.n for name in names) == 20
