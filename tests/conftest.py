@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 from unittest.mock import patch
 
@@ -26,6 +27,10 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 # lm-eval adds it to every result; it starts a dozen programs, of which pip alone takes a second.
 collect_env.get_pretty_env_info = str
+
+# The corpora that runs make, until the end of this process.
+CACHE = TemporaryDirectory(prefix="longrnn-")
+os.environ["LONGRNN_CACHE"] = CACHE.name
 
 DRAW = Figure.savefig
 

@@ -12,16 +12,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from longrnn import evaluate, generate, load, mitigation
-from longrnn.results import read_rows
+from longrnn import load, mitigation
 from tests.contracts.subjects import cell_leaves
 from tests.texts import BOOK, DATA
 
@@ -77,56 +74,11 @@ def outputs(name: str, spec: str) -> Numbers:
     return found
 
 
-MODELS: dict[str, Callable[..., Numbers]] = {
+CASES: dict[str, Callable[[], Numbers]] = {
     f"{name} {spec}".strip(): partial(outputs, name, spec)
     for name in CHECKPOINTS
     for spec in MITIGATIONS
 }
-
-# Texts and evaluations.
-
-PROMPTS = (
-    BOOK.read_text()[:300],
-    "The grass is green. The sky is blue. The sun is yellow. Here we",
-)
-
-
-def generated(name: str) -> Numbers:
-    """The bytes that a checkpoint generates greedily after each prompt, by mitigation."""
-    found = {}
-    for spec in ("", "sliding_window(window=64)", "state_norm(threshold=3)"):
-        model = load(f"{name}+{spec}" if spec else name)
-        for number, prompt in enumerate(PROMPTS):
-            ids = torch.tensor([list(prompt.encode())])
-            done = generate(model, ids, max_new_tokens=40)
-            found[f"{spec} {number}".strip()] = done.tokens[0]
-    return found
-
-
-def evaluated(name: str, evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of an evaluation of a checkpoint with their results."""
-    with TemporaryDirectory() as folder:
-        evaluate(name, evaluation, folder)
-        rows, _ = read_rows(Path(folder) / "rows.jsonl")
-    return [{**row["item"], **row["result"]} for row in rows]
-
-
-def passkeys() -> Numbers:
-    """The answers of checkpoints to prompts of three lengths."""
-    how = {"kind": "passkey", "lengths": "256,1k,4k", "n": 2, "depths": "0,0.5,1"}
-    keys = ("length", "place", "key", "said")
-    return {
-        name: [list(one) for one in sorted(tuple(row[k] for k in keys) for row in found)]
-        for name in ("passkey-tiny", "passkey-tiny-short", "recall-tiny")
-        for found in [evaluated(name, how)]
-    }
-
-
-EXACT: dict[str, Callable[[], Numbers]] = {
-    **{f"generate {name}": partial(generated, name) for name in CHECKPOINTS},
-    "passkey": passkeys,
-}
-CASES: dict[str, Callable[[], Numbers]] = {**MODELS, **EXACT}
 
 
 def main(prefixes: Sequence[str]) -> None:

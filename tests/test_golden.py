@@ -1,4 +1,4 @@
-"""Models and evaluations give the numbers recorded in `tests/data/golden.json`."""
+"""Embedded checkpoints give the numbers recorded in `tests/data/golden.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.contracts.builders import assert_near
-from tests.golden import CASES, EXACT, MODELS, RECORD
+from tests.golden import CASES, RECORD
 
 pytestmark = pytest.mark.core
 
@@ -21,17 +21,11 @@ def test_the_record_has_all_cases() -> None:
     assert list(RECORDED) == list(CASES)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_checkpoints(name: str) -> None:
     """Logits and final states of texts in float64, and losses, which are rounded to float32."""
-    found = MODELS[name]()
+    found = CASES[name]()
     assert found.keys() == RECORDED[name].keys()
     for key, values in found.items():
         actual, expected = (torch.tensor(one) for one in (values, RECORDED[name][key]))
         assert_near(actual.double(), expected.double(), 1e-6, key)
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_texts(name: str) -> None:
-    """Generated texts, and answers to passkey prompts."""
-    assert CASES[name]() == RECORDED[name]

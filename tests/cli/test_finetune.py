@@ -39,11 +39,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
-    monkeypatch.setenv("LONGRNN_CACHE", str(shelf / "cache"))
-
-
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(60)[None]).logits

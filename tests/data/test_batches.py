@@ -25,7 +25,6 @@ tasks = pytest.mark.parametrize("kind", sorted(TASKS))
 @pytest.fixture(autouse=True)
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
     made = [{"prompt": f"{k} and {k} are ", "completion": "same " * k} for k in range(1, 30)]
     rows = [json.dumps(row) for row in made]
     Path("pairs.jsonl").write_text("\n".join(rows))

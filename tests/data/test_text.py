@@ -28,7 +28,6 @@ LENGTHS = (30, 7, 2, 41, 18, 25)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

@@ -28,11 +28,6 @@ def documents(*files: str) -> Corpus:
     return Text(data=list(files)).corpus
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
-
-
 def test_windows_are_of_several_documents(tmp_path: Path) -> None:
     """All begin, the longest first, before any continues."""
     files = shelf(tmp_path, {"a": 2000, "b": 100, "c": 15, "d": 15})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 from math import log
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn import RecurrentConfig, RecurrentLM, load, load_tokenizer
+from longrnn import load, load_tokenizer
 from longrnn.bundled import text_path
 from longrnn.checkpoints.rnn_weights import convert_rnn
 
@@ -44,34 +42,6 @@ def nats_of(checkpoint: Path, count: int) -> tuple[float, int]:
     tokens = torch.tensor([ids[: count + 1]])
     losses, _ = model.token_losses(tokens[:, :-1], tokens[:, 1:])
     return losses.sum().item(), ends[count] - ends[0]
-
-
-def test_every_repair_is_defined_for_its_model(script: Any) -> None:
-    for kind, repairs in script.REPAIRS.items():
-        config = RecurrentConfig(mixer=script.MIXERS[kind], vocab_size=8, d_model=32, n_layers=1)
-        for repair in repairs:
-            assert RecurrentLM(config).under(repair).edits
-
-
-def test_paths_with_spaces_are_words_of_the_commands(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, lines = tmp_path / "a b", list[str]()
-    (folder / "smollm2/tokenizer").mkdir(parents=True)
-    book = folder / "book.txt"
-    book.write_text("words " * 100)
-    report = script.Report(folder / "report.md")
-    for name in ("fitted", "fetch_charrnn", "fetch_smollm"):
-        monkeypatch.setattr(script, name, lambda path, *_: path)
-    monkeypatch.setattr(script.studies, "train", lambda config, output, sizes: output)
-    monkeypatch.setattr(report, "command", lines.append)
-    args = Namespace(output=folder, text=[book], calibration=book, train=[book, book], small=True)
-    args.charrnn, args.steps, args.longest = None, None, "1k"
-    script.lstm(args, report)
-    script.transformer(args, report)
-    words = [word for line in lines for word in shlex.split(line)]
-    assert len([word for word in words if str(folder) in word]) > 20
-    assert str(tmp_path / "a") not in words
 
 
 @pytest.mark.slow

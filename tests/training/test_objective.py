@@ -55,7 +55,6 @@ def test_the_loss_is_that_of_a_loop(
 ) -> None:
     """Weights, documents in a row, padding and queries count as the task says."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
     Path("pairs.jsonl").write_text(
         "\n".join(f'{{"prompt": "{k} and", "completion": "{k * "x"}"}}' for k in range(1, 9))
     )

@@ -148,12 +148,11 @@ def test_adapters(tmp_path: Path) -> None:
             train(tiny("streams", tmp_path / "three", init_from=str(base), peft=peft))
 
 
-def test_text_needs_no_corpus_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_needs_no_corpus_beforehand(tmp_path: Path) -> None:
     """Data is tokenized with the tokenizer of the checkpoint, which is saved with the model."""
     from longrnn import load_tokenizer
     from tests.texts import trained_bpe
 
-    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
     trained_bpe().save(tmp_path / "bpe")
     task = {"kind": "text", "data": TEXTS[:4]}
     model = {key: value for key, value in MAMBA2.items() if key != "vocab_size"}
