@@ -28,6 +28,7 @@ from typing import Any
 from urllib.request import urlopen
 from zipfile import ZipFile
 
+import numpy as np
 import studies
 
 from longrnn import load_tokenizer
@@ -130,7 +131,11 @@ def fetch_smollm(folder: Path) -> Path:
 
 
 def fetch_charrnn(folder: Path, given: Path | None) -> Path:
-    """Return the folder with the tensors of the LSTM; an OSError if it cannot be had."""
+    """Return a file with the tensors of the LSTM, made of one file of numbers for each of them.
+
+    Raises:
+        OSError: they cannot be had.
+    """
     source = given or folder / LSTM
     names = ["vocab.json", "manifest.json"]
     for name in names if given is None else []:  # the manifest names the other files
@@ -139,7 +144,12 @@ def fetch_charrnn(folder: Path, given: Path | None) -> Path:
                 write_atomic(source / name, answer.read())
         if name == "manifest.json":
             names += [entry["filename"] for entry in read_json(source / name).values()]
-    return source
+    tensors: dict[str, Any] = {
+        name: np.fromfile(source / entry["filename"], "<f4").reshape(entry["shape"])
+        for name, entry in read_json(source / "manifest.json").items()
+    }
+    np.savez(source / "weights.npz", **tensors)
+    return source / "weights.npz"
 
 
 def fitted(text: Path, folder: Path, checkpoint: Path) -> Path:

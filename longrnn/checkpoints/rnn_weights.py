@@ -8,8 +8,7 @@ forget bias when they run a model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import Tensor
 from longrnn.bundled import find
 from longrnn.checkpoints.folder import build_model, cast_weights, save_model
 from longrnn.checksums import complete_folder
-from longrnn.config import overridden
 from longrnn.errors import UserError, nearest
-from longrnn.files import one_line, read_json, regular
+from longrnn.files import one_line, regular
 from longrnn.hf.tokenizer import character_level
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.options import Options, validated
@@ -33,9 +31,10 @@ from longrnn.yaml import read_mapping
 logger = logging.getLogger(__name__)
 
 FILES_OF_NAMES = "configs/convert"
-LAYER_NUMBER = "{layer}"
+LIBRARIES = ("torch", "tensorflow")
 # The gates in the rows of the weights of torch.nn; g and n are candidates, and z keeps the state.
 GATES = {"rnn": ["h"], "gru": ["r", "z", "n"], "lstm": ["i", "f", "g", "o"]}
+PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 class WeightNames(Options):
@@ -59,7 +58,7 @@ class WeightNames(Options):
             the embedding.
     """
 
-    mixer: dict[str, Any]
+    mixer: dict[str, Any] = Field({})
     input: str
     recurrent: str | None = None
     bias: list[str] = Field([], max_length=2)
@@ -75,33 +74,11 @@ class WeightNames(Options):
     transposed: bool = False
 
 
-def _read_folder(path: Path) -> dict[str, Tensor]:
-    """Read one file of float32 numbers per tensor, as `manifest.json` lists them."""
-    arrays = {
-        name: np.fromfile(regular(path / entry["filename"]), "<f4").reshape(entry["shape"])
-        for name, entry in read_json(path / "manifest.json").items()
-    }
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-# By the ending of a file; that of a folder is empty.
-READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-    ".safetensors": load_file,
-    ".npz": lambda path: {name: torch.from_numpy(array) for name, array in np.load(path).items()},
-    **dict.fromkeys(
-        (".pt", ".pth", ".bin"), partial(torch.load, map_location="cpu", weights_only=True)
-    ),
-    "": _read_folder,
-}
-LIBRARIES = ("torch", "tensorflow")
-
-
 def convert_rnn(source: Path, destination: Path, *, library: str, names: str | None = None) -> None:
     """Write the model of a file of weights as a checkpoint of longrnn.
 
     Args:
-        source: `.safetensors`, `.npz`, `.pt`, `.pth` or `.bin` (read with `weights_only=True`), or
-            a folder with `manifest.json` and one file of float32 numbers per tensor.
+        source: `.safetensors`, `.npz`, or a state dict of `torch.save`.
         destination: a folder that does not exist or is empty; it appears complete or not at all.
         library: `torch` or `tensorflow`.
         names: a YAML file with `WeightNames`, or the name of a bundled one. In a state dict of
@@ -116,21 +93,18 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
     tensors = _read(source)
     known = _names_in_torch(tensors) if library == "torch" else {"transposed": True}
     if names is not None:
-        known |= read_mapping(
-            find(names, FILES_OF_NAMES), f"see {FILES_OF_NAMES}", kind="file of names"
-        )
+        file = find(names, FILES_OF_NAMES)
+        known |= read_mapping(file, f"see {FILES_OF_NAMES}", kind="file of names")
     where = names or f"the names of {source} (--names FILE, as in {FILES_OF_NAMES})"
-    options = validated(WeightNames, overridden(known, ()), where)
+    options = validated(WeightNames, known, where)
     try:
         model = _model(tensors, options)
     except (ValueError, RuntimeError, IndexError) as error:  # of tensors of another shape
         raise UserError(f"{source} cannot be converted: {one_line(error)}") from error
     with complete_folder(destination, "choose another folder") as draft:
         if options.characters is not None:
-            beside = source if source.is_dir() else source.parent
-            character_level(beside / options.characters, options.replace, model.vocab_size).save(
-                draft
-            )
+            vocabulary = source.parent / options.characters
+            character_level(vocabulary, options.replace, model.vocab_size).save(draft)
         elif options.tokenizer is None:
             logger.warning(
                 f"the names of {source} have neither characters nor a tokenizer: put the "
@@ -140,21 +114,23 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file or folder by name."""
+    """Return the tensors of a file by name."""
     try:
-        is_folder = path.is_dir()
-        source = path if is_folder else regular(path)
-        tensors = READERS["" if is_folder else path.suffix or "none"](source)
-    except Exception as error:  # of the libraries that read files, or of an unknown ending
+        if regular(path).suffix == ".safetensors":
+            tensors: Any = load_file(path)
+        elif path.suffix == ".npz":
+            tensors = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of the libraries that read files
         raise UserError(
-            f"{path} cannot be read ({one_line(error)}): give a folder with manifest.json or a "
-            f"file that ends in {', '.join(filter(None, READERS))}; write a pickle of a whole "
-            "model again as torch.save(model.state_dict(), …)"
+            f"{path} cannot be read ({one_line(error)}): give a file in .safetensors, .npz, or of "
+            "torch.save(model.state_dict(), …)"
         ) from error
     is_named = isinstance(tensors, Mapping) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} is not a state dict: save the tensors by name, without others")
-    return tensors
+    return dict(tensors)
 
 
 def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -163,119 +139,121 @@ def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if len(first) != 1:
         return {}
     prefix = first[0].removesuffix("weight_hh_l0")
-    gates = len(tensors[first[0]]) // max(1, tensors[first[0]].shape[-1])
-    kinds = [kind for kind, order in GATES.items() if len(order) == gates]
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-    vectors = [name for name, tensor in rest.items() if tensor.ndim == 1]
-    heads = [name for name in rest if f"{name.removesuffix('weight')}bias" in vectors]
-    matrices = [name for name, tensor in rest.items() if tensor.ndim == 2]
+    shape = tuple(tensors[first[0]].shape)
+    kinds = [kind for kind, gates in GATES.items() if shape[0] == len(gates) * shape[-1]]
+    others = {name: tensor.ndim for name, tensor in tensors.items() if not name.startswith(prefix)}
+    matrices = [name for name, ndim in others.items() if ndim == 2]
+    heads = [name for name in matrices if f"{name.removesuffix('weight')}bias" in others]
     candidates = {
         "embedding": [name for name in matrices if name not in heads],
-        "head": [name for name in matrices if name in heads],
-        "head_bias": vectors,
+        "head": heads,
+        "head_bias": [name for name, ndim in others.items() if ndim == 1],
     }
-    biases = [f"{prefix}bias_{part}_l{LAYER_NUMBER}" for part in ("ih", "hh")]
     return {
-        "mixer": {"kind": kinds[0] if kinds else "unknown"},
-        "input": f"{prefix}weight_ih_l{LAYER_NUMBER}",
-        "recurrent": f"{prefix}weight_hh_l{LAYER_NUMBER}",
-        "bias": [name for name in biases if _name(name, 0) in tensors],
-        **{option: found[0] for option, found in candidates.items() if len(found) == 1},
+        **({"mixer": {"kind": kinds[0]}} if kinds else {}),
+        "input": f"{prefix}weight_ih_l{{layer}}",
+        "recurrent": f"{prefix}weight_hh_l{{layer}}",
+        "bias": [
+            f"{prefix}{name}{{layer}}"
+            for name in ("bias_ih_l", "bias_hh_l")
+            if f"{prefix}{name}0" in tensors
+        ],
+        **{option: names[0] for option, names in candidates.items() if len(names) == 1},
     }
 
 
-def _model(tensors: Mapping[str, Tensor], names: WeightNames) -> RecurrentLM:
+def _model(tensors: dict[str, Tensor], names: WeightNames) -> RecurrentLM:
     """Return the model; a ValueError for tensors that do not make up one."""
     if names.mixer.get("kind") not in GATES:
-        raise ValueError(f"mixer is {names.mixer}: give {{kind: rnn}}, gru or lstm")
-    rest, state, layers = dict(tensors), dict[str, Tensor](), 0
-    while not layers or (LAYER_NUMBER in names.input and _name(names.input, layers) in rest):
-        for name, weight in _layer(rest, names, layers).items():
-            state[f"blocks.{layers}.mixer.cell.{name}"] = weight
+        matrix = tuple(_take(tensors, _of_layer(names.recurrent or names.input, 0)).shape)
+        counts = ", ".join(f"{kind} {len(gates)}" for kind, gates in GATES.items())
+        raise ValueError(
+            f"the kind of its cells is not known from mixer = {names.mixer} and the shape {matrix} "
+            f"of the weights of the state, one square matrix per gate ({counts} gates): give "
+            "mixer: {kind: lstm}, or the right kind, in --names"
+        )
+    weights, layers = dict[str, Tensor](), 0
+    while not layers or ("{layer}" in names.input and _of_layer(names.input, layers) in tensors):
+        for name, weight in _layer(tensors, names, layers).items():
+            weights[f"blocks.{layers}.mixer.cell.{name}_l0"] = weight
         layers += 1
-    cell = "blocks.0.mixer.cell."
-    inputs, d_model = (state[f"{cell}weight_{part}_l0"].shape[1] for part in ("ih", "hh"))
-    state["embedding.weight"] = (
-        torch.eye(inputs, dtype=state[f"{cell}weight_ih_l0"].dtype)
+    first = weights["blocks.0.mixer.cell.weight_ih_l0"]
+    d_embedding, d_model = first.shape[1], weights["blocks.0.mixer.cell.weight_hh_l0"].shape[1]
+    weights["embedding.weight"] = (
+        torch.eye(d_embedding, dtype=first.dtype)
         if names.embedding is None
-        else _take(rest, names.embedding)
+        else _take(tensors, names.embedding)
     )
     if names.head is not None:
-        state["head.weight"] = _matrix(rest, names.head, names)
+        weights["head.weight"] = _take(tensors, names.head, transposed=names.transposed)
     if names.head_bias is not None:
-        state["head.bias"] = _take(rest, names.head_bias)
-    if any(name.endswith("_reverse") for name in rest):
+        weights["head.bias"] = _take(tensors, names.head_bias)
+    if any(name.endswith("_reverse") for name in tensors):
         raise ValueError("a bidirectional layer reads what follows: give a causal language model")
-    if unused := [name for name in rest if name not in names.ignore]:
+    for name in tensors.keys() - names.ignore:
         raise ValueError(
-            f"it has {unused[0]}, which the names leave out: name it, or list it under `ignore` "
+            f"it has {name}, which the names leave out: name it, or list it under `ignore` "
             "if the model does not need it"
         )
     config = RecurrentConfig(
-        vocab_size=len(state["embedding.weight"]),
+        vocab_size=len(weights["embedding.weight"]),
         d_model=d_model,
         n_layers=layers,
         mixer=names.mixer,
         block="plain",
         tie_embeddings=names.head is None,
         head_bias=names.head_bias is not None,
-        d_embedding=None if inputs == d_model else inputs,
+        d_embedding=None if d_embedding == d_model else d_embedding,
     )
-    return cast_weights(build_model(config, state), None)
+    return cast_weights(build_model(config, weights), None)
 
 
-def _name(pattern: str, layer: int) -> str:
-    return pattern.replace(LAYER_NUMBER, str(layer))
+def _of_layer(pattern: str, layer: int) -> str:
+    return pattern.replace("{layer}", str(layer))
 
 
-def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
+def _take(tensors: dict[str, Tensor], name: str, *, transposed: bool = False) -> Tensor:
     """Remove a tensor and return it; a ValueError if there is none of that name."""
     if name not in tensors:
         raise ValueError(f"it has no tensor {name}: change --names; {nearest(name, tensors)}")
-    return tensors.pop(name)
-
-
-def _matrix(tensors: dict[str, Tensor], name: str, names: WeightNames) -> Tensor:
-    """Remove a matrix and return it with one row per output."""
-    matrix = _take(tensors, name)
-    return matrix.T if names.transposed else matrix
+    return tensors.pop(name).T if transposed else tensors.pop(name)
 
 
 def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> dict[str, Tensor]:
-    """Remove the tensors of a layer and return them as in torch.nn, under its names."""
+    """Remove the tensors of a layer and return them as torch.nn has them."""
     kind = names.mixer["kind"]
     order, wanted = names.gates or GATES[kind], GATES[kind]
     if sorted(order) != sorted(wanted) or (names.transposed and kind != "rnn" and not names.gates):
         raise ValueError(f"gates are {names.gates}: give {wanted} in the order of the weights")
-    inputs = _matrix(tensors, _name(names.input, layer), names)
-    size = len(inputs) // len(wanted)
-    if names.recurrent is None:
-        inputs, recurrent = inputs[:, :-size], inputs[:, -size:]
-    else:
-        recurrent = _matrix(tensors, _name(names.recurrent, layer), names)
-    biases = [_take(tensors, _name(name, layer)) for name in names.bias]
+    matrices = [
+        _take(tensors, _of_layer(name, layer), transposed=names.transposed)
+        for name in (names.input, names.recurrent)
+        if name is not None
+    ]
+    rows = len(matrices[0])
+    size = rows // len(wanted)
+    weight_ih, weight_hh = matrices if names.recurrent else matrices[0].tensor_split([-size], 1)
+    biases = [_take(tensors, _of_layer(name, layer)) for name in names.bias]
     if len(biases) == 1:  # Keras has both of a GRU in one tensor
-        biases = list(biases[0].view(-1, len(inputs)))
+        biases = [*biases[0].view(-1, rows)]
     if kind == "gru" and names.transposed and len(biases) < 2:
         raise ValueError(
             "a GRU of TensorFlow with one bias multiplies the state after its reset gate, which "
             "longrnn does not compute: convert one with reset_after=True"
         )
-    shapes = [tensor.shape for tensor in (recurrent, *biases)]
-    expected = [(len(inputs), size), *[(len(inputs),)] * min(len(biases), 2)]
-    if len(inputs) != size * len(wanted) or shapes != expected:
-        raise ValueError(
-            f"layer {layer} of a {kind} has weights {[tuple(shape) for shape in shapes]} of the "
-            f"state and biases beside {tuple(inputs.shape)} of the input, and {expected} were "
-            "expected: name the right tensors"
-        )
-    zero = inputs.new_zeros(len(inputs))
-    bias_ih, bias_hh = [*biases, zero, zero][:2]
+    for tensor, shape in [(weight_hh, (rows, size)), *((bias, (rows,)) for bias in biases)]:
+        if rows != size * len(wanted) or tensor.shape != shape:
+            raise ValueError(
+                f"layer {layer} of a {kind} has {len(wanted)} gates and {rows} rows of weights of "
+                f"the input, and a tensor {tuple(tensor.shape)} where {shape} was expected: give "
+                "the kind of cell as mixer in --names, or name the right tensors"
+            )
+    bias_ih, bias_hh = [*biases, *[weight_hh.new_zeros(rows)] * 2][:2]
     if names.forget_bias:
         if kind != "lstm":
             raise ValueError(f"a {kind} has no forget bias: leave forget_bias out")
-        forget = torch.tensor([gate == "f" for gate in order]).repeat_interleave(size)
-        bias_ih = bias_ih + names.forget_bias * forget
-    rows = torch.arange(len(inputs)).view(len(order), -1)[[order.index(gate) for gate in wanted]]
-    layers = {"weight_ih": inputs, "weight_hh": recurrent, "bias_ih": bias_ih, "bias_hh": bias_hh}
-    return {f"{name}_l0": tensor[rows.flatten()] for name, tensor in layers.items()}
+        is_forget = torch.tensor([gate == "f" for gate in order]).repeat_interleave(size)
+        bias_ih = bias_ih + names.forget_bias * is_forget
+    by_gate = [order.index(gate) for gate in wanted]
+    found = zip(PARAMETERS, (weight_ih, weight_hh, bias_ih, bias_hh), strict=True)
+    return {name: w.unflatten(0, (len(order), size))[by_gate].flatten(0, 1) for name, w in found}

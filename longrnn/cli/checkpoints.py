@@ -99,7 +99,7 @@ class Conversion(Options):
 
     source: Annotated[str, Argument("SOURCE")]
     """A checkpoint in any of the layouts, or a hybrid; CHECKPOINT+MITIGATION folds what can be
-    folded. With --from, a file of weights, or a folder with manifest.json."""
+    folded. With --from, a file of weights."""
     destination: Annotated[Path, Argument("DESTINATION")]
     """A new folder; the tokenizer is copied too."""
     to: str

@@ -16,22 +16,15 @@ from tests.cli.conftest import CLI, refused
 from tests.refusals import naming
 
 
-def test_a_folder_of_raw_files_opens_with_its_characters(tmp_path: Path, cli: CLI) -> None:
+def test_a_file_of_tensors_opens_with_its_characters(tmp_path: Path, cli: CLI) -> None:
     """The tokenizer has the characters of the file beside the weights, and refuses all others."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    arrays = tensorflow_weights(4, (), True)
-    names = {name: name.replace("/", "_") for name in arrays}
-    manifest = {name: {"filename": names[name], "shape": w.shape} for name, w in arrays.items()}
-    for name, array in arrays.items():
-        array.astype(np.float32).tofile(raw / names[name])
-    (raw / "manifest.json").write_text(json.dumps(manifest))
+    np.savez(tmp_path / "model.npz", **tensorflow_weights(4, (), True))
     characters = {character: index for index, character in enumerate("abcdefgh \n-—é")}
-    (raw / "vocab.json").write_text(json.dumps(characters))
+    (tmp_path / "vocab.json").write_text(json.dumps(characters))
     more = {"characters": "vocab.json", "replace": {"–": "--", "\r": ""}}
     (tmp_path / "names.yaml").write_text(yaml.safe_dump(BASIC | more))
     options = ("--to", "ours", "--from", "tensorflow", "--names", "names.yaml")
-    assert cli("convert", "raw", "ours", *options) == (0, "ours\n", "")
+    assert cli("convert", "model.npz", "ours", *options) == (0, "ours\n", "")
     tokenizer = load_tokenizer(tmp_path / "ours")
     assert tokenizer.vocab_size == len(characters)
     text = "a–b\r\n é—"
