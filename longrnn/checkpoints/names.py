@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,8 +103,13 @@ class CheckpointName(NamedTuple):
         return "".join([self.checkpoint, *bos])
 
 
-def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
+def resolve(name_or_path: str | Path, revision: str | None = None, **hub: Any) -> Path:
     """Return the folder, or GGUF file, for a name or path; a model from the Hub is downloaded.
+
+    Args:
+        name_or_path: as for `load`.
+        revision: likewise.
+        hub: `token`, `cache_dir` and others of `huggingface_hub.snapshot_download`.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -116,7 +122,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         return path
     if is_hub_name(name):
-        return download(name, revision)
+        return download(name, revision, **hub)
     parent = path.parent
     if os.path.isfile(path):
         raise UserError(f"{name} is a file, and a checkpoint is a folder or .gguf: give {parent}")
@@ -133,22 +139,24 @@ def is_hub_name(name: str) -> bool:
     return MODEL_NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
 
 
-def download(name: str, revision: str | None = None) -> Path:
+def download(name: str, revision: str | None = None, **hub: Any) -> Path:
     """Return the folder in the Hub's cache with the files of a model; download missing files.
 
     Args:
         name: `organisation/model`.
         revision: a branch, tag or commit; None for the main branch.
+        hub: see `resolve`.
 
     Raises:
         UserError: the Hub has no such model or revision, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
+    fetch = partial(snapshot_download, name, revision=revision, **hub)
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES]))
+        folder = Path(fetch(allow_patterns=[*MODEL_FILES]))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
+            fetch(allow_patterns=[*PICKLES])
         return folder
     except (OSError, ValueError) as error:  # of which all errors of huggingface_hub are
         raise UserError(

@@ -66,13 +66,13 @@ class RecurrentForward:
             return_dict: False for a tuple.
             logits_to_keep: return logits for the last tokens only; 0 for all; or indices.
             state: the state before the first token, instead of a cache; it is not changed.
-            kwargs: arguments of the loss, and others for packed documents: see `rows_of`.
+            kwargs: arguments of the loss, and those that collators give beside position_ids.
 
         Raises:
             UserError: arguments that a recurrent model cannot follow, or weights that are not on
                 the device of the tokens.
         """
-        check_arguments(kwargs)
+        check_arguments(kwargs, position_ids)
         cache = cache_of(past_key_values, state)
         read = input_ids if inputs_embeds is None else inputs_embeds
         if read is None or (input_ids is not None and inputs_embeds is not None):
@@ -84,9 +84,8 @@ class RecurrentForward:
         model = self.language_model
         before = cache.before(len(read)) or model.init_state(len(read))
         is_positioned = model.has_positions and cache.pending is None
-        is_token, rows = rows_of(
-            read, before, is_positioned, attention_mask, position_ids, **kwargs
-        )
+        next_position = before.position if is_positioned else None
+        is_token, rows = rows_of(read, next_position, attention_mask, position_ids)
         if cache.pending is not None:  # of assisted decoding, which has neither of the two
             read = torch.cat([cache.pending, read], 1)
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else time

@@ -12,15 +12,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState
 
-# How documents are packed.
-PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
-# The same, lengths that follow from that, and arguments of the loss.
-KNOWN_ARGUMENTS = {
-    *PACKING, "max_length_q", "max_length_k",
-    "num_items_in_batch", "ignore_index", "shift_labels",
-}  # fmt: skip
+# What collators give beside position_ids, from which it follows.
+PACKING = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+OF_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 # Arguments of other models, and what to do instead.
 INSTEAD = {
     "output_attentions": "leave it out, as there are none",
@@ -56,118 +51,88 @@ class Backbone:
         return getattr(self._whole.model, name)
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments that would have no effect, unless they ask for nothing."""
+def check_arguments(given: Mapping[str, Any], position_ids: Tensor | None) -> None:
+    """Refuse arguments that would have no effect, unless they ask for nothing."""
     asked = {name for name, value in given.items() if value is not None and value is not False}
-    for name in sorted(asked - KNOWN_ARGUMENTS):
+    for name in sorted(asked - PACKING - OF_LOSS):
         parameters = {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"}
-        remedy = INSTEAD.get(name) or nearest(name, KNOWN_ARGUMENTS | parameters)
+        remedy = INSTEAD.get(name) or nearest(name, PACKING | OF_LOSS | parameters)
         raise UserError(f"{name} is not an argument of a recurrent model: {remedy}")
+    if position_ids is None and (names := sorted(asked & PACKING)):
+        raise UserError(
+            f"{' and '.join(names)} cannot be followed without position_ids: give position_ids, "
+            "which restart at 0 with each document"
+        )
 
 
 def rows_of(
     read: Tensor,
-    state: LMState,
-    is_positioned: bool,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    **packing: Any,
+    next_position: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
 ) -> tuple[Tensor | None, Rows | None]:
-    """Which tokens are padding and where documents begin, by all arguments that state it.
-
-    These are what the collators of transformers and TRL give, together or alone.
+    """Return which tokens are padding and where documents begin.
 
     Args:
         read: tokens `(b, t)`, or vectors `(b, t, d)`.
-        state: before them.
-        is_positioned: whether the model computes with positions.
+        next_position: `(b,)`, the position at which each row goes on; None for any.
         attention_mask: `(b, past + t)`: 0 at padding, 1 at a token.
         position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
             further one. A row whose first position is above 0 continues the state.
-        packing: `seq_idx`, the number of the document of each token, like position_ids;
-            `cu_seq_lens_q` and `cu_seq_lens_k`, where the documents of one row begin, and the end.
 
     Returns:
         `(b, t)` bool, false at padding, and the rows for the model; None where nothing is special.
 
     Raises:
-        UserError: an argument of another shape or with other values, or two that disagree.
+        UserError: an argument of another shape or with other values.
     """
-    packing = {name: packing[name] for name in PACKING if packing.get(name) is not None}
-    if attention_mask is None and position_ids is None and not packing:
+    if attention_mask is None and position_ids is None:
         return None, None  # also because torch.export reads no values
     shape = read.shape[:2]
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
     if attention_mask is not None:
-        mask = attention_mask[:, -shape[1] :]
-        fits = attention_mask.ndim == 2 and mask.shape == shape
-        if not fits or bool((mask != mask.bool()).any()):
-            raise UserError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(shape)} "
-                "tokens were given: give one row per sequence and one column per token, 0 for "
-                "padding and 1 for a token, and position_ids for packed documents"
-            )
-        is_token = mask.bool()
+        is_token = _token_mask(attention_mask, shape)
     starts = torch.zeros_like(is_token)
-    before = _previous_token(is_token)
-    borders: dict[str, Tensor] = {}  # true at the first token of a document after the first
     if position_ids is not None:
-        positions = _by_token("position_ids", position_ids, shape)
-        first = state.position[:, None] if is_positioned else positions
-        last = positions.gather(1, before.clamp(min=0))
-        is_next = positions == torch.where(before < 0, first, last + 1)
-        starts = is_token & (positions == 0)
-        if bool((is_token & ~starts & ~(is_next & (positions > 0))).any()):
+        if position_ids.shape not in (shape, (1, shape[1])):
             raise UserError(
-                "position_ids must restart at 0 with each document, grow by 1 within it, and go "
-                f"on where the state ended, and are {reprlib.repr(position_ids.tolist())}: give "
-                "such positions, or leave them out"
+                f"position_ids has shape {tuple(position_ids.shape)}, and {tuple(shape)} tokens "
+                "were given: give one value per token"
             )
-        borders["position_ids"] = starts & (before >= 0)
-    for name, given in packing.items():
-        numbers = given if name == "seq_idx" else _numbered(name, given, read)
-        numbers = _by_token(name, numbers, shape)
-        changes = numbers != numbers.gather(1, before.clamp(min=0))
-        borders[name] = is_token & (before >= 0) & changes
-    for name, border in borders.items():
-        other = next(iter(borders))
-        if not torch.equal(border, borders[other]):
-            raise UserError(
-                f"{other} and {name} disagree about where documents begin: give one of them"
-            )
-        starts = starts | border
+        starts = _document_starts(position_ids.expand(shape), is_token, next_position)
     padded = None if bool(is_token.all()) else is_token
     return padded, None if padded is None and not bool(starts.any()) else Rows(padded, starts)
 
 
-def _numbered(name: str, given: Tensor, read: Tensor) -> Tensor:
-    """`(1, t)`: the number of the document of each token, from where documents begin and end."""
-    offsets, time = given.flatten().tolist(), read.shape[1]
-    ends = [len(read), *offsets[:1], *offsets[-1:]]
-    if offsets != sorted(offsets) or ends != [1, 0, time]:
+def _token_mask(attention_mask: Tensor, shape: torch.Size) -> Tensor:
+    """Return `(b, t)` bool, false at padding."""
+    mask = attention_mask[:, -shape[1] :]
+    fits = attention_mask.ndim == 2 and mask.shape == shape
+    if not fits or bool((mask != mask.bool()).any()):
         raise UserError(
-            f"{name} is {reprlib.repr(offsets)}, and {tuple(read.shape[:2])} tokens were given: "
-            "give one row, the first token of each document, and the number of tokens"
+            f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(shape)} "
+            "tokens were given: give one row per sequence and one column per token, 0 for "
+            "padding and 1 for a token, and position_ids for packed documents"
         )
-    columns = torch.arange(time, device=read.device)
-    return torch.bucketize(columns, given.flatten().to(columns), right=True)[None]
+    return mask.bool()
 
 
-def _previous_token(is_token: Tensor) -> Tensor:
-    """`(b, t)` int64: the column of the token before each one in its row; −1 for none."""
+def _document_starts(positions: Tensor, is_token: Tensor, next_position: Tensor | None) -> Tensor:
+    """Return `(b, t)` bool, true at the first token of each document; see `rows_of`."""
     columns = torch.arange(is_token.shape[1], device=is_token.device).expand_as(is_token)
     last = columns.masked_fill(~is_token, -1).cummax(1).values
-    return nn.functional.pad(last[:, :-1], (1, 0), value=-1)
-
-
-def _by_token(name: str, values: Tensor, shape: torch.Size) -> Tensor:
-    """Values `(b, t)` from those of all rows or of one; a UserError for another shape."""
-    if values.shape not in (shape, (1, shape[1])):
+    previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)  # column of the token before
+    first = positions if next_position is None else next_position[:, None]
+    after = positions.gather(1, previous.clamp(min=0)) + 1
+    continues = (positions > 0) & (positions == torch.where(previous < 0, first, after))
+    starts = is_token & (positions == 0)
+    if bool((is_token & ~starts & ~continues).any()):
         raise UserError(
-            f"{name} has shape {tuple(values.shape)}, and {tuple(shape)} tokens were given: give "
-            "one value per token"
+            "position_ids must restart at 0 with each document, grow by 1 within it, and go "
+            f"on where the state ended, and are {reprlib.repr(positions.tolist())}: give "
+            "such positions, or leave them out"
         )
-    return values.expand(shape)
+    return starts
 
 
 def predicted_labels(

@@ -37,9 +37,10 @@ INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows 
 
 # Arguments of `from_pretrained` that have a meaning for a model that `load` opens.
 IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
-FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS}
+HUB = {"cache_dir", "force_download", "local_files_only", "token"}
+FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS, *HUB}
 # Those that the Auto class or a library adds, which change nothing here.
-OF_AUTO = {"_from_auto", "adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "weights_only"}
+OF_AUTO = {"_from_auto", "adapter_kwargs", "low_cpu_mem_usage", "weights_only"}
 
 
 # transformers looks for GenerationMixin among the direct base classes.
@@ -136,7 +137,8 @@ class LongRNNForCausalLM(  # pyright: ignore
             refuse_missing_of(Path(place) / subfolder)
         if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
             revision = options.get("revision") if adapter else kwargs.get("revision")
-            folder = resolve(adapter or name, revision) / subfolder
+            hub = {option: kwargs[option] for option in HUB & kwargs.keys()}
+            folder = resolve(adapter or name, revision, **hub) / subfolder
             if _is_read_by_load(folder):
                 return cls._load(folder, kwargs)
         return super().from_pretrained(name, *args, config=config, **kwargs)

@@ -157,3 +157,21 @@ def test_an_argument_of_from_pretrained_is_followed_or_refused(
     assert model.config._attn_implementation == "eager"
     with torch.no_grad():
         assert_near(model(TEXT).logits, load(base)(TEXT).logits, 1e-5)
+
+
+def test_a_hybrid_of_the_hub_is_fetched_with_the_given_token_and_cache(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        fetched.append({"name": name, **options})
+        return str(base)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    where = {"token": "secret", "cache_dir": tmp_path / "cache"}
+    model = LongRNNForCausalLM.from_pretrained("organisation/falcon", **where, revision="v1")
+    assert isinstance(model.language_model, HybridLM)
+    wanted = {"name": "organisation/falcon", "revision": "v1", **where}
+    assert all(call.items() >= wanted.items() for call in fetched)
+    assert fetched
