@@ -157,12 +157,10 @@ def _refuse_shadowed(path: Path, name: str) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the file and line of a user in which importing ended."""
+    """Return the file and line of a user that importing has reached."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}"
-    calls = traceback.extract_tb(error.__traceback__)
     machinery = ("<frozen", importlib.__file__, __file__)
+    calls = traceback.extract_tb(error.__traceback__)
     users = [call for call in calls if not call.filename.startswith(machinery)]
-    # Of errors that another library raises, the last line beside the imported file.
-    beside = [c for c in users if Path(c.filename).parent == Path(users[0].filename).parent]
-    return f"{beside[-1].filename}, line {beside[-1].lineno}" if beside else "an unknown place"
+    return f"{users[0].filename}, line {users[0].lineno}" if users else "an unknown place"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from longrnn.bundled import text_path
 from longrnn.errors import UserError
 from longrnn.options import Options, Tokens
+
+# What holds documents: files, folders, datasets and corpora, or a bundled text by its name.
+Documents = Annotated[str, BeforeValidator(lambda name: str(text_path(name)))]
 
 
 class Tokenizer(Protocol):

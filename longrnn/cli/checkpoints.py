@@ -16,10 +16,9 @@ from longrnn.cli.command import Argument
 from longrnn.cli.options import Model, pick_device
 from longrnn.console import printable, say
 from longrnn.errors import UserError
-from longrnn.evaluation.options import Documents
 from longrnn.imports import IMPORTED
 from longrnn.options import Options, Seed, Tokens
-from longrnn.text import Reading, with_bos
+from longrnn.text import Documents, Reading, with_bos
 from longrnn.units import counted
 
 

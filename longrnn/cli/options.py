@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -13,10 +12,8 @@ from typing import Annotated
 from longrnn.cli.command import Argument
 from longrnn.console import say
 from longrnn.errors import UserError
+from longrnn.files import file_name
 from longrnn.options import Options, Tokens
-
-# Characters of the name of a default folder for results; longer ones are cut.
-LONGEST_FOLDER_NAME = 72
 
 
 class Device(Options):
@@ -116,12 +113,8 @@ def results_folder(
             name = f"{place.parent.name}-{name}"
         parts.append("+".join(filter(None, (name, given))))
     what = variant if isinstance(variant, str) else "-".join(text.stem for text in variant)
-    name = "--".join(filter(None, (*parts, what))).lower()
-    plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")
-    if len(plain) > LONGEST_FOLDER_NAME:
-        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-        plain = f"{plain[: LONGEST_FOLDER_NAME - len(digest) - 1].rstrip('-._')}-{digest}"
-    return Path("results") / command / plain
+    name = re.sub(r"[^a-z0-9._-]+", "-", "--".join(filter(None, (*parts, what))).lower())
+    return Path("results") / command / file_name(name.strip("-._"))
 
 
 def lock_output(path: Path, kind: str) -> Path:

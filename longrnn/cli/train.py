@@ -15,10 +15,11 @@ from longrnn.cli.command import Argument
 from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
-from longrnn.evaluation.options import Documents
 from longrnn.imports import import_options
 from longrnn.options import Options, Tokens
+from longrnn.processes import is_main
 from longrnn.progress import is_quiet
+from longrnn.training.finetune import Recipe
 from longrnn.units import counted
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 # The folder of the run that this process has begun, and the command that continues it from there.
 CURRENT: dict[Path, list[str]] = {}
-# The options of `finetune` that the configuration of a run holds.
-OF_RUN = {"data", "length", "initial_state", "validation", "output"}
 # The commands that several processes run together.
 COMMANDS = ("train", "finetune", "eval", "compare")
 # All options before the command are accelerate's, and those after it the command's, `--help` too.
@@ -77,22 +76,12 @@ def train(training: Training) -> None:
         run(resumed(training.resume, overrides, quiet=is_quiet()), training)
 
 
-class Finetuning(Resumable):
+class Finetuning(Resumable, Recipe):
     """What is fine-tuned on which documents."""
 
     words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field([])
     """Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then values that
     override the configuration, such as max_steps=500."""
-    data: list[Documents] = Field([])
-    """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
-    length: Tokens = 4096
-    """Tokens of a row, or of a segment of a carried state."""
-    initial_state: str = "carry"
-    """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
-    validation: list[Documents] = Field([])
-    """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
-    output: str | None = None
-    """Folder of the run (default: runs/CHECKPOINT-finetuned)."""
     evaluate_to: Tokens | None = None
     """Longest length of the evaluation before and after (default: 16 × --length)."""
     no_evaluate: bool = False
@@ -110,7 +99,6 @@ def finetune(options: Finetuning) -> None:
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
     from longrnn.config import dump_config
-    from longrnn.training.finetune import finetuning
     from longrnn.training.train import resumed
 
     checkpoint, overrides = divided(
@@ -118,14 +106,14 @@ def finetune(options: Finetuning) -> None:
     )
     end_at_sigterm()
     if options.resume is not None:
-        if given := OF_RUN & options.model_fields_set:
+        if given := Recipe.model_fields.keys() & options.model_fields_set:
             raise UserError(
                 f"a resumed run has its own --{min(given).replace('_', '-')}: leave it out, or "
                 "change a value of the configuration by key=value"
             )
         config = resumed(options.resume, overrides, quiet=is_quiet())
     elif options.data:
-        config = finetuning(checkpoint, **options.model_dump(include=OF_RUN), overrides=overrides)
+        config = options.config(checkpoint, overrides)
     else:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if not options.no_evaluate and (config.validation is None or config.init_from is None):
@@ -135,8 +123,8 @@ def finetune(options: Finetuning) -> None:
             f"--evaluate-to {options.evaluate_to} is below the length of the training, "
             f"{config.length.max}: give at least that"
         )
-    if options.dry_run:
-        echo_main(dump_config(config))
+    if options.dry_run and is_main():
+        say(dump_config(config))
     if run(config, options) and not options.no_evaluate:
         _evaluate(config, options.evaluate_to)
 
@@ -205,13 +193,15 @@ def run(config: TrainConfig, options: Resumable) -> bool:
 
     if options.dry_run:
         cost = dry_run(config, options.resume, quiet=is_quiet())
-        echo_main(f"The configuration is valid. {cost}.")
+        if is_main():
+            say(f"The configuration is valid. {cost}.")
         return False
     if options.resume != (folder := Path(config.output_dir)):
         CURRENT.clear()
         CURRENT[folder] = continuation(options, folder)
     done = start(config, resume=options.resume, quiet=is_quiet())
-    echo_main(f"{done.folder}: trained for {counted(done.rows[-1]['step'], 'step')}")
+    if is_main():
+        say(f"{done.folder}: trained for {counted(done.rows[-1]['step'], 'step')}")
     return True
 
 
@@ -240,14 +230,6 @@ def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, lis
     if not words:
         raise UserError(f"the first argument is missing: write `longrnn {usage}`, or --resume RUN")
     return words[0], words[1:]
-
-
-def echo_main(line: str) -> None:
-    """Print a line in the main process."""
-    from longrnn.processes import is_main
-
-    if is_main():
-        say(line)
 
 
 def end_at_sigterm() -> None:

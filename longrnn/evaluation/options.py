@@ -34,8 +34,6 @@ Depths = Annotated[
 ]
 # A path, or the name of a bundled text such as `bundled:moby_dick`.
 TextFile = Annotated[Path, BeforeValidator(text_path)]
-# Likewise, or anything else that holds documents.
-Documents = Annotated[str, BeforeValidator(lambda name: str(text_path(name)))]
 Places = Annotated[
     list[Annotated[int, BeforeValidator(_place)]],
     BeforeValidator(listed),

@@ -4,59 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from pydantic import Field
 
-from longrnn.checkpoints.names import split_spec
 from longrnn.config import load_config
-from longrnn.training.config import TrainConfig, configured
+from longrnn.options import Options, Tokens
+from longrnn.text import Documents
+
+if TYPE_CHECKING:
+    from longrnn.training.config import TrainConfig
 
 # The configuration, also by its name for `longrnn train`.
 RECIPE = "finetune"
 
 
-def finetuning(
-    checkpoint: str,
-    data: Sequence[str],
-    *,
-    length: int,
-    initial_state: str = "carry",
-    validation: Sequence[str] = (),
-    output: str | None = None,
-    overrides: Sequence[str] = (),
-) -> TrainConfig:
-    """The configuration of a run that fine-tunes a checkpoint.
+class Recipe(Options):
+    """What the configuration of a run that fine-tunes a checkpoint is made of."""
 
-    Args:
-        checkpoint: as `longrnn.load` takes it.
-        data: what `task.data` takes.
-        length: tokens of a row, or of a segment where a state is carried.
-        initial_state: a kind of `longrnn.training.initial_states`.
-        validation: held-out data, as `data`; by default a part of `data` is held out.
-        output: folder of the run, by default `runs/NAME-finetuned`.
-        overrides: `key=value`, which go before all other settings.
+    data: list[Documents] = Field([])
+    """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
+    length: Tokens = 4096
+    """Tokens of a row, or of a segment of a carried state."""
+    initial_state: str = "carry"
+    """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
+    validation: list[Documents] = Field([])
+    """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
+    output: str | None = None
+    """Folder of the run (default: runs/CHECKPOINT-finetuned)."""
 
-    Raises:
-        UserError: an invalid value, or data that cannot be read.
-    """
-    values = load_config(RECIPE)
-    given = {override.partition("=")[0] for override in overrides}
-    kind = "instruct" if "task.kind=instruct" in overrides else "text"
-    task: dict[str, Any] = {"kind": kind, "data": list(data)}
-    values |= {
-        "output_dir": output or f"runs/{Path(split_spec(checkpoint)[0]).absolute().name}-finetuned",
-        "init_from": checkpoint,
-        "task": task,
-        "length": {"max": length},
-    }
-    if validation:
-        values["validation"] = {**task, "data": list(validation)}
-    if torch.cuda.is_available():
-        values |= {"mixed_precision": "bf16", "gradient_checkpointing": "block"}
-    # As an override, it drops the options that another state does not have.
-    overrides = [f"initial_state.kind={initial_state}", *overrides]
-    config = configured(values, overrides, source="longrnn finetune")
-    for key in {"eval_steps", "save_steps"} - given:
-        setattr(config, key, min(getattr(config, key), max(1, config.max_steps // 5)))
-    return config
+    def config(self, checkpoint: str, overrides: Sequence[str] = ()) -> TrainConfig:
+        """The configuration of a run.
+
+        Args:
+            checkpoint: as `longrnn.load` takes it.
+            overrides: `key=value`, which go before all other settings.
+
+        Raises:
+            UserError: an invalid value.
+        """
+        import torch
+
+        from longrnn.checkpoints.names import split_spec
+        from longrnn.training.config import configured
+
+        name = Path(split_spec(checkpoint)[0]).absolute().name
+        kind = "instruct" if "task.kind=instruct" in overrides else "text"
+        task: dict[str, Any] = {"kind": kind, "data": self.data}
+        values = load_config(RECIPE) | {
+            "output_dir": self.output or f"runs/{name}-finetuned",
+            "init_from": checkpoint,
+            "task": task,
+            "length": {"max": self.length},
+        }
+        if self.validation:
+            values["validation"] = {**task, "data": self.validation}
+        if torch.cuda.is_available():
+            values |= {"mixed_precision": "bf16", "gradient_checkpointing": "block"}
+        # As an override, it drops the options that another state does not have.
+        state = f"initial_state.kind={self.initial_state}"
+        config = configured(values, [state, *overrides], source="longrnn finetune")
+        given = {override.partition("=")[0] for override in overrides}
+        for key in {"eval_steps", "save_steps"} - given:
+            setattr(config, key, min(getattr(config, key), max(1, config.max_steps // 5)))
+        return config
