@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.edit import Edit, StepChange
+from longrnn.cells.weights import Part, with_addition, with_weights
 from longrnn.errors import UserError
 from longrnn.ops.rows import Rows, run_documents
 from longrnn.registry import Registry
 from longrnn.state import PyTree, tree_map
+
+# Of an edit, the stages that weights can express.
+FOLDING = {"steps", "rate", "bias", "weights"}
 
 
 class EditedState(NamedTuple):
@@ -89,6 +94,14 @@ class Cell(nn.Module, ABC):
         return kind_of(type(self))
 
     @property
+    def step_weights(self) -> Mapping[str, Part]:
+        """The parts of weights that make steps and gates of the memory from tokens, by name.
+
+        Without biases that `bias_weight` names; empty where every token has the same step.
+        """
+        return {}
+
+    @property
     def is_observed(self) -> bool:
         """Whether a hook observes the recurrence, which kernels for whole layers would pass by."""
         return bool(self.recurrence._forward_hooks or self.recurrence._forward_pre_hooks)
@@ -146,6 +159,9 @@ class Cell(nn.Module, ABC):
         """
         if edit is not None:
             edit = edit.to(x.device)
+            if edit.weights is not None:
+                cell = with_weights(self, self._with_additions(edit.weights))
+                return cell.forward(x, state, edit._replace(weights=None), rows)
         if rows is None:
             return self.run(x, state, edit)
         return self.run_packed(x, state, edit, rows)
@@ -190,11 +206,11 @@ class Cell(nn.Module, ABC):
             UserError: additions for more keys or units than the cell has.
         """
         change, *others = edit.steps or (StepChange(),)
-        if edit.stages - {"steps", "rate", "bias"} or others or not isinstance(change, StepChange):
+        if edit.stages - FOLDING or others or not isinstance(change, StepChange):
             return None
         if change.threshold is not None or change.step is not None:
             return None
-        weights: dict[str, Tensor] = {}
+        weights = self._with_additions(edit.weights or {})
         if any(numbers is not None for numbers in (edit.rate, change.power, change.log_rate)):
             if self.rate_weight is None:
                 return None
@@ -216,6 +232,13 @@ class Cell(nn.Module, ABC):
             folded = torch.cat([before, self._added(biases, edit.bias), after])
             weights[self.bias_weight] = folded.view(weight.shape).to(weight.dtype)
         return weights
+
+    def _with_additions(self, additions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights with additions to their parts in `step_weights`."""
+        return {
+            name: with_addition(attrgetter(name)(self), self.step_weights[name], addition)
+            for name, addition in additions.items()
+        }
 
     def _added(self, weight: Tensor, addition: Tensor | None) -> Tensor:
         """A weight plus an addition by head, `(h, 1)` or `(h, k)`."""

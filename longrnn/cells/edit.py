@@ -5,6 +5,7 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 | stage | scanning cells | stepwise cells |
 | --- | --- | --- |
 | 0 `rate`, `bias` | additions to the log of −A and to dt's bias | to the forget gate's bias |
+| 0 `weights` | additions to the weights that make steps and gates | likewise |
 | 1 `steps` | functions of the step dt and the rate A, and of x | |
 | 2 `keep`, `add` | factors of the decay and of the gain | factors of those of `Update` |
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
@@ -17,7 +18,7 @@ a limit or a window. An implementation that does not know a stage refuses an edi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import reduce
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -171,6 +172,7 @@ class Edit(NamedTuple):
         heads: the windowed heads, `(h,)` bool on the CPU, where they are counted; None for all.
         rate: added to the logarithm of each head's rate |A|, `(h, 1)` or per key `(h, n)` float64.
         bias: added to the bias of its step, or of the forget gate, `(h, 1)` or per unit `(h, k)`.
+        weights: added to the parts of weights that `Cell.step_weights` names.
     """
 
     steps: tuple[StepFunction, ...] | None = None
@@ -181,6 +183,7 @@ class Edit(NamedTuple):
     heads: Tensor | None = None
     rate: Tensor | None = None
     bias: Tensor | None = None
+    weights: Mapping[str, Tensor] | None = None
 
     @property
     def stages(self) -> Set[str]:
@@ -211,7 +214,8 @@ class Edit(NamedTuple):
             for name, value in self._asdict().items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
-        return self._replace(**numbers)
+        weights = self.weights and {name: part.to(device) for name, part in self.weights.items()}
+        return self._replace(**numbers, weights=weights)
 
     @property
     def changes(self) -> tuple[StepFunction, ...]:
@@ -285,6 +289,12 @@ def _refuse_two_windows(first: int, second: int) -> int:
     )
 
 
+def _sums(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The additions of two edits, by weight."""
+    names = [*first, *(name for name in second if name not in first)]
+    return {name: _both(torch.add, first.get(name), second.get(name)) for name in names}
+
+
 # How the values of two edits combine, by stage. The heads of a window belong to it.
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "steps": _in_order,
@@ -295,4 +305,5 @@ COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "heads": torch.logical_or,
     "rate": torch.add,
     "bias": torch.add,
+    "weights": _sums,
 }

@@ -19,6 +19,7 @@ from longrnn.cells.base import MIXERS
 from longrnn.cells.delta import DeltaCell, DeltaRest
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
+from longrnn.cells.weights import Part, rows_from
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.rows import Rows
@@ -79,6 +80,10 @@ class GatedDeltaNet(DeltaCell):
         self.in_proj = Linear(d_input, sum(self.in_sizes), bias=False)
         self.add_weights(heads, 0.01)
         initialise(self, init)
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        return {"in_proj.weight": rows_from(-2 * self.n_heads)}
 
     def before(
         self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None

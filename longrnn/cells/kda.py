@@ -21,6 +21,7 @@ from longrnn.cells.delta import DeltaCell, DeltaRest
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.scanning import check_sizes, inverse_softplus
+from longrnn.cells.weights import WHOLE, Part
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.linear import Linear
 from longrnn.ops.precision import without_autocast
@@ -85,6 +86,13 @@ class KDA(DeltaCell):
         self.gate_proj = Linear(rank, values, bias=False)
         self.add_weights(heads * key_dim, 1)
         initialise(self, init)
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        mixed, rank, _, heads = self.in_sizes  # q k v, a, g, b
+        total = sum(self.in_sizes)
+        steps = [*range(mixed, mixed + rank), *range(total - heads, total)]
+        return {"in_proj.weight": (steps,), "decay_proj.weight": WHOLE}
 
     def before(
         self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None

@@ -23,6 +23,7 @@ from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
 from longrnn.cells.scanning import ScanningCell, check_sizes, conv_state_like, step_bias
+from longrnn.cells.weights import WHOLE, Part, rows_from
 from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.hooks import own_weight
@@ -111,6 +112,10 @@ class Mamba(ScanningCell):
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = Linear(inner, d_model, bias=bias)
         initialise(self, init)
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        return {"x_proj.weight": rows_from(0, self.dt_rank), "dt_proj.weight": WHOLE}
 
     def before(
         self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None

@@ -28,6 +28,7 @@ from longrnn.cells.scanning import (
     divided,
     step_bias,
 )
+from longrnn.cells.weights import Part, rows_from
 from longrnn.errors import UserError
 from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
@@ -150,6 +151,10 @@ class Mamba2(ScanningCell):
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        return {"in_proj.weight": rows_from(-self.n_heads)}
 
     def before(
         self, x: Tensor, state: ConvState, edit: Edit, rows: Rows | None

@@ -34,6 +34,7 @@ from longrnn.cells.scanning import (
     inverse_softplus,
     step_bias,
 )
+from longrnn.cells.weights import Part, rows_from
 from longrnn.errors import UserError
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
@@ -194,6 +195,11 @@ class Mamba3(ScanningCell):
         self.out_proj = Linear(inner, d_model, bias=False)
         self.recurrence = Trapezoid()
         initialise(self, init)
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        first = sum(self.in_sizes[:4])  # of Δ, A and λ
+        return {"in_proj.weight": rows_from(first, first + 3 * self.n_heads)}
 
     def before(
         self, x: Tensor, state: Mamba3State, edit: Edit, rows: Rows | None

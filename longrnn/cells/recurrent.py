@@ -12,6 +12,7 @@ from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Update
 from longrnn.cells.init import initialise
 from longrnn.cells.torch_cell import HiddenState, TorchCell
+from longrnn.cells.weights import Part, rows_from
 from longrnn.errors import UserError, nearest
 
 
@@ -20,6 +21,12 @@ class LSTMState(NamedTuple):
 
     h: Tensor
     c: Tensor
+
+
+def gates(units: int) -> dict[str, Part]:
+    """The weights of the first two gates of a `torch.nn` module, with the bias of the first one."""
+    names = "cell.weight_ih_l0", "cell.weight_hh_l0"
+    return dict.fromkeys(names, rows_from(0, 2 * units)) | {"cell.bias_ih_l0": rows_from(0, units)}
 
 
 @MIXERS.register("lstm")
@@ -50,6 +57,10 @@ class LSTM(TorchCell):
         bias_ih[: 2 * self.d_model] = torch.cat([-forget, forget])
         bias_hh[: 2 * self.d_model] = 0
         return True
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        return gates(self.d_model)
 
     def bias_sizes(self, weight: Tensor) -> list[int]:
         return [self.d_model, self.d_model, 2 * self.d_model]
@@ -103,6 +114,10 @@ class GRU(TorchCell):
         bias_ih[keep] = (scales - 1).log()  # its sigmoid is 1 − 1 / scale
         bias_hh[keep] = 0
         return True
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        return gates(self.d_model)
 
     def bias_sizes(self, weight: Tensor) -> list[int]:
         return [self.d_model] * 3

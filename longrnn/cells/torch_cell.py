@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.edit import Edit
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.cells.weights import with_weights
 from longrnn.ops.cpu import tokens as cpu
 from longrnn.ops.linear import linear
 from longrnn.ops.precision import own_precision, refuse_tf32
@@ -116,15 +117,8 @@ class TorchCell(StepwiseCell):
         """`cell`, or one that shares its weights but for those that an edit adds to."""
         if edit is None:
             return self.cell
-        copied, names = type(self.cell).__new__(type(self.cell)), self.cell._flat_weights_names
-        vars(copied).update(vars(self.cell))
-        weights = {name: getattr(self.cell, name) for name in names}
-        weights["bias_hh_l0"] = self.biased(weights["bias_hh_l0"], edit)
-        # Without references, torch does not look for weights that have changed.
-        vars(copied).update(
-            _flat_weights=list(weights.values()), _flat_weight_refs=[None] * len(weights)
-        )
-        return copied
+        bias: Any = self.cell.bias_hh_l0
+        return with_weights(self.cell, {"bias_hh_l0": self.biased(bias, edit)})
 
     def extra_repr(self) -> str:
         with_gradients = "torch.nn" if self.has_kernel else "one token after another"

@@ -178,6 +178,7 @@ def calibrate(options: CalibrateOptions) -> None:
         options.train_length,
         options.target_length or 0,
         device=pick_device(options.device),
+        weights_file=path.with_suffix(".safetensors"),
     )
     job.write(path, run(job, options.method))
     say(shorten(str(mitigation(path)), 100, placeholder=" …"), path)

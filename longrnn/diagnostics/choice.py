@@ -1,4 +1,4 @@
-"""What a repair tries, cheapest first, and its choice: scores, and the file that has them."""
+"""The choice of a repair: its attempts with their scores, and the file that has them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from longrnn.checkpoints.opened import OpenCheckpoint
-from longrnn.diagnostics.calibrate import calibrate
-from longrnn.diagnostics.job import METHODS, Job, Members
+from longrnn.diagnostics.attempts import ATTEMPTS
+from longrnn.diagnostics.job import Job, Members
 from longrnn.diagnostics.tried import Measured, Tried
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, build_evaluation, run
 from longrnn.files import read_json, write_atomic
 from longrnn.intervals import Estimate
-from longrnn.mitigations.spec import parse
+from longrnn.mitigations.spec import found_from, relative_to
 from longrnn.models.fold import unfoldable
 from longrnn.options import validated
 from longrnn.progress import OutOfTimeError, check_time, time_limit
@@ -29,86 +29,9 @@ CHOICE_WINDOWS, KEYS_PER_DEPTH = 4, 2
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 # The tokens of all prompts, relative to one: what is before a key is read once.
 PROMPTS_READ = 1 + KEYS_PER_DEPTH * sum(1 - depth for depth in DEPTHS)
-# A token with gradients costs as much as this many without.
-GRADIENT_COST = 4
-FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
-# Passes over its windows and prompts in which a choice per head finds something, and at most.
-LEAST_PASSES, MOST_PASSES = 5, 60
 # An attempt is stopped after this share of the time that is left, or this many times its estimate,
 # whichever is longer: in some cells a limit is computed token by token.
 TIME_SHARE, OVERTIME = 1 / 3, 3
-# A strict filter leaves this share of the tokens that are left by default.
-STRICT = 0.05
-
-
-class Attempt(NamedTuple):
-    """A mitigation, or a method of `calibrate`, on the plain model or on top of another attempt.
-
-    Attributes:
-        spec: the mitigation or the method; `make` fills in the names in braces.
-        tokens: about how many tokens it reads, counted without gradients, with a number of keyed
-            prompts.
-        may_fold: whether weights can express the result in some cells.
-        after: the name of the attempt that it builds on; empty for the plain model.
-    """
-
-    spec: str
-    tokens: Callable[[Job, int], float] = lambda job, keys: 32 * job.train_length
-    may_fold: bool = False
-    after: str = ""
-
-    def make(self, job: Job, base: Members, keys: int, tokens: float) -> Members:
-        """Return the mappings of which `mitigation` makes the whole mitigation.
-
-        Args:
-            job: what is repaired.
-            base: the mappings of `after`.
-            keys: prompts with a key that calibrations read.
-            tokens: that it may read.
-        """
-        trained, passes = job.train_length, min(MOST_PASSES, int(tokens / _pass_tokens(job, keys)))
-        strict = 1 - STRICT * trained / job.target_length
-        values = {"trained": trained, "keep": 1 - 1 / trained, "keys": keys, "strict": strict}
-        spec = self.spec.format(**values, passes=passes)
-        name, options = parse(spec)
-        if name in METHODS:
-            return [*base, *calibrate(job.under(base), spec)]
-        return [*base, {"kind": name, **options}]
-
-
-def _search_tokens(job: Job, _: int) -> float:
-    return (len(job.model.cells) + 1 + SEARCH_STEPS) * job.target_length
-
-
-def _fit_tokens(job: Job, keys: int) -> float:
-    segment = max(job.train_length, job.target_length / FIT_STEPS)
-    return GRADIENT_COST * FIT_STEPS * (FIT_ROWS + keys) * segment
-
-
-def _pass_tokens(job: Job, keys: int) -> float:
-    return (1 + keys) * job.target_length
-
-
-PER_HEAD = Attempt(
-    "per_head(windows=1, quantile={strict}, keys={keys}, passes={passes})",
-    tokens=lambda job, keys: LEAST_PASSES * _pass_tokens(job, keys),
-)
-ATTEMPTS = {
-    "forget_more": Attempt("forget_more(decay_scale={keep}, input_scale=1)"),
-    "sliding_window": Attempt("sliding_window(window={trained})"),
-    "state_norm": Attempt("state_norm"),
-    "token_filter": Attempt("token_filter"),
-    "scale_decay": Attempt(
-        f"scale_decay(windows=1, steps={SEARCH_STEPS})", _search_tokens, may_fold=True
-    ),
-    "fit": Attempt(
-        f"fit(steps={FIT_STEPS}, rows={FIT_ROWS}, keys={{keys}})", _fit_tokens, may_fold=True
-    ),
-    "fit + token_filter": Attempt("token_filter", after="fit"),
-    "fit + strict token_filter": Attempt("token_filter(quantile={strict})", after="fit"),
-    "per_head": PER_HEAD,
-    "fit + per_head": PER_HEAD._replace(after="fit"),
-}
 
 
 def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[str, Any]:
@@ -148,6 +71,20 @@ def scores(
     return found
 
 
+def _with_paths(
+    change: Callable[[Path, dict[str, Any]], dict[str, Any]],
+    folder: Path,
+    rows: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Return rows whose members have changed paths."""
+    return {
+        name: row | {"members": [change(folder, member) for member in row["members"]]}
+        if "members" in row
+        else row
+        for name, row in rows.items()
+    }
+
+
 class Choice:
     """Tries repairs on the texts to choose on.
 
@@ -185,7 +122,9 @@ class Choice:
         is_plain = plain is None or (isinstance(plain, Measured) and not plain.members)
         if tried.question != self.question or not is_plain:
             raise UserError(f"{folder} holds another repair: choose another --output")
-        self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
+        self.rows: dict[str, dict[str, Any]] = _with_paths(
+            found_from, folder, content.get("rows", {})
+        )
         self.tokens: dict[str, float] = content.get("tokens", {})
 
     def attempt(self, name: str, seconds: float) -> None:
@@ -247,7 +186,8 @@ class Choice:
         self._write()
 
     def _write(self) -> None:
-        content = {"question": self.question, "rows": self.rows, "tokens": self.tokens}
+        rows = _with_paths(relative_to, self.folder, self.rows)
+        content = {"question": self.question, "rows": rows, "tokens": self.tokens}
         write_atomic(self.path, json.dumps(content, indent=1) + "\n")
 
     def _measured(self, name: str, members: Members) -> dict[str, float | bool]:

@@ -1,9 +1,10 @@
 """Fits the weights that set time scales to texts far longer than those of training.
 
 Few numbers are trained, and everything else is frozen: per head an addition to log |A| and one to
-the bias of its step, per unit of an LSTM or a GRU one to the bias of the forget gate. Training is
-truncated backpropagation through time: rows continue with the state that they ended with, so that
-the loss is that of states at positions up to the target length. Sources of the parts: arXiv
+the bias of its step, per unit of an LSTM or a GRU one to the bias of the forget gate; with `select`
+also additions to the weights that make steps and gates from tokens (`Cell.step_weights`). Training
+is truncated backpropagation through time: rows continue with the state that they ended with, so
+that the loss is that of states at positions up to the target length. Sources of the parts: arXiv
 2509.19633 (rates by gradients), 2507.02782 (few hundred steps with passed states).
 
 Notable choices:
@@ -20,7 +21,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -34,6 +36,7 @@ from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import begun, text_of
 from longrnn.mitigations import MITIGATIONS
+from longrnn.mitigations.additions import write_additions
 from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel
 from longrnn.options import Count, Options
@@ -47,8 +50,43 @@ from longrnn.units import format_length
 REPEATED_SEGMENTS = 8
 # Tokens of a segment, of which a step holds the activations, if the training length is not longer.
 LONGEST_SEGMENT = 16384
-# By layer, `(h, 1)` or `(h, k)`; None where a cell lacks the weight.
-Additions = list[Tensor | None]
+
+
+class Additions(NamedTuple):
+    """The numbers that a fit trains in one layer.
+
+    Attributes:
+        rate: to log |A|, `(h, 1)`; None where a cell lacks the weight.
+        bias: to the bias of steps, `(h, 1)`, or of the forget gate, `(1, k)`; likewise.
+        weights: to the parts of weights in `Cell.step_weights`; empty without `select`.
+    """
+
+    rate: Tensor | None
+    bias: Tensor | None
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, cell: Cell, *, select: bool) -> Self:
+        """Return zeros on the device of a cell.
+
+        Raises:
+            UserError: the cell has no such weights.
+        """
+        check_defined(MITIGATIONS["time_scales"], type(cell))
+        how: dict[str, Any] = {"device": cell.device, "requires_grad": True}
+        zeros = partial(torch.zeros, dtype=torch.float64, **how)
+        units = 1 if cell.scans else cell.d_model
+        parts = {name: attrgetter(name)(cell)[part] for name, part in cell.step_weights.items()}
+        return cls(
+            None if cell.rate_weight is None else zeros(cell.n_heads, 1),
+            None if cell.bias_weight is None else zeros(cell.n_heads, units),
+            {name: torch.zeros(weight.shape, **how) for name, weight in parts.items() if select},
+        )
+
+    def added(self, edit: Edit | None) -> Edit:
+        """Return an edit with these additions."""
+        own = Edit(rate=self.rate, bias=self.bias, weights=self.weights or None)
+        return merge([edit or Edit(), own])
 
 
 @METHODS.register("fit")
@@ -59,13 +97,17 @@ class TimeScaleFit(Options):
         steps: of the optimizer.
         rows: streams of text that are read at once.
         keys: rows of documents with a passkey, whose loss is that of the answers, beside them.
+        select: train the weights that make steps and gates from tokens too.
         learning_rate: of the additions to log |A|; that of biases is half of it.
+        weights_learning_rate: of the additions that `select` trains.
     """
 
     steps: Count = 300
     rows: Count = 4
     keys: Annotated[int, Field(ge=0)] = 0
+    select: bool = False
     learning_rate: PositiveFloat = 0.05
+    weights_learning_rate: PositiveFloat = 0.002
 
     def run(self, job: Job, _: str) -> Members:
         """Return the mapping of which `mitigation` makes `time_scales`.
@@ -74,39 +116,43 @@ class TimeScaleFit(Options):
             UserError: the cells have no such weights, the texts are too short, or the loss is not
                 finite.
         """
+        if self.select and job.weights_file is None:
+            raise UserError("fit(select=true) writes a file: give Job a weights_file")
         model: Any = job.model  # recurrent, or a hybrid
-        device = model.init_state(1).position.device
-        rates, biases = _additions(model.cells, device)
-        of_rates, of_biases = (
-            [v for v in by_layer if v is not None] for by_layer in (rates, biases)
-        )
-        optimizer = torch.optim.Adam(
-            [{"params": of_rates}, {"params": of_biases, "lr": self.learning_rate / 2}],
-            lr=self.learning_rate,
-            betas=(0.9, 0.95),
-        )
-        schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
+        layers = [Additions.of(cell, select=self.select) for cell in model.cells]
         trained = model.under(None)
         trained._edits = [
-            merge([edit or Edit(), Edit(rate=rate, bias=bias)])
-            for edit, rate, bias in zip(model.edits, rates, biases, strict=True)
+            additions.added(edit) for additions, edit in zip(layers, model.edits, strict=True)
         ]
-        objective, context = Objective(trained), Context(trained.init_state)
-        starts = [Carry(context), Carry(context)]
-        length = max(job.train_length, math.ceil(job.target_length / self.steps))
-        if length > max(job.train_length, LONGEST_SEGMENT):
-            raise UserError(
-                f"{self.steps} steps towards {format_length(job.target_length)} tokens would hold "
-                f"segments of {length:,} tokens with their gradients: give "
-                f"fit(steps={math.ceil(job.target_length / LONGEST_SEGMENT)}) or more"
-            )
+        with torch.enable_grad(), _frozen(model):
+            self._train(job, Objective(trained), layers)
+        found: dict[str, Any] = {
+            "rate": _listed([additions.rate for additions in layers]),
+            "bias": _listed([additions.bias for additions in layers]),
+        }
+        found = {name: by_layer for name, by_layer in found.items() if any(by_layer)}
+        if self.select:
+            found |= self._write(job, layers)
+        return [{"kind": "time_scales", **found}]
+
+    def _write(self, job: Job, layers: Sequence[Additions]) -> dict[str, str]:
+        """Write the additions to weights, and return the options that name the file."""
+        assert job.weights_file is not None
+        known = job._replace(model=job.model.under(None)).known(job.weights_file)
+        weights = {layer: additions.weights for layer, additions in enumerate(layers)}
+        digest = write_additions(job.weights_file, weights, known)
+        return {"weights": str(job.weights_file), "sha256": digest}
+
+    def _train(self, job: Job, objective: Objective, layers: Sequence[Additions]) -> None:
+        """Take all steps of the optimizer, which change the additions."""
+        groups = self._groups(layers)
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
+        context, device = Context(job.model.init_state), job.model.init_state(1).position.device
+        starts, length = [Carry(context), Carry(context)], self._segment_length(job)
         text = _stretches(job, self.rows)
         task = _keyed_task(job, length, self.steps) if self.keys else None
-        with (
-            torch.enable_grad(),
-            _frozen(model),
-            Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress,
-        ):
+        with Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress:
             for step in range(self.steps):
                 batches = [_text_batch(text, step, length, job)]
                 if task is not None:
@@ -123,28 +169,37 @@ class TimeScaleFit(Options):
                     raise UserError(
                         f"the loss of step {step + 1} is not finite: give a smaller learning_rate"
                     )
-                torch.nn.utils.clip_grad_norm_([*of_rates, *of_biases], 1.0)
+                trained = [number for group in groups for number in group["params"]]
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
                 tokens = sum(batch.tokens.numel() for batch in batches)
                 progress.advance(1, tokens, f"loss {total:.3f}")
-        found = {"rate": _listed(rates), "bias": _listed(biases)}
-        return [{"kind": "time_scales"} | {name: by for name, by in found.items() if any(by)}]
 
+    def _groups(self, layers: Sequence[Additions]) -> list[dict[str, Any]]:
+        """Return what is trained, by learning rate."""
+        numbers = {
+            self.learning_rate: [additions.rate for additions in layers],
+            self.learning_rate / 2: [additions.bias for additions in layers],
+        }
+        groups = [
+            {"params": [each for each in given if each is not None], "lr": rate}
+            for rate, given in numbers.items()
+        ]
+        weights = [each for additions in layers for each in additions.weights.values()]
+        return [*groups, {"params": weights, "lr": self.weights_learning_rate}]
 
-def _additions(cells: Sequence[Cell], device: torch.device) -> tuple[Additions, Additions]:
-    """The numbers to fit, which begin at 0: to the rates, and to the biases."""
-    for cell in cells:
-        check_defined(MITIGATIONS["time_scales"], type(cell))
-    zeros = partial(torch.zeros, dtype=torch.float64, device=device, requires_grad=True)
-    rates = [None if cell.rate_weight is None else zeros(cell.n_heads, 1) for cell in cells]
-    units = [1 if cell.scans else cell.d_model for cell in cells]
-    biases = [
-        None if cell.bias_weight is None else zeros(cell.n_heads, width)
-        for cell, width in zip(cells, units, strict=True)
-    ]
-    return rates, biases
+    def _segment_length(self, job: Job) -> int:
+        """Return how many tokens of each row a step reads."""
+        length = max(job.train_length, math.ceil(job.target_length / self.steps))
+        if length > max(job.train_length, LONGEST_SEGMENT):
+            raise UserError(
+                f"{self.steps} steps towards {format_length(job.target_length)} tokens would hold "
+                f"segments of {length:,} tokens with their gradients: give "
+                f"fit(steps={math.ceil(job.target_length / LONGEST_SEGMENT)}) or more"
+            )
+        return length
 
 
 def _stretches(job: Job, rows: int) -> Tensor:
@@ -212,7 +267,7 @@ def _factor(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
 
-def _listed(additions: Additions) -> list[Any]:
+def _listed(additions: Sequence[Tensor | None]) -> list[Any]:
     """An option of `time_scales`, by layer and head."""
     return [
         0.0 if values is None else values.detach().round(decimals=6).squeeze(1).tolist()

@@ -75,6 +75,7 @@ class Job(NamedTuple):
         target_length: tokens up to which it should work; 0 if no method needs it.
         tokenizer: that of the documents; bytes by default.
         quiet: show no progress.
+        weights_file: where `fit(select=true)` writes additions to weights.
     """
 
     model: LanguageModel
@@ -83,6 +84,7 @@ class Job(NamedTuple):
     target_length: int = 0
     tokenizer: Tokenizer = ByteTokenizer()
     quiet: bool = False
+    weights_file: Path | None = None
 
     @classmethod
     def open(
@@ -94,13 +96,14 @@ class Job(NamedTuple):
         *,
         device: str | None,
         quiet: bool = False,
+        weights_file: Path | None = None,
     ) -> Self:
         """Load a checkpoint without mitigation, and read texts; None for the recorded length."""
         trained = train_length or training_length(checkpoint)
         model: Any = load_editable(checkpoint, device=device)
         tokenizer = load_tokenizer(checkpoint)
         documents = read_documents(texts, tokenizer, model)
-        return cls(model, documents, trained, target_length, tokenizer, quiet)
+        return cls(model, documents, trained, target_length, tokenizer, quiet, weights_file)
 
     @property
     def end(self) -> str:
@@ -116,10 +119,12 @@ class Job(NamedTuple):
 
     def write(self, path: Path, members: Members) -> None:
         """Write the file of a mitigation that was calibrated here."""
+        write_calibration(path, members, self.known(path))
+
+    def known(self, path: Path) -> Calibration:
+        """Return what a file that is written here records."""
         hashes = tuple(document.sha256 for document in self.documents)
-        fingerprint = self.model.fingerprint()
-        known = Calibration(str(path), fingerprint, self.train_length, hashes)
-        write_calibration(path, members, known)
+        return Calibration(str(path), self.model.fingerprint(), self.train_length, hashes)
 
     def share(self, quantile: float | None) -> float:
         """Return the share of tokens to filter out: as many tokens are left as inside."""

@@ -21,7 +21,8 @@ from longrnn.checkpoints.convert import OURS, layout_of, write_checkpoint
 from longrnn.checkpoints.names import CheckpointName, resolve
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.console import say
-from longrnn.diagnostics.choice import ATTEMPTS, TRIED, UNREPAIRED, Choice, passkeys, scores
+from longrnn.diagnostics.attempts import ATTEMPTS
+from longrnn.diagnostics.choice import TRIED, UNREPAIRED, Choice, passkeys, scores
 from longrnn.diagnostics.job import Job
 from longrnn.diagnostics.states import diagnose
 from longrnn.errors import UserError
@@ -37,6 +38,7 @@ from longrnn.units import counted, format_length
 
 # What a repair writes into its folder.
 CHECKPOINT, MITIGATION = "checkpoint", "mitigation.yaml"
+WEIGHTS_FILE = "weights.safetensors"  # which the mitigation names
 # Keyed prompts that a calibration reads, and windows and prompts of the proof. After a fit for 64k
 # tokens with 3 such prompts, a strict filter recalled no key (docs/results.md).
 CALIBRATED_KEYS, PROOF_WINDOWS, PROOF_KEYS = 4, 8, 4
@@ -107,6 +109,7 @@ def repair(
     paths = [texts] if isinstance(texts, str | Path) else texts
     choose, prove = divide([Path(path) for path in paths], folder)
     job = Job.open(checkpoint, choose, train_length, length, device=device, quiet=quiet)
+    job = job._replace(weights_file=folder / WEIGHTS_FILE)
     for path in (folder / CHECKPOINT, folder / MITIGATION):
         if path.exists() and not (folder / TRIED).exists():
             raise UserError(f"{path} is not of this repair: choose another --output")

@@ -53,6 +53,7 @@ class Mitigation(Options):
     Attributes:
         name: name in the registry.
         calibration: where the numbers come from, if they were read from a file.
+        files: names of options that are paths, relative to the YAML file that has them.
 
     Raises:
         UserError: options out of range.
@@ -66,6 +67,7 @@ class Mitigation(Options):
     _calibration: Calibration | None = None
 
     name: ClassVar[str]
+    files: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="after")
     def _require_diagnosis(self) -> Self:

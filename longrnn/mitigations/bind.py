@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
 
 
 def _check_weights(edit: Edit, cell: Cell) -> None:
-    """Refuses additions to weights that a cell does not have."""
+    """Refuses additions to weights that a cell does not have, or of other sizes."""
     for name in ("rate", "bias"):
         addition = getattr(edit, name)
         if addition is None:
@@ -72,6 +73,13 @@ def _check_weights(edit: Edit, cell: Cell) -> None:
                 "leave it out"
             )
         cell.fold(Edit(**{name: addition}).to(cell.device))  # refuses other sizes
+    for name, addition in (edit.weights or {}).items():
+        part = cell.step_weights.get(name)
+        if part is None or attrgetter(name)(cell)[part].shape != addition.shape:
+            raise UserError(
+                f"time_scales has an addition {tuple(addition.shape)} to {name}, which is not one "
+                f"of the weights that make the steps of {cell.kind}: calibrate for this model"
+            )
 
 
 def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None:

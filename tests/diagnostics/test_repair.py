@@ -13,7 +13,7 @@ import longrnn
 from longrnn import load
 from longrnn.bundled import bundled
 from longrnn.checkpoints.convert import OURS, convert, layout_of
-from longrnn.diagnostics import choice, repair
+from longrnn.diagnostics import attempts, choice, repair
 from longrnn.diagnostics.job import METHODS, Job
 from longrnn.errors import UserError
 from longrnn.mitigations.spec import parse
@@ -181,7 +181,7 @@ def test_a_repair_with_keys_tries_the_settings_of_the_record(
     """By docs/results.md, a fit with 4 rows of keys and then a filter of 0.9997 of the tokens bring
     back the keys of recall-collapse at 64k; a fit with 3 rows does not."""
     tried: list[str] = []
-    monkeypatch.setattr(choice, "calibrate", lambda job, spec: tried.append(spec) or [])
+    monkeypatch.setattr(attempts, "calibrate", lambda job, spec: tried.append(spec) or [])
     job = Job(load("recall-collapse"), [], train_length=384, target_length=65536)
     for name in ("fit", "fit + strict token_filter"):
         FULL[name].make(job, [], repair.CALIBRATED_KEYS, 0.0)

@@ -87,7 +87,7 @@ def test_strong_changes_of_rates_are_finite_in_any_split(spec: str) -> None:
     assert_decoding_equals_prefill(model.under(spec), random_tokens(2, 24))
 
 
-BASE: Any = namedtuple("BASE", [*Edit._fields, "extra"], defaults=[None] * 9)
+BASE: Any = namedtuple("BASE", [*Edit._fields, "extra"], defaults=[None] * 10)
 
 
 class Extended(BASE):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import KDA, GatedDeltaNet, Mamba, Mamba2
+from longrnn.cells.weights import WHOLE, Part
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
@@ -36,6 +37,7 @@ class Family(NamedTuple):
         cell: the class of our cells on their weights.
         project: computes what the cell's own `in_proj` would, from a layer and its input; None for
             the layer's own `in_proj`.
+        steps: names of the weights that make steps and gates; none where the cell's own names hold.
         returns_state: whether a layer returns its output and a state.
         logit_scale: returns the number that the logits are multiplied by, from a configuration.
         soft_cap: name of the option that limits them.
@@ -45,6 +47,7 @@ class Family(NamedTuple):
     layer: str
     cell: type[Any]
     project: Callable[[Any, Tensor], Tensor] | None = None
+    steps: tuple[str, ...] = ()
     returns_state: bool = False
     logit_scale: Callable[[Any], float] = lambda config: 1.0
     soft_cap: str | None = None
@@ -88,6 +91,11 @@ class SharedZamba(SharedMamba):
     @property
     def D(self) -> Tensor:  # noqa: N802
         return self.layer.D.flatten()
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        delta: Part = (slice(None), slice(self.dt_rank))
+        return {"layer.x_proj_weight": delta, "layer.dt_proj_weight": WHOLE}
 
     def select(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         layer, sizes = self.layer, [self.dt_rank, self.d_state, self.d_state]
@@ -226,13 +234,22 @@ def _with_input(theirs: Any, x: Tensor) -> Tensor:
     )
 
 
+_BA, _B_AND_A = ("in_proj_ba.weight",), ("in_proj_b.weight", "in_proj_a.weight")
+_OLMO_STEPS = ("b_proj.weight", "a_proj.weight")
+_FULL_RANK = ("forget_gate.f_proj.weight", "b_proj.weight")
+_DECAYS = ("forget_gate.f_a_proj.weight", "forget_gate.f_b_proj.weight", "b_proj.weight")
 _OLMO = partial(_joined, "q_proj k_proj v_proj g_proj b_proj a_proj")
 _KIMI = partial(_joined, "q_proj k_proj v_proj forget_gate.f_a_proj g_a_proj b_proj")
 _QWEN3_5 = partial(_joined, "in_proj_qkv in_proj_z in_proj_b in_proj_a")
 
 # By the `model_type` of a configuration.
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family("BailingHybridDeltaAttention", SharedBailing, _with_input),
+    "bailing_hybrid": Family(
+        "BailingHybridDeltaAttention",
+        SharedBailing,
+        _with_input,
+        _FULL_RANK,
+    ),
     "bamba": Family("BambaMixer", SharedMamba2),
     "falcon_h1": Family(
         "FalconH1Mixer",
@@ -246,15 +263,15 @@ FAMILIES: dict[str, Family] = {
         logit_scale=lambda config: 1 / config.logits_scaling,
     ),
     "jamba": Family("JambaMambaMixer", SharedJamba),
-    "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI),
+    "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI, _DECAYS),
     "minimax": Family(
         "MiniMaxLightningAttention", LightningAttention, returns_state=True, window="sliding_window"
     ),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
-    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
-    "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5),
-    "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO, _OLMO_STEPS),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5, _B_AND_A),
+    "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5, _B_AND_A),
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head, _BA),
     "recurrent_gemma": Family(
         "RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True, soft_cap="logits_soft_cap"
     ),

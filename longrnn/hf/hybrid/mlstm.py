@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.weights import WHOLE, Part, rows_from
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.inputs import Decay, ScanInputs
@@ -63,12 +64,26 @@ class MLSTM(LayerCell):
     """
 
     has_steps = False
+    bias_weight = "layer.fgate_preact.bias"
     shown = ("n_heads", "key_dim", "value_dim")
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.config.hidden_size)
+        self._gates = ["igate_preact", "fgate_preact"]
+        if layer.config.weight_mode == "fused":
+            self._gates = ["ifgate_preact"]
+        self.bias_weight = f"layer.{self._gates[-1]}.bias"
         self.n_heads = layer.config.num_heads
         self.key_dim, self.value_dim = layer.qk_dim // self.n_heads, layer.v_dim // self.n_heads
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        """The weights of i and f, and the bias of i."""
+        weights: dict[str, Part] = {f"layer.{gate}.weight": WHOLE for gate in self._gates}
+        return weights | {f"layer.{self._gates[0]}.bias": rows_from(0, self.n_heads)}
+
+    def bias_sizes(self, weight: Tensor) -> list[int]:
+        return [weight.numel() - self.n_heads, self.n_heads, 0]
 
     def before(
         self, x: Tensor, state: MLSTMState, edit: Edit, rows: Rows | None
@@ -82,7 +97,9 @@ class MLSTM(LayerCell):
         else:
             q, k, v, gate = layer.q(x), layer.k(x), layer.v(x), layer.ogate_preact(x)
             gates = torch.cat([layer.igate_preact(x), layer.fgate_preact(x)], dim=-1)
-        gates = gates.to(dtype) if cap is None else cap * (gates.to(dtype) / cap).tanh()
+        no_input = gates.new_zeros(self.n_heads, dtype=dtype)
+        gates = gates.to(dtype) + torch.cat([no_input, edit.biased(no_input)])
+        gates = gates if cap is None else cap * (gates / cap).tanh()
         log_input, forget = gates.chunk(2, dim=-1)
         q, k, v = (part.unflatten(-1, (self.n_heads, -1)).to(dtype) for part in (q, k, v))
         x = F.pad(v, (0, 1), value=1.0)

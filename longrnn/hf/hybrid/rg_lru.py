@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.scanning import inverse_softplus
+from longrnn.cells.weights import WHOLE, Part
 from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.ops.conv.definition import causal_filter
 from longrnn.ops.rows import Rows
@@ -65,6 +66,12 @@ class RGLRU(LayerCell):
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.hidden_size)
         self.n_heads = layer.lru_width
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        """The weights of r and i, and the bias of i."""
+        names = "recurrent_gate_weight", "input_gate_weight", "input_gate_bias"
+        return dict.fromkeys((f"layer.rg_lru.{name}" for name in names), WHOLE)
 
     def log_rate(self, weight: Tensor) -> Tensor:
         return (RATE * F.softplus(weight)).log()

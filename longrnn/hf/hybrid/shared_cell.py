@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.cells import Cell, ScanningCell
+from longrnn.cells.weights import WHOLE, Part
 
 
 class UnsupportedLayerError(ValueError):
@@ -40,11 +41,19 @@ class SharedCell(ScanningCell):
         activation = getattr(theirs, "activation", "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedLayerError(f"its activation is {activation}")
-        self.layer, self._project = theirs, family.project
+        self.layer, self._project, self._steps = theirs, family.project, family.steps
         assert self.rate_weight is not None
         assert self.bias_weight is not None
         self.rate_weight = f"layer.{self.renamed.get(self.rate_weight, self.rate_weight)}"
         self.bias_weight = f"layer.{self.renamed.get(self.bias_weight, self.bias_weight)}"
+
+    @property
+    def step_weights(self) -> dict[str, Part]:
+        """Whole weights of the layer that its family names, or those of the cell."""
+        if self._steps:
+            return dict.fromkeys((f"layer.{name}" for name in self._steps), WHOLE)
+        own: dict[str, Part] = super().step_weights  # pyright: ignore
+        return {f"layer.{self.renamed.get(name, name)}": part for name, part in own.items()}
 
     def __getattr__(self, name: str) -> Any:
         """What the cell itself does not have is read from the layer, in every use."""

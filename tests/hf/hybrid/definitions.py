@@ -62,8 +62,8 @@ def mlstm(layer: Any, chain: Definition, x: Tensor, state: MLSTMState) -> tuple[
     """xLSTM, section 2.3 and appendix A: forget and input gates, and the stabiliser of both."""
     config, heads = layer.config, layer.config.num_heads
 
-    def gate(linear: Any) -> Tensor:
-        value = x @ linear.weight.T + linear.bias
+    def gate(linear: Any, bias: Tensor) -> Tensor:
+        value = x @ linear.weight.T + bias
         cap = config.gate_soft_cap
         return (value if cap is None else cap * (value / cap).tanh())[..., None, None]
 
@@ -72,10 +72,12 @@ def mlstm(layer: Any, chain: Definition, x: Tensor, state: MLSTMState) -> tuple[
 
     q, k, v = by_head(layer.q), by_head(layer.k), by_head(layer.v)
     forget, factor = chain.multiplied(
-        gate(layer.fgate_preact).sigmoid(), torch.ones(len(x), heads, 1, 1, dtype=x.dtype)
+        gate(layer.fgate_preact, chain.added("bias", layer.fgate_preact.bias)).sigmoid(),
+        torch.ones(len(x), heads, 1, 1, dtype=x.dtype),
     )
     assert forget is not None
-    log_input, m = gate(layer.igate_preact) + factor.log(), state.stabiliser[..., None, None]
+    log_input = gate(layer.igate_preact, layer.igate_preact.bias) + factor.log()
+    m = state.stabiliser[..., None, None]
     new = torch.maximum(forget.log() + m, log_input)
     keep, add = (forget.log() + m - new).exp(), (log_input - new).exp()
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
