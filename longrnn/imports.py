@@ -75,7 +75,7 @@ def import_module(given: str) -> None:
     importlib.invalidate_caches()
     if is_file:
         _refuse_shadowed(path, name)
-    before = set(_registered())
+    known = set(_registered())
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -88,7 +88,7 @@ def import_module(given: str) -> None:
         raise UserError(
             f"{OPTION} {given} raises {message}: correct it, or leave the option out"
         ) from error
-    IMPORTED[given] = [name for name in _registered() if name not in before]
+    IMPORTED[given] = [name for name in _registered() if name not in known]
 
 
 def refuse_missing(recorded: Any, source: str) -> None:

@@ -16,7 +16,6 @@ import logging
 import math
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -86,20 +85,14 @@ def collapse(length: int, output: Path) -> None:
         "state_norm": calibrated(job, "state_norm", output / "state_norm.yaml"),
     }
     models = [open_checkpoint(COLLAPSING, cure, name=name) for name, cure in cures.items()]
-    loss = PerplexityOptions(texts=[PROVE], lengths=[length]).evaluation()
+    places = [place for place in (ROW, 512, 4096) if place < length]
+    loss = PerplexityOptions(texts=[PROVE], lengths=[*places, length]).evaluation()
     cost = CostOptions(lengths=[TIMED], decode=1).evaluation()
-    (losses, costs), (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
-    nats = {key: bits * math.log(2) for key, bits in values(losses, "by position").items()}
-    speeds = values(costs, "prefill, tokens/s")
-    stops = [at for name, at in nats if name == "plain" and at is not None]
-    rows = [["nats per byte at", *cures]]
-    for start, stop in pairwise(stops):
-        if stop in (ROW, 512, 4096) or stop > 64 * ROW:
-            where = f"{format_length(start)} to {format_length(stop)}"
-            rows.append([where, *(f"{nats[name, stop]:.2f}" for name in cures)])
-    rows.append(["tokens/s", *(f"{speeds[name, TIMED]:,.0f}" for name in cures)])
-    for row in rows:
-        typer.echo("".join(f"{cell:>16}" for cell in row))
+    outcomes, (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
+    for outcome in outcomes:
+        outcome.table.show()
+    bits = values(outcomes[0], "by position")
+    nats = {key: value * math.log(2) for key, value in bits.items()}
     worst = max(nats[name, length] / nats[name, ROW] for name in cures if name != "plain")
     typer.echo(
         f"{report}\n"
@@ -180,12 +173,11 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         lengths=[length], n=max(1, n // 5), depths=depths, filler=PROVE
     ).evaluation()
     (losses, recalls), (_, report, *_) = run_and_report(models, [loss, prompts], output)
+    for outcome in (losses, recalls):
+        outcome.table.show()
     bits, recalled = values(losses, "by position"), values(recalls, "keys recalled")
     nats = {name: bits[name, length] * math.log(2) for name in repairs}
     keys = {name: f"{recalled[name, length]:.0%}" for name in repairs}
-    typer.echo(f"\n{f'{BOTH}, at {format_length(length)}':>30}{'nats per byte':>16}{'keys':>8}")
-    for name in repairs:
-        typer.echo(f"{name:>30}{nats[name]:>16.2f}{keys[name]:>8}")
     typer.echo(
         f"{report}\n"
         f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there. Without training, a "

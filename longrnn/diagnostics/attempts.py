@@ -28,20 +28,20 @@ class Attempt(NamedTuple):
         tokens: about how many tokens it reads, counted without gradients, with a number of keyed
             prompts.
         may_fold: whether weights can express the result in some cells.
-        after: the name of the attempt that it builds on; empty for the plain model.
+        base: the name of the attempt that it builds on; empty for the plain model.
     """
 
     spec: str
     tokens: Callable[[Job, int], float] = lambda job, keys: 32 * job.train_length
     may_fold: bool = False
-    after: str = ""
+    base: str = ""
 
     def make(self, job: Job, base: Members, keys: int, tokens: float) -> Members:
         """Return the mappings of which `mitigation` makes the whole mitigation.
 
         Args:
             job: what is repaired.
-            base: the mappings of `after`.
+            base: the mappings of `base`.
             keys: prompts with a key that calibrations read.
             tokens: that it may read.
         """
@@ -88,8 +88,8 @@ ATTEMPTS = {
         partial(_fit_tokens, steps=SELECT_STEPS),
         may_fold=True,
     ),
-    "fit + token_filter": Attempt("token_filter", after="fit"),
-    "fit + strict token_filter": Attempt("token_filter(quantile={strict})", after="fit"),
+    "fit + token_filter": Attempt("token_filter", base="fit"),
+    "fit + strict token_filter": Attempt("token_filter(quantile={strict})", base="fit"),
     "per_head": PER_HEAD,
-    "fit + per_head": PER_HEAD._replace(after="fit"),
+    "fit + per_head": PER_HEAD._replace(base="fit"),
 }

@@ -241,9 +241,9 @@ def search(
     for layer in sorted({layer for layer, _ in heads}):
         chosen = choose(chosen, [head for head in heads if head[0] == layer], choices)
     offered = [choice for choice in choices if choice in {"none", *chosen.values()}]
-    before: Chosen = {}
-    while chosen != before:
-        before = chosen
+    previous: Chosen = {}
+    while chosen != previous:
+        previous = chosen
         for head in heads:
             chosen = choose(chosen, [head], offered)
     return members(options, chosen)

@@ -134,13 +134,13 @@ class Choice:
             if seconds <= known.get("budget", math.inf):
                 return
             self.tokens.pop(name, None)  # a larger budget decides anew
-        base = self.rows.get(attempt.after or UNREPAIRED, {}).get("members")
+        base = self.rows.get(attempt.base or UNREPAIRED, {}).get("members")
         left = seconds - sum(row["seconds"] for row in self.rows.values())
         speed = self._tokens(UNREPAIRED) / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
         needed = self._tokens(name) / speed
         tokens = self.tokens.setdefault(name, left * speed)
         if base is None:
-            self._record(name, {"left_out": f"{attempt.after} has no result", "budget": seconds})
+            self._record(name, {"left_out": f"{attempt.base} has no result", "budget": seconds})
         elif tokens < self._tokens(name):
             minutes = math.ceil((seconds - left + needed) / 60)
             why = f"of the budget: give --budget {minutes} or more"

@@ -137,25 +137,25 @@ def through_time(
         By layer: norms of the gradient of each row's loss in its states, `(b, T)` at distances 1 to
         T; and the gradient of the mean loss in the recurrent weights, flat.
     """
-    state, before, logits = model.init_state(len(tokens)), [], tokens
+    state, given, logits = model.init_state(len(tokens)), [], tokens
     for leaf in numbers(model.cell_states(state)):
         leaf.requires_grad_()
     for token in tokens.split(1, dim=1):
         # A separate node, so that the gradient excludes the path through the layer above.
         state = state._replace(layers=tree_map(lambda leaf: leaf.view_as(leaf), state.layers))
-        before.append([numbers(cell_state) for cell_state in model.cell_states(state)])
+        given.append([numbers(cell_state) for cell_state in model.cell_states(state)])
         logits, state = model(token, state, keep=1)
     loss = F.cross_entropy(logits[:, -1], targets, reduction="sum")
     weights = []
     for cell in model.cells:
         names = cell.recurrent_weights or dict(cell.named_parameters())
         weights.append([cell.get_parameter(name) for name in names])
-    flat = [leaf for step in before for layer in step for leaf in layer]
+    flat = [leaf for step in given for layer in step for leaf in layer]
     flat += [weight for of_cell in weights for weight in of_cell]
     gradients = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
     squares = [
         [sum(next(gradients).flatten(1).square().sum(1) for _ in layer) for layer in step]
-        for step in before
+        for step in given
     ]
     norms = [torch.stack(series[::-1], 1).sqrt() for series in zip(*squares, strict=True)]  # type: ignore[arg-type]
     by_layer = [torch.cat([next(gradients).flatten() for _ in of_cell]) for of_cell in weights]
@@ -194,9 +194,9 @@ def jacobian(cell: Cell, x: Tensor, state: PyTree) -> LinearOperator:
             shape = len(flat), *leaf.shape[1:]
             return next(parts).reshape(shape) if leaf.is_floating_point() else leaf.expand(shape)
 
-        before = tree_map(restored, state)
+        given = tree_map(restored, state)
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
-        return flatten(cell(x.detach().expand(len(flat), -1, -1), before, Edit())[1])
+        return flatten(cell(x.detach().expand(len(flat), -1, -1), given, Edit())[1])
 
     def on_columns(product: Callable[..., Any]) -> Callable[[np.ndarray], np.ndarray]:
         def apply(columns: np.ndarray) -> np.ndarray:

@@ -226,20 +226,20 @@ def helps(job: Job, outcomes: Sequence[Outcome]) -> bool:
 def quote(checkpoint: str, name: str, outcomes: Sequence[Outcome], job: Job, prove: Path) -> str:
     """Return the result in a sentence, with intervals."""
     length, trained = format_length(job.target_length), format_length(job.train_length)
-    before, after = (scores(job, outcomes, model) for model in (0, 1))
-    windows = counted(after["loss"].n, "window")
-    if not after["loss"].has_interval:
+    plain, repaired = (scores(job, outcomes, model) for model in (0, 1))
+    windows = counted(repaired["loss"].n, "window")
+    if not repaired["loss"].has_interval:
         windows += ", which is too little text for intervals"
     sentence = (
         f"{checkpoint}, trained on {trained} tokens and repaired by {name}, has "
-        f"{after['loss'].show()} bits per byte in {job.end} of {prove.name}, and "
-        f"{before['loss'].show()} without the repair (n = {windows}); inside the training length "
-        f"it has {after['inside'].show()} and {before['inside'].show()}"
+        f"{repaired['loss'].show()} bits per byte in {job.end} of {prove.name}, and "
+        f"{plain['loss'].show()} without the repair (n = {windows}); inside the training length "
+        f"it has {repaired['inside'].show()} and {plain['inside'].show()}"
     )
-    if "keys" in after:
+    if "keys" in repaired:
         sentence += (
-            f"; it recalls {after['keys'].show()} of the keys at {length}, and "
-            f"{before['keys'].show()} without (n = {counted(after['keys'].n, 'prompt')})"
+            f"; it recalls {repaired['keys'].show()} of the keys at {length}, and "
+            f"{plain['keys'].show()} without (n = {counted(repaired['keys'].n, 'prompt')})"
         )
     return f"{sentence}."
 

@@ -126,7 +126,7 @@ def observe(
     seen = []
     progress = Progress("states", tokens.numel(), unit="tokens", quiet=quiet)
     with decay_sums(model.cells if gated else []) as sums, progress:
-        before: dict[int, Tensor] = {}
+        earlier: dict[int, Tensor] = {}
         for stop in stops:
             piece = tokens[:, position:stop].to(device)
             target = targets[:, position:stop].to(device)
@@ -142,10 +142,10 @@ def observe(
             if sums:
                 # By key, unit or head; layers may differ in this.
                 totals = dict(sums)
-                since = [total - before.get(layer, 0) for layer, total in totals.items()]
+                since = [total - earlier.get(layer, 0) for layer, total in totals.items()]
                 retention = torch.stack([total.exp().mean(-1) for total in totals.values()])
                 gate = torch.stack([(gates / (stop - position)).exp().mean(-1) for gates in since])
-                before = totals
+                earlier = totals
             loss = losses.double().sum(1) / (target >= 0).sum(1).clamp(min=1)
             deviation, channels = entries.std(-1, correction=0), wide.square().mean(-1).sqrt()
             mean, at = entries.mean(-1), torch.tensor(stop)

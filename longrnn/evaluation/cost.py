@@ -68,7 +68,7 @@ def measure(model: LanguageModel, length: int, decode: int) -> dict[str, float]:
     tokens = torch.randint(model.vocab_size, (1, length), generator=seeded(0)).to(place)
     first, on_gpu = tokens[:, :8], place.type == "cuda"
     refuse_nonfinite(model(first, keep=1).logits, model, first)
-    before = torch.cuda.memory_allocated(place) if on_gpu else 0
+    allocated = torch.cuda.memory_allocated(place) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(place)
 
@@ -85,7 +85,7 @@ def measure(model: LanguageModel, length: int, decode: int) -> dict[str, float]:
         "state_bytes": float(size),
     }
     if on_gpu:
-        cost["peak"] = (torch.cuda.max_memory_allocated(place) - before) / MIB
+        cost["peak"] = (torch.cuda.max_memory_allocated(place) - allocated) / MIB
     return cost
 
 

@@ -281,13 +281,13 @@ def _drop_meaningless(values: dict[str, Any], given: set[str]) -> None:
         values.pop(name, None)
 
 
-def changes(before: TrainConfig, now: TrainConfig) -> list[str]:
+def changes(old: TrainConfig, new: TrainConfig) -> list[str]:
     """What differs between two configurations, one line per key."""
-    old, new = (flat(config.model_dump(mode="json")) for config in (before, now))
+    was, becomes = (flat(config.model_dump(mode="json")) for config in (old, new))
     return [
-        f"{key}: {old.get(key)} → {new.get(key)}"
-        for key in {**old, **new}
-        if old.get(key) != new.get(key)
+        f"{key}: {was.get(key)} → {becomes.get(key)}"
+        for key in {**was, **becomes}
+        if was.get(key) != becomes.get(key)
     ]
 
 

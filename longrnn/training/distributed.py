@@ -171,12 +171,12 @@ def trackers(accelerator: Accelerator, config: TrainConfig) -> Iterator[None]:
 def interrupts() -> Iterator[list[int]]:
     """Within this context, Ctrl-C and SIGTERM do not interrupt a step; yields those received."""
     received: list[int] = []
-    before = {
+    handlers = {
         number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

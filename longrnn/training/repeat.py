@@ -62,9 +62,9 @@ def read_repeatedly(
     assert rows is None  # repeated rows have one document, without padding
     check_repeats(model)
     with decay_sums(model.cells) as sums:
-        hidden, after = model.hidden(tokens, state)
+        hidden, once = model.hidden(tokens, state)
     layers = []
-    for layer, (before, end) in enumerate(zip(state.layers, after.layers, strict=True)):
+    for layer, (start, end) in enumerate(zip(state.layers, once.layers, strict=True)):
         total = sums[layer].to(end.ssm.dtype)
-        layers.append(end._replace(ssm=repeated(before.ssm, end.ssm, total, times)))
-    return hidden, after._replace(layers=tuple(layers))
+        layers.append(end._replace(ssm=repeated(start.ssm, end.ssm, total, times)))
+    return hidden, once._replace(layers=tuple(layers))

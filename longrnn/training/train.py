@@ -92,24 +92,24 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
             f"{folder} holds no run (it has no train.yaml): give the output_dir of a run, or "
             "start one with `longrnn train CONFIG`"
         )
-    before = configured(recorded | {"output_dir": str(home)}, source=str(home / RECORDED))
+    old = configured(recorded | {"output_dir": str(home)}, source=str(home / RECORDED))
     if is_branch != any(override.startswith("output_dir=") for override in overrides):
         raise UserError(
             "a resumed run stays in its folder, and one of its checkpoints continues in another: "
             "give --resume RUN, or --resume RUN/checkpoint-00000500 output_dir=FOLDER"
         )
-    now = configured(before, overrides)
+    new = configured(old, overrides)
     # The base of an adapter is read again, and may be in another place.
-    fixed = ["peft"] if now.peft and before.peft else ["peft", "init_from", "tokenizer", "fill"]
+    fixed = ["peft"] if new.peft and old.peft else ["peft", "init_from", "tokenizer", "fill"]
     for key in fixed:
-        if getattr(now, key) != getattr(before, key):
+        if getattr(new, key) != getattr(old, key):
             raise UserError(
                 f"{key} determines how a run starts, and {folder} has started: leave it out, or "
                 f"start a new run with init_from={folder}"
             )
-    for line in changes(before, now) if processes.is_first() and not quiet else ():
+    for line in changes(old, new) if processes.is_first() and not quiet else ():
         say(line, error=True)
-    return now
+    return new
 
 
 def _origin(folder: Path, resume: Path | None) -> Path | None:
@@ -147,9 +147,9 @@ def dry_run(config: TrainConfig, resume: Path | None = None, *, quiet: bool = Fa
     left = config.max_steps - trainer.step
     trainer.train_step()  # the first one is slower
     trainer.step += 1
-    before, begun = trainer.tokens, time.monotonic()
+    counted, begun = trainer.tokens, time.monotonic()
     trainer.train_step()
-    seconds, tokens = time.monotonic() - begun, trainer.tokens - before
+    seconds, tokens = time.monotonic() - begun, trainer.tokens - counted
     if trainer.accelerator.device.type == "cuda":
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"
     else:

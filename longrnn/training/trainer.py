@@ -192,15 +192,15 @@ class Trainer:
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
             while self.step < config.max_steps:
-                begun, before = time.monotonic(), self.tokens
+                begun, counted = time.monotonic(), self.tokens
                 values = self.train_step(stop=bool(received))
                 self.step += 1
                 stop = values.pop("stop") > 0
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
-                rate = (self.tokens - before) / (time.monotonic() - begun)
+                rate = (self.tokens - counted) / (time.monotonic() - begun)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
-                progress.advance(1, self.tokens - before, note)
+                progress.advance(1, self.tokens - counted, note)
                 if self.validation is not None and self._is_due(config.eval_steps, self.step):
                     whole = self.accelerator.unwrap_model(self.objective)
                     self._record(self.validation.evaluate(whole))

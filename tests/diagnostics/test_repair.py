@@ -25,7 +25,7 @@ CHOOSE, PROVE = (
     bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
 )
 FULL = dict(choice.ATTEMPTS)
-HOW: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 1024, "train_length": 64}
+OPTIONS: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 1024, "train_length": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
     if layout != OURS:
         source = str(tmp_path / "source")
         convert("collapse-tiny", Path(source), to=layout)
-    done = longrnn.repair(source, output=tmp_path / "out", folds_only=True, **HOW)
+    done = longrnn.repair(source, output=tmp_path / "out", folds_only=True, **OPTIONS)
     assert done.checkpoint is not None
     assert done.mitigation is not None
     assert layout_of(str(done.checkpoint)) == layout
@@ -93,7 +93,7 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     only(monkeypatch, "forget_more", "token_filter")
     one = tmp_path / "one.txt"
     one.write_text(PROVE.read_text()[:40_000])
-    how: dict[str, Any] = HOW | {"texts": one, "output": tmp_path / "out"}
+    how: dict[str, Any] = OPTIONS | {"texts": one, "output": tmp_path / "out"}
     done = longrnn.repair("collapse-tiny", **how)
     assert done.choice == "forget_more"
     assert done.checkpoint is not None
@@ -132,7 +132,7 @@ def test_where_nothing_helps_no_checkpoint_is_written(
     not fit the budget is named."""
     only(monkeypatch, "scale_decay", "fit")
     monkeypatch.setattr(choice, "CHOICE_WINDOWS", 4)
-    how: dict[str, Any] = HOW | {"train_length": 512}
+    how: dict[str, Any] = OPTIONS | {"train_length": 512}
     done = longrnn.repair("recall-tiny", output=tmp_path / "out", budget=1e-6, **how)
     assert (done.choice, done.checkpoint, done.mitigation) == (None, None, None)
     assert "no checkpoint" in done.sentences[-1]
@@ -163,7 +163,7 @@ def test_a_budget_bounds_what_an_attempt_takes(
     only(monkeypatch, "state_norm", "forget_more")
     monkeypatch.setattr(choice, "OVERTIME", 0)
     monkeypatch.setattr(choice, "TIME_SHARE", 1e-9)
-    how: dict[str, Any] = HOW | {"length": 96, "output": tmp_path / "out"}
+    how: dict[str, Any] = OPTIONS | {"length": 96, "output": tmp_path / "out"}
     assert longrnn.repair("collapse-tiny", **how).choice is None
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
     assert {name for name, row in rows.items() if "left_out" in row} == set(choice.ATTEMPTS)
@@ -227,7 +227,7 @@ def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
         ({"texts": []}, ("text",)),
     ):
         with pytest.raises(UserError, match=naming(*words)):
-            how: dict[str, Any] = HOW | change
+            how: dict[str, Any] = OPTIONS | change
             longrnn.repair("collapse-tiny", output=tmp_path / "out", **how)
     with pytest.raises(UserError, match="training length"):
         folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
