@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.errors import UserError
 from longrnn.registry import Registry
 
 UNSCORED = -100
@@ -54,15 +55,28 @@ class Batch(NamedTuple):
 
         The first column is left out because the state from which a row starts decides there.
         """
-        if not bool(self.is_document_start[:, 1:].any()):
-            return None
+        starts = self.continued().is_document_start
+        return starts if bool(starts.any()) else None
+
+    def continued(self) -> Batch:
+        """The same batch, whose rows continue those of the last one."""
         starts = self.is_document_start.clone()
         starts[:, 0] = False
-        return starts
+        return self._replace(is_document_start=starts)
 
     def answers(self) -> Tensor:
         """`(b, t)` bool: the places that are scored."""
         return self.targets != UNSCORED if self.answer is None else self.answer
+
+    def split(self, length: int) -> list[Batch]:
+        """Segments of at most `length` tokens whose mean loss is that of this batch, with weights.
+
+        The batch has no query and no repetitions.
+        """
+        assert self.weights is not None
+        whole = self._replace(weights=self.weights * -(-self.tokens.shape[1] // length))
+        starts = range(0, self.tokens.shape[1], length)
+        return [whole._map(lambda field, at=at: field[:, at : at + length]) for at in starts]
 
     def row(self, *indices: int) -> Batch:
         """Some of the rows."""
@@ -125,6 +139,17 @@ class Task(ABC):
         Raises:
             LengthError: rows of this length cannot be made.
         """
+
+    def documents(self, index: int, rows: range, *, of: int, length: int, seed: int) -> list[Batch]:
+        """Consecutive segments of rows that hold one whole document each; see `batch`.
+
+        Raises:
+            UserError: the task has no documents of its own.
+        """
+        raise UserError(
+            f"segments_per_step=all reads the documents of a corpus, and the task "
+            f"{type(self).__name__} makes its rows itself: give segments_per_step a number"
+        )
 
     def sample(self, count: int, *, length: int, seed: int = 0) -> Batch:
         """Independent training rows."""

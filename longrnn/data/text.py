@@ -58,20 +58,49 @@ class Text(Task):
     ) -> Batch:
         if carried:
             return self._carried(index, rows, of, length, seed)
-        batch = self._independent(index, rows, of, length, seed)
+        batch = self._independent(index, rows, of, self.rows(length, seed), length, seed)
         if self.corpus.places % length == 0:
             return batch  # all rows are full, and the weights those of the default
         count = len(self.rows(length, seed)[0])
         return batch._replace(weights=batch.answers() * (count / self.corpus.places))
 
-    def _independent(self, index: int, rows: range, of: int, length: int, seed: int) -> Batch:
-        """Rows of one epoch after another, each in a new order, padded at their ends."""
-        starts, stops = self.rows(length, seed)
+    def documents(self, index: int, rows: range, *, of: int, length: int, seed: int) -> list[Batch]:
+        """See `Task.documents`; rows end in padding, up to the longest document of all rows."""
+        starts = self.corpus.order(f"{seed}/0")[0]
+        stops = np.append(starts[1:], self.corpus.places)
+        predicted = stops > starts  # a document of one token predicts nothing
+        spans = starts[predicted], stops[predicted]
+        batch = self._independent(index, rows, of, spans, None, seed)
+        weight = len(spans[0]) / (self.corpus.answer_tokens if self.answers else self.corpus.places)
+        return batch._replace(weights=batch.answers() * weight).split(length)
+
+    def _independent(
+        self,
+        index: int,
+        rows: range,
+        of: int,
+        spans: tuple[Whole, Whole],
+        length: int | None,
+        seed: int,
+    ) -> Batch:
+        """Rows of one epoch after another, each in a new order, padded at their ends.
+
+        Args:
+            index: see `Task.batch`, also for the other arguments.
+            rows: of this process.
+            of: how many rows all processes have.
+            spans: the place of the first token of each row of an epoch, and that after its last.
+            length: of the rows; None for that of the longest one in the batch of all processes.
+            seed: of the run.
+        """
+        starts, stops = spans
         count = len(starts)
         chosen = [
             int(self.windows(count, f"{seed}/{row // count}/rows")[row % count])
-            for row in range(index * of + rows.start, index * of + rows.stop)
+            for row in range(index * of, (index + 1) * of)
         ]
+        length = length or int((stops - starts)[chosen].max())
+        chosen = chosen[rows.start : rows.stop]
         places = starts[chosen, None] + np.arange(length)
         real = places < stops[chosen, None]
         tokens, targets, begins = self.corpus.window(np.where(real, places, 0), f"{seed}/0")

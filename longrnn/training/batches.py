@@ -11,21 +11,23 @@ from longrnn.training.config import TrainConfig
 def segments(task: Task, config: TrainConfig, step: int, micro: int) -> list[Batch]:
     """The rows of this process for one micro-batch of a step, on the CPU.
 
-    Consecutive segments of carried rows, `segments_per_step` of them, or one batch of independent
-    rows. The batch of all processes does not depend on their number. Carried rows are numbered over
-    all micro-batches and processes, and stay in their process.
+    Consecutive segments of carried rows, `segments_per_step` of them or those of whole documents,
+    or one batch of independent rows. The batch of all processes does not depend on their number.
+    Carried rows are numbered over all micro-batches and processes, and stay in their process.
     """
     world, n_micro = processes.size(), config.gradient_accumulation_steps
-    rows, carried = config.per_device_train_batch_size, config.carries
-    if carried:
-        count = config.segments_per_step
-        indices = range(step * count, (step + 1) * count)
+    rows, count = config.per_device_train_batch_size, config.segments_per_step
+    how = {"length": config.length.max, "seed": config.seed}
+    if config.carries and count != "all":
         first, of = (micro * world + processes.rank()) * rows, n_micro * world * rows
-    else:
-        indices = range(step * n_micro + micro, step * n_micro + micro + 1)
-        first, of = processes.rank() * rows, world * rows
-    how = {"of": of, "length": config.length.max, "seed": config.seed, "carried": carried}
-    return [task.batch(index, range(first, first + rows), **how) for index in indices]
+        here = range(first, first + rows)
+        indices = range(step * count, (step + 1) * count)
+        return [task.batch(index, here, of=of, carried=True, **how) for index in indices]
+    first, of, index = processes.rank() * rows, world * rows, step * n_micro + micro
+    here = range(first, first + rows)
+    if count == "all":
+        return task.documents(index, here, of=of, **how)
+    return [task.batch(index, here, of=of, carried=False, **how)]
 
 
 def check_length(task: Task, config: TrainConfig, positions: int | None) -> None:

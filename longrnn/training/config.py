@@ -105,9 +105,9 @@ class TrainConfig(Options, validate_default=True):
     """Only for hybrids: how many tokens attention reads, the last ones; saved with the model. By
     default `length.max` with a carried state, so that no distance is larger than in the first
     segment and memory does not grow; otherwise all tokens of the row."""
-    segments_per_step: Count = 1
+    segments_per_step: Count | Literal["all"] = 1
     """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
-    of one step flows."""
+    of one step flows; `all`: those of a whole document, one document per row and step."""
     seed: Seed = 0
     """Of the run."""
     max_steps: Annotated[int, Field(ge=1, lt=10**8)] = 1000
@@ -161,9 +161,9 @@ class TrainConfig(Options, validate_default=True):
     """Validation rows."""
     mixed_precision: Annotated[Literal["no", "bf16"], No] = "no"
     """Dtype of products."""
-    gradient_checkpointing: Annotated[Literal["no", "block"], Recomputed] = "no"
-    """Whether the backward pass computes each block again instead of keeping its activations.
-    Gradients have the same bits."""
+    gradient_checkpointing: Annotated[Literal["no", "block", "segment"], Recomputed] = "no"
+    """Whether the backward pass computes each block, or each segment of a step, again instead of
+    keeping its activations. Gradients have the same bits."""
     save_steps: Count = 500
     """Steps between checkpoints."""
     save_total_limit: Count = 2
@@ -196,7 +196,12 @@ class TrainConfig(Options, validate_default=True):
                 f"warmup_steps={self.warmup_steps}{decay} exceeds max_steps={self.max_steps}: set "
                 "fewer, or leave them out"
             )
-        if self.segments_per_step > 1 and not self.carries:
+        if self.gradient_checkpointing == "segment" and self.segments_per_step == 1:
+            raise UserError(
+                "gradient_checkpointing=segment with segments_per_step=1 would compute the whole "
+                "step again: set segments_per_step to all or a number, or choose block"
+            )
+        if self.segments_per_step != 1 and not self.carries:
             raise UserError(
                 f"segments_per_step={self.segments_per_step} needs rows that continue: set "
                 "initial_state.kind=carry, or segments_per_step=1"

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from longrnn.data import Batch
 from longrnn.models import TrainableLM
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, reset
+from longrnn.state import LMState, clone, reset
 from longrnn.training.repeat import read_repeatedly
+
+# Up to this many segments, the state before each is kept for the backward pass. Of more, those
+# before groups of them, whose number is the square root: one more forward pass, and less memory.
+MAX_KEPT_STATES = 128
 
 
 class StepOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        loss: scalar; see `Objective`.
+        loss: see `Objective`; scalar.
         state: from which a carried row continues.
         predictions: `(b, t)` ids for every segment, −100 where there is no target.
     """
@@ -47,11 +53,13 @@ class Objective(nn.Module):
 
     Args:
         model: the language model to train, under the mitigation of the run.
+        recomputes: whether the backward pass computes each segment again from the state before it,
+            so that memory is that of one segment. Gradients have the same bits.
     """
 
-    def __init__(self, model: TrainableLM) -> None:
+    def __init__(self, model: TrainableLM, *, recomputes: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.recomputes = model, recomputes
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -61,15 +69,29 @@ class Objective(nn.Module):
             state: from which the first segment starts, also in rows that begin a document. In the
                 other segments, rows that begin a document start from zero.
         """
+        first, *others = segments
+        output = self._read([first.continued(), *others], state)
+        return output._replace(loss=output.loss.mean())
+
+    def _read(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+        """`forward` with the loss of each segment, in which rows that begin start from zero."""
+        count = len(segments)
+        size = math.isqrt(count) if self.recomputes and count > MAX_KEPT_STATES else 1
         losses: list[Tensor] = []
         predictions: list[Tensor] = []
-        for batch in segments:
-            if losses:
-                state = reset(state, self.model.init_state(len(batch.begins)), batch.begins)
-            loss, state, predicted = self._segment(batch, state)
+        for start in range(0, count, size):
+            group = segments[start : start + size]
+            read = self._segment if size == 1 else self._read
+            if self.recomputes and torch.is_grad_enabled():
+                output: Any = checkpoint(read, group, state, use_reentrant=False)
+                # Where the state was allocated, it would divide the memory that is now free.
+                loss, state, predicted = output._replace(state=clone(output.state))
+                del output
+            else:
+                loss, state, predicted = read(group, state)
             losses.append(loss)
-            predictions.append(predicted)
-        return StepOutput(torch.stack(losses).mean(), state, predictions)
+            predictions += predicted
+        return StepOutput(torch.cat(losses), state, predictions)
 
     def token_losses(
         self, tokens: Tensor, targets: Tensor, state: LMState, rows: Rows | None = None
@@ -92,8 +114,10 @@ class Objective(nn.Module):
         )
         return losses, predictions, state
 
-    def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
-        """The loss from an initial state; see `Batch` for its weights and its query."""
+    def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+        """`_read` of one segment; see `Batch` for its weights and its query."""
+        (batch,) = segments
+        state = reset(state, self.model.init_state(len(batch.begins)), batch.begins)
         body = slice(0, batch.tokens.shape[1] - batch.query_length)
         tokens, rows = batch.tokens[:, body], rows_of(batch, body)
         hidden, state = read_repeatedly(self.model, tokens, state, batch.repeat, rows)
@@ -114,4 +138,4 @@ class Objective(nn.Module):
             soft_cap=self.model.soft_cap,
         )
         predictions = targets.flatten().index_copy(0, scored, predicted).view_as(targets)
-        return loss, state, predictions
+        return StepOutput(loss[None], state, [predictions])

@@ -100,7 +100,8 @@ class Trainer:
         mean: Any = accelerator.reduce  # by default over processes
         context = Context(model.init_state, config.seed, processes.rank(), mean)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        self.objective, self.optimizer = prepare(accelerator, Objective(model), config)
+        objective = Objective(model, recomputes=config.gradient_checkpointing == "segment")
+        self.objective, self.optimizer = prepare(accelerator, objective, config)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages

@@ -1,4 +1,4 @@
-"""Every cell trains; activation checkpointing changes no bit of values, states and gradients.
+"""Every cell trains; recomputation changes no bit of values, states and gradients.
 
 For every cell, position encoding and mitigation, over several segments from a carried state.
 """
@@ -11,10 +11,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
+from longrnn.data import UNSCORED, Batch
 from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
-from tests.contracts.builders import BLOCK_KINDS, build_model, random_state, random_tokens
-from tests.contracts.subjects import Subject, every_kind, outcome, small_chunks, started
+from longrnn.training import objective
+from longrnn.training.objective import Objective
+from tests.contracts.builders import (
+    BLOCK_KINDS,
+    build_model,
+    differentiable,
+    random_state,
+    random_tokens,
+    real_leaves,
+)
+from tests.contracts.subjects import (
+    Subject,
+    cell_leaves,
+    every_kind,
+    gradients,
+    outcome,
+    parameters,
+    random_masks,
+    small_chunks,
+    started,
+)
 
 pytestmark = pytest.mark.core
 
@@ -33,6 +53,34 @@ def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
+@every_kind
+def test_recomputed_segments_have_the_same_bits(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, predictions, final states and gradients of padded rows of several documents, where
+    the state is kept before each segment or before each group of segments."""
+    model, tokens = subject.build(), random_tokens(2, TIME + 1)
+    is_token, starts = random_masks(2, TIME)
+    targets = tokens[:, 1:].where(is_token, UNSCORED)
+    weights = torch.ones(2, TIME, dtype=torch.float64)
+    whole = Batch(tokens[:, :-1], targets, starts, weights, is_token=is_token)
+
+    def found(*, recomputes: bool) -> dict[str, Tensor]:
+        start = differentiable(started(model, 2))
+        with small_chunks(16):
+            output = Objective(model, recomputes=recomputes)(whole.split(14), start)
+            given = {**real_leaves(start, "state."), **parameters(model)}
+            final = cell_leaves(model, output.state)
+            grads = gradients((output.loss, list(final.values())), given)
+        return {"loss": output.loss, "ids": torch.cat(output.predictions, 1)} | final | grads
+
+    expected = found(recomputes=False)
+    for most in (128, 2):
+        monkeypatch.setattr(objective, "MAX_KEPT_STATES", most)
+        for name, tensor in found(recomputes=True).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "lstm"])
 def test_autocast(kind: str) -> None:
     """A block is computed again in the precision of the first time, and only with gradients."""
@@ -40,14 +88,14 @@ def test_autocast(kind: str) -> None:
     state, tokens, calls = random_state(model, 2), random_tokens(2, 40), []
     model.cells[0].register_forward_pre_hook(lambda *_: calls.append(None))
 
-    def gradients() -> tuple[Tensor, ...]:
+    def found() -> tuple[Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(tokens, state).logits.float().square().mean()
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    expected = gradients()
+    expected = found()
     model.gradient_checkpointing_enable()
-    for ours, theirs in zip(gradients(), expected, strict=True):
+    for ours, theirs in zip(found(), expected, strict=True):
         assert torch.equal(ours, theirs)
     with torch.no_grad():
         model(tokens, state)

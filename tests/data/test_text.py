@@ -121,6 +121,30 @@ def test_carried_rows_read_every_token_once_per_epoch(
     assert whole == expected
 
 
+@pytest.mark.parametrize(("of", "length"), [(2, 8), (3, 41)])
+def test_rows_of_whole_documents(texts: list[bytes], of: int, length: int) -> None:
+    """Each epoch reads every document once, in one row, and each token has the same share of the
+    losses; every process has as many segments, and its rows of them."""
+    task, weights = text_task(), []
+    tokens: list[bytes] = []
+    for index in range(len(LENGTHS) // of):
+        how: dict[str, Any] = {"of": of, "length": length, "seed": 1}
+        segments = task.documents(index, range(of), **how)
+        for row in range(of):
+            alone = task.documents(index, range(row, row + 1), **how)
+            for one, other in zip(alone, segments, strict=True):
+                assert torch.equal(one.tokens[0], other.tokens[row])
+            read = torch.cat([one.tokens[0][one.answers()[0]] for one in alone])
+            tokens.append(bytes(read.tolist()))
+        assert [one.begins.tolist() for one in segments[1:]] == [[False] * of] * (len(segments) - 1)
+        for one in segments:
+            assert one.weights is not None
+            weights.append(one.weights[one.answers()] / len(segments))
+    assert sorted(tokens) == sorted(text[:-1] for text in texts)
+    places = sum(LENGTHS) - len(LENGTHS)
+    assert torch.cat(weights).tolist() == pytest.approx([len(LENGTHS) / places] * places)
+
+
 def test_held_out_documents_are_not_trained_on(texts: list[bytes]) -> None:
     """The two parts share no pair of tokens, and each has some."""
     data = [f"texts/{number}.txt" for number in range(4)]

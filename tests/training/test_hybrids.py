@@ -178,14 +178,14 @@ def test_dropout_is_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.M
     assert metrics(tmp_path / "whole")[-2]["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_recomputed_layers_and_a_dry_run(tmp_path: Path) -> None:
-    """Recomputed layers give the same weights; a dry run writes nothing."""
+def test_recomputation_and_a_dry_run(tmp_path: Path) -> None:
+    """Recomputed layers and segments give the same weights; a dry run writes nothing."""
     base = hybrid(tmp_path)
     assert "tokens/s" in dry_run(config(base, tmp_path / "no"), quiet=True)
     assert not (tmp_path / "no").exists()
-    for recomputed in ("no", "block"):
+    for recomputed in ("no", "block", "segment"):
         train(config(base, tmp_path / recomputed, gradient_checkpointing=recomputed))
-    assert_same_run(tmp_path / "no", tmp_path / "block")
+        assert_same_run(tmp_path / "no", tmp_path / recomputed)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +289,17 @@ def test_a_lack_of_memory_is_not_taken_for_a_missing_gradient(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "flags"),
-    [("falcon_h1", CPU2), ("falcon_h1", FSDP2), ("zamba", FSDP2)],
+    ("kind", "flags", "recomputed"),
+    [
+        ("falcon_h1", CPU2, "block"),
+        ("falcon_h1", FSDP2, "segment"),
+        ("zamba", FSDP2, "block"),
+    ],
     ids=["copies", "shards", "shared layers"],
 )
-def test_two_processes_train_like_one(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_processes_train_like_one(
+    kind: str, flags: tuple[str, ...], recomputed: str, tmp_path: Path
+) -> None:
     """With recomputation, and documents that begin in the middle of rows."""
     base = hybrid(tmp_path, kind)
     one, two = (
@@ -301,7 +307,7 @@ def test_two_processes_train_like_one(kind: str, flags: tuple[str, ...], tmp_pat
             base,
             tmp_path / name,
             per_device_train_batch_size=rows,
-            gradient_checkpointing="block",
+            gradient_checkpointing=recomputed,
         )
         for name, rows in (("one", 4), ("two", 2))
     )

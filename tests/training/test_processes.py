@@ -20,6 +20,8 @@ from tests.training.forks import Fork, run
 from tests.training.runs import metrics, tiny, train, write_config
 
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
+SEGMENTS: dict[str, Any] = {"segments_per_step": 2, "gradient_checkpointing": "segment"}
+DOCUMENTS: dict[str, Any] = {**SEGMENTS, "segments_per_step": "all", "length": {"max": 2048}}
 FSDP2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2_fsdp2.yaml"))
 CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
@@ -50,13 +52,18 @@ def assert_alike(one: Path, two: Path, rel: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["carry", *(pytest.param(k, marks=pytest.mark.slow) for k in ("streams", "fitted_noise"))],
+    ("kind", "changes"),
+    [
+        ("carry", SEGMENTS),
+        pytest.param("streams", DOCUMENTS, marks=pytest.mark.slow),
+        pytest.param("fitted_noise", {}, marks=pytest.mark.slow),
+    ],
 )
-def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
+def test_two_processes_train_like_one(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Two processes give the weights and metrics of one process with twice the batch."""
-    train(tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **SHORT))
-    trained(tiny(kind, tmp_path / "two", per_device_train_batch_size=2, **SHORT), tmp_path)
+    options = {**SHORT, **changes}
+    train(tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **options))
+    trained(tiny(kind, tmp_path / "two", per_device_train_batch_size=2, **options), tmp_path)
     assert_alike(tmp_path / "one", tmp_path / "two")
     last = tmp_path / "two/checkpoint-00000005"
     assert sorted(path.name for path in last.glob("carry-*")) == ["carry-0.pt", "carry-1.pt"]
@@ -68,7 +75,7 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"learning_rate_scale": {"*.D": 0}},
+        {"learning_rate_scale": {"*.D": 0}, **SEGMENTS},
         pytest.param({"gradient_checkpointing": "block"}, marks=pytest.mark.slow),
         pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow),
     ],

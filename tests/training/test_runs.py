@@ -51,16 +51,27 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert done.last("loss") == metrics(tmp_path / "one")[-1].get("loss", done.last("loss"))
 
 
-@pytest.mark.parametrize("kind", ["carry", "streams", "repeated"])
-def test_recomputed_activations_have_the_same_bits(kind: str, tmp_path: Path) -> None:
+REPEATED = {"kind": "passkey", "min_segments": 3, "max_segments": 3, "max_repeat": 50}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "recomputed"),
+    [
+        ("carry", {}, ["block"]),
+        ("streams", {}, ["block", "segment"]),
+        ("streams", {"segments_per_step": "all"}, ["segment"]),
+        ("carry", {"segments_per_step": 2, "task": REPEATED}, ["block", "segment"]),
+    ],
+)
+def test_recomputed_activations_have_the_same_bits(
+    kind: str, changes: dict[str, Any], recomputed: list[str], tmp_path: Path
+) -> None:
     """Weights, optimizer, carried states and metrics do not change."""
-    how: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 8}
-    if kind == "repeated":
-        kind, how["segments_per_step"] = "carry", 2
-        how["task"] = {"kind": "passkey", "min_segments": 3, "max_segments": 3, "max_repeat": 50}
-    run(tiny(kind, tmp_path / "one", **how))
-    run(tiny(kind, tmp_path / "two", **how, gradient_checkpointing="block"))
-    assert_same_run(tmp_path / "one", tmp_path / "two")
+    how: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 8, **changes}
+    run(tiny(kind, tmp_path / "no", **how))
+    for name in recomputed:
+        run(tiny(kind, tmp_path / name, **how, gradient_checkpointing=name))
+        assert_same_run(tmp_path / "no", tmp_path / name)
 
 
 def test_a_longer_run_and_a_branch(
