@@ -7,9 +7,7 @@ import re
 import pytest
 
 from longrnn.console import print_rows
-from longrnn.intervals import SCORE, proportion
 from longrnn.progress import Progress
-from longrnn.reporting.tables import Column, ResultTable, TableCell
 
 COLUMNS = ["model", *(f"depth {share}%" for share in range(0, 100, 10)), "keys recalled"]
 NAME = "passkey-tiny-short+forget_more(decay_scale=0.9999,input_scale=0.75)"
@@ -38,24 +36,6 @@ def test_names_in_a_table_do_not_control_the_terminal(
     out = capsys.readouterr().out
     assert all(rf"\x1b[{number}J" in out for number in "234")
     assert not re.search(r"\x1b\[\dJ|\u202e", out)
-
-
-def test_a_difference_is_below_its_value(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a terminal that breaks names into lines, too."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    share, column = proportion(3, 5), Column("keys recalled", SCORE)
-    names = ["passkey-tiny", NAME]
-    cells = [
-        TableCell("passkey", column.name, name, 64, share, difference, None, column)
-        for name, difference in zip(names, (None, share), strict=True)
-    ]
-    ResultTable("passkey", "length", names, cells, []).show()
-    lines = capsys.readouterr().out.splitlines()
-    last = max(number for number, line in enumerate(lines) if "0.60 [0.23, 0.88]" in line)
-    assert "+0.60 [+0.23, +0.88]" in lines[last + 1]
 
 
 def test_progress_says_how_far(capsys: pytest.CaptureFixture[str]) -> None:

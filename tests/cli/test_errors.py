@@ -57,15 +57,6 @@ def test_a_disk_without_a_byte_leaves_nothing(cli: CLI, models: Path, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_too_long_for_a_folder(cli: CLI, tmp_path: Path) -> None:
-    """It is one sentence, without a traceback of the search for what to continue."""
-    write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
-    name = "x" * 300
-    refusal = cli("train", "c.yaml", f"output_dir={name}")
-    assert_refused(refusal, "File name too long", f"output_dir={name}")
-    assert refusal.err.count(name) == 1  # in the command that continues
-
-
 def test_a_full_disk_while_training(
     cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

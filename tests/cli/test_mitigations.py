@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from longrnn import load, mitigation
 from longrnn.data.prompts import FILLER
-from longrnn.results import read_rows
 from tests.cli.conftest import CLI, refused
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
@@ -32,33 +29,6 @@ def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
     result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
     assert (result.code, result.err) == (0, "")
     return "norm.yaml"
-
-
-def fingerprint(spec: str) -> str:
-    return load(CHECKPOINT).under(mitigation(spec)).fingerprint()
-
-
-def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """A mitigation changes the answers, and its rows carry its own fingerprint."""
-    strong = "forget_more(decay_scale=0.5, input_scale=1.0)"
-    variants = [CHECKPOINT, f"{CHECKPOINT}+{calibrated}", f"{CHECKPOINT}+{strong}"]
-    both = f"{CHECKPOINT}+{calibrated}+{strong}"
-    result = cli("eval", "passkey", *variants, both, *SMALL, "--output", "out")
-    assert (result.code, result.err) == (0, "")
-    found = json.loads((tmp_path / "out/cells.json").read_text())
-    assert {name: about["fingerprint"] for name, about in found["models"].items()} == {
-        CHECKPOINT: load(CHECKPOINT).fingerprint(),
-        variants[1]: fingerprint(calibrated),
-        variants[2]: fingerprint(strong),
-        both: fingerprint(f"{calibrated}+{strong}"),
-    }
-    right = {cell["model"]: cell["estimate"]["mean"] for cell in found["cells"]}
-    assert (right[CHECKPOINT], right[variants[2]], right[both]) == (1, 0, 0)
-    # What stands behind the checkpoint, and what --mitigation says, apply both, in this order.
-    again = cli("eval", "passkey", variants[1], *SMALL, "--output", "two", "--mitigation", strong)
-    assert again.code == 0
-    models = {row["model"] for row in read_rows(tmp_path / "two/rows.jsonl")[0]}
-    assert models == {fingerprint(f"{calibrated}+{strong}")}
 
 
 def test_a_filler_that_was_calibrated_on(

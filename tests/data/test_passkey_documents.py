@@ -113,15 +113,6 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
     assert distances >= {0, 1, 2, 4}
 
 
-def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> None:
-    """Rows without a question have no score."""
-    batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)
-    n_asked = int(batch.answers().any(dim=1).sum())
-    task = build()
-    assert task.score(batch.targets, batch)["exact_match"].tolist() == [1.0] * n_asked
-    assert task.score(batch.targets + 1, batch)["exact_match"].tolist() == [0.0] * n_asked
-
-
 def test_documents_grow_with_the_steps() -> None:
     """Documents grow from min_segments to max_segments over grow_steps."""
     task = build(max_segments=16, grow_steps=300)

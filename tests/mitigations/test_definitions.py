@@ -25,7 +25,6 @@ from longrnn.models import RecurrentLM
 from longrnn.state import LMState
 from tests.contracts.builders import (
     DEFINED,
-    DEFINED_FEW,
     KINDS_OF_CELLS,
     MORE_MIXERS,
     Spec,
@@ -321,21 +320,6 @@ def test_a_memory_of_any_size_is_limited(spec: Spec, size: float) -> None:
         pairs = zip(model.memories(found.state), exact.memories(wanted.state), strict=True)
         for ours, theirs in pairs:
             assert_near(ours, theirs, 5e-5)
-
-
-@pytest.mark.parametrize(("spec", "mixer"), DEFINED_FEW, ids=spec_id)
-def test_truncated_gradients(spec: Spec, mixer: Spec) -> None:
-    """Detaching a state removes all earlier gradients, including those through a window."""
-    model = build_mitigated([spec], mixer, n_layers=1)
-    reference, tokens = Reference(model.under(None), [spec]), random_tokens(2, 36)
-    plain = random_state(model.under(None), 2)
-    with torch.no_grad():
-        middle = model(tokens[:, :15], with_memories(model, plain)).state
-        _, before = reference(tokens[:, :15], plain)
-    expected = defined_outcome(reference, tokens[:, 15:], before)
-    found = outcome(model, tokens[:, 15:], middle, [1, 20])
-    same = [name for name in expected if not name.startswith("gradient of state")]
-    assert_same({n: found[n] for n in same}, {n: expected[n] for n in same}, torch.float64)
 
 
 def test_options_are_frozen_values() -> None:
