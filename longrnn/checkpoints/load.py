@@ -22,7 +22,7 @@ from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.spec import ATTENTION_WINDOW, BEYOND, NONE, parse, split
+from longrnn.mitigations.spec import ATTENTION_WINDOW, BEYOND, NONE, ROPE, parse, split
 from longrnn.models.base import require_cells
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.programs import is_out_of_memory
@@ -97,7 +97,8 @@ def load(
     with ThreadPoolExecutor(1) as pool:
         verified = pool.submit(verify_folder, folder)
         try:
-            stored: Any = _read(folder, backend, given or named)
+            rope = next((parse(part)[1] for part in parts or () if is_rope(part)), None)
+            stored: Any = _read(folder, backend, given or named, rope)
             if isinstance(stored, RecurrentLM):
                 stored.loaded_from = str(folder)
                 if parts is None and stored.trained_under is not None:
@@ -125,14 +126,15 @@ def load(
         model = open_hugging_face(stored)
         recorded = getattr(stored.config, MITIGATION_KEY, None)
         parts = split(recorded) if parts is None and recorded else parts
+        parts = parts and [part for part in parts if not is_rope(part)]
     return model if parts is None else mitigated(model, parts)
 
 
 def mitigated(model: Any, parts: Sequence[str]) -> Model:
     """Return a model under mitigations; the given one is not changed.
 
-    Two more names are valid for Hugging Face models: `beyond` lifts the maximum length of any, and
-    `attention_window(window=…)` limits the attention layers of a hybrid.
+    Two more names are valid for Hugging Face models: `beyond` lifts the maximum length, and
+    `attention_window(window=…, sinks=…)` limits their attention. `load` applies `rope(…)`.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
@@ -146,12 +148,13 @@ def mitigated(model: Any, parts: Sequence[str]) -> Model:
         _, options = parse(part)
         if name == BEYOND and not options:
             model = model.beyond()
-        elif name == ATTENTION_WINDOW and model.cells and options.keys() == {"window"}:
-            model = model.with_attention_window(parse_length(str(options["window"])))
+        elif name == ATTENTION_WINDOW and "window" in options and {*options} <= {"window", "sinks"}:
+            sizes = {key: value and parse_length(str(value)) for key, value in options.items()}
+            model = model.with_attention_window(**sizes)
         else:
             raise UserError(
-                f"{part} is not valid for this {model.kind}: write {BEYOND}, or, after a "
-                f"hybrid, {ATTENTION_WINDOW}(window=4096)"
+                f"{part} is not valid for this {model.kind}: write {BEYOND} or "
+                f"{ATTENTION_WINDOW}(window=4096, sinks=4)"
             )
     return model.under(mitigation(others)) if others else model
 
@@ -176,7 +179,17 @@ def load_editable(name_or_path: str | Path | names.CheckpointName, **options: An
     return model
 
 
-def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM | PreTrainedModel:
+def is_rope(part: str) -> bool:
+    """Whether a part of a name scales the rotary encoding, which is done while loading."""
+    return part.partition("(")[0] == ROPE
+
+
+def _read(
+    folder: Path,
+    backend: str,
+    dtype: torch.dtype | None,
+    rope: Mapping[str, Any] | None = None,
+) -> RecurrentLM | PreTrainedModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if names.is_adapter(folder):
         base = load(f"{names.base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
@@ -193,7 +206,7 @@ def _read(folder: Path, backend: str, dtype: torch.dtype | None) -> RecurrentLM 
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     from longrnn.hf.foreign_load import load_transformer
 
-    return load_transformer(folder, config, dtype)
+    return load_transformer(folder, config, dtype, rope)
 
 
 def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:

@@ -147,7 +147,7 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     after = open_checkpoint(config.output_dir, name="after", device=device)
     # Attention of a hybrid reads as many tokens before as after, so that training alone differs.
     window = getattr(after.model, "attention_window", None)
-    same = None if window is None else f"{ATTENTION_WINDOW}(window={window})"
+    same = None if window is None else f"{ATTENTION_WINDOW}{window}"
     before = open_checkpoint(str(config.init_from), same, name="before", device=device)
     models = [before, after]
     measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)

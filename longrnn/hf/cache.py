@@ -7,12 +7,14 @@ it changes in place (convolution inputs, recurrent states) are copied when a cac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, cache_utils
 
 from longrnn.errors import UserError
+from longrnn.hf.attention_window import AttentionWindow, WindowCall
 from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
@@ -24,6 +26,13 @@ CONVERTED_LAYERS = (
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     cache_utils.LinearAttentionLayer,
 )
+# Layers of a cache that drop keys, and the same without a window.
+WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
+    cache_utils.DynamicSlidingWindowLayer: cache_utils.DynamicLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (
+        cache_utils.LinearAttentionAndFullAttentionLayer
+    ),
+}
 
 
 class LayerCache(NamedTuple):
@@ -35,6 +44,7 @@ class LayerCache(NamedTuple):
         conv: the last inputs of each convolution, each `(b, …)`.
         recurrent: the recurrent states, each `(b, …)`.
         cell: the state of the cell of longrnn that computes the layer; () without one.
+        unrotated: in the place of `keys`, keys without their rotary rotation (`WindowCall`).
     """
 
     keys: History | tuple[()] = ()
@@ -42,10 +52,42 @@ class LayerCache(NamedTuple):
     conv: tuple[Tensor | tuple[()], ...] = ()
     recurrent: tuple[Tensor | tuple[()], ...] = ()
     cell: PyTree = ()
+    unrotated: History | tuple[()] = ()
 
 
-def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
+class UncutCache(DynamicCache):
+    """A `DynamicCache` in which a layer with a window of attention drops no keys in a call.
+
+    Args:
+        config: of the model.
+
+    Attributes:
+        latest: the number of the layer to which keys were added last.
+    """
+
+    latest = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.layers = [
+            WITHOUT_WINDOW[type(layer)]() if type(layer) in WITHOUT_WINDOW else layer
+            for layer in self.layers
+        ]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add keys and values to a layer, and return all of them."""
+        self.latest = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def keep_cache(cache: Any, calls: Sequence[WindowCall] | None = None) -> tuple[LayerCache, ...]:
     """Returns the tensors of each layer of a cache.
+
+    Args:
+        cache: after a call.
+        calls: of each layer under an `attention_window`; None without.
 
     Raises:
         ValueError: there is no cache, or it is of an unknown kind; the message says why.
@@ -55,24 +97,45 @@ def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
     # A decoder that supports cross-attention but is used without an encoder.
     if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
         cache = cache.self_attention_cache
-    if type(cache) is not DynamicCache:
+    if type(cache) not in (DynamicCache, UncutCache):
         raise ValueError(f"its cache is a {type(cache).__name__}")
     for layer in cache.layers:
         if type(layer) not in CONVERTED_LAYERS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
-    return tuple(map(_keep, cache.layers))
+    if calls is None:
+        return tuple(map(_keep, cache.layers))
+    pairs = zip(cache.layers, calls, strict=True)
+    return tuple(_keep(layer)._replace(**kept_of_window(layer, call.keep)) for layer, call in pairs)
 
 
-def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:
-    """Writes `layers` into an empty cache; every row has read `position` tokens.
+def fill_cache(
+    cache: DynamicCache,
+    layers: tuple[LayerCache, ...],
+    position: int,
+    windows: Sequence[AttentionWindow] | None = None,
+) -> None:
+    """Writes `layers` into an empty cache; no row has read more than `position` tokens.
+
+    Args:
+        cache: of the next call.
+        layers: of the state.
+        position: of every row, or without recurrent layers of the row that has read the most.
+        windows: of each layer under an `attention_window`; None without.
 
     Raises:
         UserError: the layers are of a model with another window of attention.
     """
     # A cache without a configuration creates its layers on first use.
     cache.layers += [cache_utils.DynamicLayer() for _ in layers[len(cache.layers) :]]
-    for layer, kept in zip(cache.layers, layers, strict=True):
-        _restore(layer, kept, position)
+    entries: list[Any] = cache.layers
+    for number, (layer, kept) in enumerate(zip(entries, layers, strict=True)):
+        _restore_recurrent(layer, kept)
+        sliding = getattr(layer, "sliding_window", None)
+        window = AttentionWindow(sliding) if windows is None else windows[number]
+        needed = window.kept(position)
+        restore_keys(layer, kept, position, needed, needed if windows is None else window.reach)
+        if sliding is not None:
+            layer.cumulative_length = position
 
 
 def _keep(layer: Any) -> LayerCache:
@@ -87,29 +150,27 @@ def _keep(layer: Any) -> LayerCache:
     return LayerCache(keys, values, conv, recurrent)
 
 
+def kept_of_window(layer: Any, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Returns the fields of a `LayerCache` under an `attention_window`; none without attention."""
+    if getattr(layer, "keys", None) is None:
+        return {}
+    keys, values = (History(released(keep(entries))) for entries in (layer.keys, layer.values))
+    return {"keys": (), "values": values, "unrotated": keys}
+
+
 def released(entries: Tensor) -> Tensor:
     """Returns entries, copied if they are part of a longer tensor, so that its memory is freed."""
     is_part = entries.untyped_storage().nbytes() > entries.nbytes
     return entries.clone() if is_part else entries
 
 
-def _restore(layer: Any, kept: LayerCache, position: int) -> None:
+def _restore_recurrent(layer: Any, kept: LayerCache) -> None:
     for i, (conv, recurrent) in enumerate(zip(kept.conv, kept.recurrent, strict=True)):
         for name, tensor in (("conv_states", conv), ("recurrent_states", recurrent)):
             if isinstance(tensor, Tensor):
                 layer.lazy_initialization(**{name: tensor, "state_idx": i})
                 getattr(layer, name)[i].copy_(tensor)
                 layer.has_previous_state[i] = True
-    window = getattr(layer, "sliding_window", None)
-    needed = kept_keys(window, position)
-    restore_keys(layer, kept, position, needed, needed)
-    if window is not None:
-        layer.cumulative_length = position
-
-
-def kept_keys(window: int | None, position: int) -> int:
-    """How many keys a layer with such a window keeps after `position` tokens."""
-    return position if window is None else min(position, window - 1)
 
 
 def restore_keys(layer: Any, kept: LayerCache, position: int, needed: int, most: int) -> None:
@@ -125,9 +186,10 @@ def restore_keys(layer: Any, kept: LayerCache, position: int, needed: int, most:
     Raises:
         UserError: the state has fewer than needed, or more.
     """
-    if not (needed and isinstance(kept.keys, History) and isinstance(kept.values, History)):
+    history = kept.keys or kept.unrotated
+    if not (needed and isinstance(history, History) and isinstance(kept.values, History)):
         return
-    keys, values = kept.keys.entries, kept.values.entries
+    keys, values = history.entries, kept.values.entries
     if not needed <= keys.shape[-2] <= most:
         raise UserError(
             f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "

@@ -17,12 +17,16 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.hf.cache import fill_cache, keep_cache
+from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.cache import UncutCache, fill_cache, keep_cache
+from longrnn.hf.positions import scaling_by_length, table_of_positions
+from longrnn.hf.probe import probe
+from longrnn.hf.windowed import WindowedAttention, checked_window, no_window
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens, hash_weights, refuse_long
 from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
@@ -42,8 +46,6 @@ VOLATILE = (
     *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"),
     MITIGATION_KEY,
 )
-# Rotary scalings under which the rotation of a token depends on the length of the text.
-LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 class ForeignLM(LanguageModel):
@@ -57,6 +59,7 @@ class ForeignLM(LanguageModel):
         max_length: the maximum length of a sequence in tokens; None for no limit.
         can_go_beyond: whether the model can compute positions beyond that.
         tokens_together: whether several tokens after a state go through the model in one call.
+        attention: what computes its attention under an `attention_window`; None without.
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
@@ -64,6 +67,7 @@ class ForeignLM(LanguageModel):
     """
 
     model: Any  # its attributes depend on the architecture
+    attention: WindowedAttention | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -74,7 +78,7 @@ class ForeignLM(LanguageModel):
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
         self.tokens_together = bool(self.cells) or self.kind not in ONE_TOKEN
-        reason = _scaling_by_length(self.config) if self._cache_name else "it takes no cache"
+        reason = scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)
         self._weights: dict[str, Any] = {}  # also of the copies that share them
@@ -82,7 +86,7 @@ class ForeignLM(LanguageModel):
         self._like: tuple[Any, PyTree] = None, ()
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_length = limit if states.histories(self.like) and limit else None
-        self._table = _table_of_positions(model)
+        self._table = table_of_positions(model)
         self.can_go_beyond = self._table is None
 
     def refusal(self, reason: str) -> UserError:
@@ -97,7 +101,8 @@ class ForeignLM(LanguageModel):
         """Return what `like` is, from the cache after a call."""
         tokens = torch.arange(8, device=self.model.device).view(2, 4) % self.vocab_size
         try:
-            _, layers = self.call(tokens, (), 0, 1)
+            positions = torch.zeros(2, dtype=torch.long, device=tokens.device)
+            _, (_, layers) = self.call(tokens, LMState(positions, ()), 1)
         except Exception as error:  # of `keep_cache`, or of a model that cannot be called so
             raise self.refusal(reason_of(error)) from error
         for name, leaf in states.leaves(layers):
@@ -149,6 +154,51 @@ class ForeignLM(LanguageModel):
         other.max_length = None
         return other
 
+    def with_attention_window(self, window: int, sinks: int = 0) -> Self:
+        """Return a model whose attention reads the first `sinks` and the last `window` tokens only.
+
+        The current token counts. A layer that the architecture gives a smaller window keeps it. No
+        distance of tokens is above that of window and sinks, so that there is no `max_length`. The
+        two models share their weights, and not their states.
+
+        Raises:
+            UserError: a size that is not valid for this model, or a model whose attention cannot
+                be limited; see `longrnn.hf.windowed`.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            reason = probe(self._attending(AttentionWindow()))
+            if reason is not None:
+                raise no_window(self, reason)
+            other = self._attending(checked_window(self, window, sinks))
+        finally:
+            self.model.train(was_training)
+        other.max_length = None
+        return other
+
+    def _attending(self, window: AttentionWindow) -> Self:
+        """Return a model with this window, unchecked."""
+        other = copy.copy(self)
+        other.attention = WindowedAttention(self, window)
+        other._like = None, ()
+        return other
+
+    @property
+    def attention_window(self) -> AttentionWindow | None:
+        """What attention reads; None for every token."""
+        return None if self.attention is None else self.attention.window
+
+    def own_windows(self) -> list[int | None]:
+        """Return the window that the architecture gives each layer of a cache; None for none."""
+        layers = DynamicCache(config=self.model.config).layers
+        return [getattr(layer, "sliding_window", None) for layer in layers]
+
+    @property
+    def positions_reason(self) -> str | None:
+        """Why distances cannot be limited to those of a window; None if they can."""
+        return self._table and f"its positions are in a table, {self._table}"
+
     @torch.no_grad()
     def forward(
         self,
@@ -162,86 +212,128 @@ class ForeignLM(LanguageModel):
 
         Raises:
             UserError: ids outside the vocabulary, a state of another model or batch size, more
-                tokens than `max_length`, or padded or packed rows.
+                tokens than `max_length`, or, without an `attention_window`, padded or packed rows.
         """
-        if rows is not None:
+        if rows is not None and not self._reads_rows:
             raise UserError(
                 f"this {self.kind} is run through transformers, where padding and packed documents "
                 "would enter its cache: give rows of one document and of one length"
             )
-        tokens = check_tokens(tokens, self.vocab_size)
+        tokens = check_tokens(tokens, self.vocab_size, rows)
         state = self.init_state(len(tokens)) if state is None else state
         states.check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
+        if rows is not None:
+            moved, first = rows.arrange(tokens), rows.first_kept(keep)
+            part = rows.slice(0, moved.shape[1])
+            logits, after = self.read(moved, state, moved.shape[1] - first, part)
+            return LMOutput(rows.restore(logits, keep), after)
         positions = state.position.tolist()
         refuse_long(self, max(positions) + time)
 
         groups: dict[int, list[int]] = {}
         for row, position in enumerate(positions):
             groups.setdefault(position, []).append(row)
-        if len(groups) == 1:
-            return self.read(tokens, state, positions[0], keep)
+        if len(groups) == 1 or self._reads_rows:
+            return self.read(tokens, state, keep)
         outputs = [
-            self.read(tokens[rows], states.take(state, rows), position, keep)
-            for position, rows in groups.items()
+            self.read(tokens[rows], states.take(state, rows), keep) for rows in groups.values()
         ]
         order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
         logits = torch.cat([output.logits for output in outputs])
         after = states.take(states.join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
 
-    def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
-        """Process rows that have all read `position` tokens, in pieces; see `forward`."""
-        # Drop the padding that rows with a longer history left in front.
-        layers = states.map_histories(
-            lambda entries: entries[..., max(0, entries.shape[-2] - position) :, :], state.layers
-        )
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether rows of different lengths, padded and packed rows go through it in one call."""
+        attention = self.attention
+        return attention is not None and not (attention.is_stateful or attention.counts_keys)
+
+    def read(self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None) -> LMOutput:
+        """Process rows in pieces; see `forward`."""
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
         while start < time:
-            apart = not self.tokens_together and position + start > 0
-            width = 1 if apart else max(16, PIECE_TOKENS // len(tokens))
+            width = self._width(len(tokens), int(state.position.max()))
             piece = tokens[:, start : start + width]
+            part = None if rows is None else rows.slice(start, start + piece.shape[1])
             wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
-            logits, layers = self.call(piece, layers, position + start, max(1, wanted))
+            logits, state = self.call(piece, state, max(1, wanted), part)
             start += piece.shape[1]
             if wanted:
                 kept.append(logits[:, -wanted:])
-        logits = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
-        return LMOutput(logits, LMState(state.position + time, layers))
+        return LMOutput(torch.cat(kept, 1) if len(kept) > 1 else kept[0], state)
+
+    def _width(self, rows: int, position: int) -> int:
+        """How many tokens of each row go through the model in one call, after `position` tokens."""
+        if position and not self.tokens_together:
+            return 1
+        if self.attention is not None and self.attention.counts_keys:
+            return max(1, self.attention.window.reach - position)
+        return max(16, PIECE_TOKENS // rows)
 
     def call(
-        self, tokens: Tensor, layers: PyTree, position: int, keep: int
-    ) -> tuple[Tensor, tuple[PyTree, ...]]:
+        self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None
+    ) -> tuple[Tensor, LMState]:
         """Call the model once.
 
         Args:
             tokens: `(b, t)`, t >= 1.
-            layers: of the state after `position` tokens; ignored if that is 0.
-            position: number of tokens that every row has read.
+            state: of rows that have read as many tokens, unless there is an `attention_window`.
             keep: at least 1.
+            rows: where documents and padding begin; None for rows of one document.
 
         Returns:
-            Logits of at least the last `keep` tokens, and the layers after all tokens.
+            Logits of at least the last `keep` tokens, and the state after all tokens.
 
         Raises:
             ValueError: the model returned no cache, or a cache of an unknown kind.
         """
+        position, time = int(state.position.max()), tokens.shape[1]
+        if self.attention is not None:
+            return self._call_windowed(tokens, state, keep, rows)
         cache = None
         if position:
+            # Drop the padding that rows with a longer history left in front.
+            layers = states.map_histories(
+                lambda entries: entries[..., max(0, entries.shape[-2] - position) :, :],
+                state.layers,
+            )
             cache = DynamicCache(config=self.model.config)
             fill_cache(cache, layers, position)
-        given = {self._cache_name: cache, "use_cache": True}
+        positions = state.position[:, None] + torch.arange(time, device=tokens.device)
+        output = self.run(tokens, positions, cache, keep)
+        layers = keep_cache(output.get(self._cache_name))
+        return output.logits, LMState(state.position + time, layers)
+
+    def _call_windowed(
+        self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None
+    ) -> tuple[Tensor, LMState]:
+        assert self.attention is not None
+        windows, cache = self.attention.windows, UncutCache(self.model.config)
+        call = self.attention.call(state.position, tokens.shape[1], rows)
+        if bool(state.position.any()):
+            fill_cache(cache, state.layers, int(state.position.max()), windows)
+        with call.reading():
+            output = self.run(tokens, torch.zeros_like(tokens), cache, keep)
+        return output.logits, LMState(call.after, keep_cache(cache, call.calls))
+
+    def run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 1) -> Any:
+        """Return what the model returns for tokens and positions `(b, t)`; see `call`."""
+        given = {str(self._cache_name): cache, "use_cache": True}
         if "logits_to_keep" in self._accepted:
             given["logits_to_keep"] = keep
         if "position_ids" in self._accepted:  # which some models count wrong themselves
-            steps = torch.arange(position, position + tokens.shape[1], device=tokens.device)
-            given["position_ids"] = steps.expand(len(tokens), -1)
-        output = self.model(input_ids=tokens, return_dict=True, **given)
-        return output.logits, keep_cache(output.get(self._cache_name))
+            given["position_ids"] = positions
+        return self.model(input_ids=tokens, return_dict=True, **given)
+
+    def new_cache(self) -> UncutCache:
+        """Return an empty cache for `run`."""
+        return UncutCache(self.model.config)
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight
@@ -251,25 +343,7 @@ class ForeignLM(LanguageModel):
         """See `LanguageModel`."""
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        return hash_weights(kept, self.model.state_dict())
-
-
-def _scaling_by_length(config: Any) -> str | None:
-    """Returns why cached keys would change with the length of a text; None if they do not."""
-    rotary = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rotary.values() if isinstance(value, dict)]
-    kinds = {options.get("rope_type") for options in (rotary, *nested)} & LENGTH_DEPENDENT
-    return f"its rotary positions are scaled by the length, {kinds.pop()}" if kinds else None
-
-
-def _table_of_positions(model: Any) -> str | None:
-    """Return the name of a table of position embeddings; None if positions are computed.
-
-    In a causal language model, every embedding that is not of tokens is of positions.
-    """
-    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module not in tokens:
-            return name
-    names = (name for name, _ in model.named_buffers())
-    return next((name for name in names if name.endswith("embed_positions")), None)
+        weights = hash_weights(kept, self.model.state_dict())
+        if self.attention is None:
+            return weights
+        return hash_weights({"model": weights, "attention": self.attention.window}, {})

@@ -23,6 +23,7 @@ from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
+from longrnn.hf.positions import scale_rope
 from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,10 @@ KERNEL_WRAPPER = "use_kernel_func_from_hub_with_fallback.<locals>.decorator.<loc
 
 
 def load_transformer(
-    folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    rope: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model whose code is in transformers, with the dtype of its weights.
 
@@ -40,24 +44,32 @@ def load_transformer(
         folder: or a GGUF file, whose weights become float32.
         config: the content of `config.json`.
         dtype: instead of that of the weights.
+        rope: options of `scale_rope`; None for the rotary encoding of the configuration.
 
     Raises:
-        UserError: a GGUF file cannot be read without the package gguf.
+        UserError: a scaling that is not valid for the model, or a GGUF file without the package
+            gguf.
         ValueError: weights are missing, of another shape, or all of them integers.
         Exception: of transformers, for what it cannot load.
     """
     _refuse_integers(folder)
-    place, options = folder, {"dtype": dtype or "auto"}
+    place, where = folder, {}
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
     reading: AbstractContextManager[Any] = nullcontext()
     if folder.is_file():
         require("gguf", str(folder))
-        place, options = folder.parent, {"dtype": dtype or torch.float32, "gguf_file": folder.name}
+        place, where = folder.parent, {"gguf_file": folder.name}
+        options = {"dtype": dtype or torch.float32}
         reading = _reading_gguf_once()
     with quietly(), wide_weights(str(config.get("model_type"))), reading:
         if folder.is_file():
             _check_gguf(folder)
+        if rope is not None:
+            options["config"] = AutoConfig.from_pretrained(place, **where, local_files_only=True)
+            scale_rope(options["config"], rope)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
+            **where,
             **options,
             trust_remote_code=False,
             local_files_only=True,

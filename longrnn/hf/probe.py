@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from longrnn.hf.foreign import ForeignLM
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.programs import reason_of
 
@@ -59,8 +58,11 @@ class ExpertChoices(TorchFunctionMode):
 
 
 @torch.no_grad()
-def probe(model: ForeignLM) -> str | None:
+def probe(model: Any) -> str | None:
     """Compares the logits of pieces with those of one call without a cache.
+
+    Args:
+        model: a `ForeignLM`.
 
     Returns:
         The reason why the model cannot be called in pieces; None if it can.
@@ -111,7 +113,7 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 
 
 @contextmanager
-def _in_float32(model: ForeignLM) -> Iterator[None]:
+def _in_float32(model: Any) -> Iterator[None]:
     """A context in which the weights of a model are float32."""
     weights = [w for w in (*model.parameters(), *model.buffers()) if w.is_floating_point()]
     before = [weight.data for weight in weights]

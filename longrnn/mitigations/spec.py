@@ -26,14 +26,16 @@ from longrnn.yaml import parse_yaml, read_mapping, yaml_text
 NONE = "none"
 # Likewise: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
-# Likewise: limits the attention layers of a hybrid.
+# Likewise: limits the attention of one.
 ATTENTION_WINDOW = "attention_window"
+# Likewise: scales the rotary encoding of one.
+ROPE = "rope"
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
     "chunk_select": "it selects among states and changes no recurrence; give --chunk-select to "
     "eval passkey, or call longrnn.inference.chunk_select.select",
-    ATTENTION_WINDOW: "it changes attention layers; give it after a hybrid checkpoint that has "
-    "such layers",
+    ATTENTION_WINDOW: "it changes layers of attention; give it after a Hugging Face model",
+    ROPE: "it changes rotary encodings; give it after a Hugging Face model that has one",
 }
 # The parts of options that YAML writes in another way, and texts in quotes, which stay.
 _PARTS = re.compile(

@@ -108,17 +108,19 @@ def _with_window(model: Any, loaded: Any, config: TrainConfig) -> Any:
     Raises:
         UserError: a window of a model without attention, or one that is not valid for it.
     """
-    window = config.attention_window
+    size, sinks = config.attention_window, 0
     attends = getattr(model, "attends_to_all", False)
-    if attends and window is None:
-        window = loaded.attention_window or (config.length.max if config.carries else None)
-    if window is not None:
+    if attends and size is None:
+        given = loaded.attention_window
+        default = (config.length.max if config.carries else None), 0
+        size, sinks = default if given is None else given
+    if size is not None:
         if not attends:
             raise UserError(
-                f"attention_window={window} needs a Hugging Face hybrid whose attention has no "
+                f"attention_window={size} needs a Hugging Face hybrid whose attention has no "
                 "window in init_from: leave it out"
             )
-        return model.with_attention_window(window)
+        return model.with_attention_window(size, sinks)
     if config.carries and not isinstance(model, RecurrentLM) and model.max_length is not None:
         return model.beyond()  # its attention has a window of its own
     return model

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 
 from longrnn.cells import Edit
-from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, kept_keys, released, restore_keys
-from longrnn.ops.rows import BEFORE, Rows
-from longrnn.state import History, PyTree
-
-# Layers of a cache that drop keys, and the same without a window: `HybridCache.layers_after` drops.
-WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
-    cache_utils.DynamicSlidingWindowLayer: cache_utils.DynamicLayer,
-    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (
-        cache_utils.LinearAttentionAndFullAttentionLayer
-    ),
-}
-
-# Implementations of attention in transformers that take a mask for each row.
-MASKED = ("sdpa", "eager")
+from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.cache import LayerCache, UncutCache, kept_of_window, restore_keys
+from longrnn.hf.windowed import WindowedCall, added_mask, masked_implementation
+from longrnn.ops.rows import Rows
+from longrnn.state import PyTree
 
 
-class HybridCache(DynamicCache):
-    """A `DynamicCache` that holds the states of the cells too, for one call.
+class HybridCache(UncutCache):
+    """A cache that holds the states of the cells too, for one call.
 
     Args:
         config: of the model.
         edits: of the cells, by their layer's number in the model.
         rows: where documents and padding begin; None for rows of one document.
+        attention: computes the attention of the call; None for transformers alone.
 
     Attributes:
         cells: the states of the cells, likewise; empty before the first token.
@@ -41,14 +33,14 @@ class HybridCache(DynamicCache):
     """
 
     def __init__(
-        self, config: Any, edits: Mapping[int, Edit | None], rows: Rows | None = None
+        self,
+        config: Any,
+        edits: Mapping[int, Edit | None],
+        rows: Rows | None = None,
+        attention: WindowedCall | None = None,
     ) -> None:
-        super().__init__(config=config)
-        self.layers = [
-            WITHOUT_WINDOW[type(layer)]() if type(layer) in WITHOUT_WINDOW else layer
-            for layer in self.layers
-        ]
-        self.edits, self.rows = edits, rows
+        super().__init__(config)
+        self.edits, self.rows, self.attention = edits, rows, attention
         self.cells: dict[int, PyTree] = {}
         self.rnn_state = [CacheEntry(self) for _ in self.layers]
         self._attends = any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in self.layers)
@@ -66,13 +58,13 @@ class HybridCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def fill(
-        self, layers: Iterable[LayerCache], windows: Sequence[int | None], position: int
+        self, layers: Iterable[LayerCache], windows: Sequence[AttentionWindow], position: int
     ) -> None:
         """Writes the layers of a state into an empty cache.
 
         Args:
             layers: of the state.
-            windows: of the attention of each layer; None for none.
+            windows: of the attention of each layer.
             position: how many tokens were read in the row that has read the most.
 
         Raises:
@@ -81,11 +73,11 @@ class HybridCache(DynamicCache):
         for number, layer in enumerate(layers):
             if number in self.edits:
                 self.cells[number] = layer.cell
-            needed, most = (kept_keys(windows[number], read) for read in (position, BEFORE))
-            restore_keys(self.layers[number], layer, position, needed, most)
+            window = windows[number]
+            restore_keys(self.layers[number], layer, position, window.kept(position), window.reach)
 
     def layers_after(
-        self, windows: Sequence[int | None], position: int, like: Sequence[LayerCache]
+        self, windows: Sequence[AttentionWindow], position: int, like: Sequence[LayerCache]
     ) -> tuple[LayerCache, ...]:
         """Returns the layers of the state after the call.
 
@@ -97,21 +89,22 @@ class HybridCache(DynamicCache):
         """
         layers = []
         for number, entry in enumerate(self.layers):
-            keys: Any = ()
-            values: Any = ()
-            if getattr(entry, "keys", None) is not None:
-                known: Any = like[number].keys if like else ()
-                dtype = known.entries.dtype if known else entry.keys.dtype
-                keys, values = (
-                    History(
-                        released(
-                            self._last(entries, kept_keys(windows[number], position)).to(dtype)
-                        )
-                    )
-                    for entries in (entry.keys, entry.values)
-                )
-            layers.append(LayerCache(keys, values, cell=self.cells.get(number, ())))
+            known = (like[number].keys or like[number].unrotated) if like else ()
+            dtype = known.entries.dtype if known else None
+            keep = partial(self._kept, number, windows[number].kept(position), dtype)
+            fields = kept_of_window(entry, keep)
+            if fields and self.attention is None:
+                fields |= {"keys": fields["unrotated"], "unrotated": ()}
+            layers.append(LayerCache(cell=self.cells.get(number, ()), **fields))
         return tuple(layers)
+
+    def _kept(self, number: int, count: int, dtype: torch.dtype | None, entries: Tensor) -> Tensor:
+        """The entries of a layer that the state holds, `count` of them."""
+        if self.attention is None:
+            kept = self._last(entries, count)
+        else:
+            kept = self.attention.calls[number].keep(entries)
+        return kept if dtype is None else kept.to(dtype)
 
     def _last(self, entries: Tensor, count: int) -> Tensor:
         """The last `count` entries `(b, h, t, d)` of each row, without padding."""
@@ -157,21 +150,13 @@ def attention_masks(
     is_even = rows is None and min(before) == known
     if is_even and all(w is None or known + time <= w for w in windows.values()):
         return {}
-    implementation = model.config._attn_implementation
-    if implementation not in MASKED:
-        raise UserError(
-            f"the attention implementation {implementation} takes no masks, which windows, "
-            f"padding and rows of different lengths need: load the model with {MASKED[0]}"
-        )
+    implementation = masked_implementation(model)
     masks: dict[str, Tensor | None] = {"linear_attention": None}
     for name, window in windows.items():
         reach = positions[:1] if is_even else positions
         reach = reach if window is None else reach.clamp(max=window - 1)
-        mask = attention_mask(reach, kept_keys(window, known))
-        if implementation == "eager":  # which adds it
-            least = torch.finfo(model.dtype).min
-            mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
-        masks[name] = mask
+        mask = attention_mask(reach, AttentionWindow(window).kept(known))
+        masks[name] = added_mask(mask, model.dtype) if implementation == "eager" else mask
     return {"attention_mask": masks}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class RecomputedForward:
             # computes is dropped when it runs the layer before.
             cache.layers, cache.cells = list(layers), dict(states)
             cache.layers[index] = copy.copy(layers[index])
-            return type(self.layer).forward(self.layer, *args, **kwargs)
+            with nullcontext() if cache.attention is None else cache.attention.reading():
+                return type(self.layer).forward(self.layer, *args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

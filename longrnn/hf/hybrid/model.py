@@ -18,6 +18,7 @@ Notable choices:
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.cells import Cell
-from longrnn.errors import UserError
+from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
 from longrnn.hf.hybrid.cache import HybridCache, attention_masks
 from longrnn.hf.hybrid.families import FAMILIES
@@ -35,8 +36,9 @@ from longrnn.hf.hybrid.layers import (
     recurrent_layers,
     whole_layers,
 )
+from longrnn.hf.windowed import WindowedCall
 from longrnn.mitigations.spec import ATTENTION_WINDOW
-from longrnn.models.base import hash_weights, refuse_long
+from longrnn.models.base import refuse_long
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows, positions_of
 from longrnn.state import LMState, PyTree, histories
@@ -53,14 +55,12 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
 
     Attributes:
         layer_numbers: the number in the model of each recurrent layer.
-        attention_window: how many tokens attention reads; None for all.
 
     Raises:
         UserError: see `ForeignLM`.
         UnsupportedLayerError: an option of its recurrent layers that the cells do not have.
     """
 
-    attention_window: int | None = None
     _attends = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -74,7 +74,9 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         entries = DynamicCache(config=model.config).layers
         # The window that the architecture gives each layer of attention, and all of them.
         self._sliding = [getattr(entry, "sliding_window", None) for entry in entries]
-        self._family_window = family.window and getattr(model.config, family.window)
+        self._family_window: int | None = (
+            getattr(model.config, family.window) if family.window else None
+        )
         self._logit_scale = family.logit_scale(model.config)
         self.soft_cap = None if family.soft_cap is None else getattr(model.config, family.soft_cap)
         super().__init__(model)
@@ -105,8 +107,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
     def in_float64(self) -> Self:
         """See `TrainableLM`; the copy has no mitigation."""
         other = type(self)(copy.deepcopy(self.model).double())
-        other.attention_window, other.max_length = self.attention_window, self.max_length
-        return other
+        other.max_length = self.max_length
+        return other if self.attention is None else other._attending(self.attention.window)
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""
@@ -122,26 +124,6 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         other._like = self._like[0], tuple(layers)
         return other
 
-    def with_attention_window(self, window: int) -> Self:
-        """Return a model whose attention layers read the last `window` tokens only.
-
-        The current token counts. A position relative to these tokens is below `window`, so that
-        there is no `max_length`. The two models share their weights, and not their states.
-
-        Raises:
-            UserError: a window below 2, above the length in the configuration, or for a model
-                without attention.
-        """
-        largest = getattr(self.config, "max_position_embeddings", None) or window
-        if not self.attends_to_all or not 2 <= window <= largest:
-            raise UserError(
-                f"attention_window={window} is not valid for this {self.kind}: it needs attention "
-                f"layers without a window, and 2 to {largest:,} tokens"
-            )
-        other = copy.copy(self)
-        other.attention_window, other.max_length = window, None
-        return other
-
     @property
     def attends_to_all(self) -> bool:
         """Whether the architecture has attention layers without a window."""
@@ -152,27 +134,19 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
     def spec(self) -> str | None:
         """See `TrainableLM`; with the window of attention."""
         window = self.attention_window
-        parts = [super().spec, None if window is None else f"{ATTENTION_WINDOW}(window={window})"]
-        return "+".join(filter(None, reversed(parts))) or None
-
-    def weights_fingerprint(self) -> str:
-        """See `LanguageModel`; the window of attention is part of it."""
-        weights = super().weights_fingerprint()
-        if self.attention_window is None:
-            return weights
-        return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
+        named = None if window is None else f"{ATTENTION_WINDOW}{window}"
+        return "+".join(filter(None, [named, super().spec])) or None
 
     def segment_width(self, batch_size: int, time: int) -> int:
         """See `TrainableLM`: a call with gradients goes through the model as a whole."""
         return max(1, time) if torch.is_grad_enabled() else max(16, PIECE_TOKENS // batch_size)
 
     def call(
-        self, tokens: Tensor, layers: PyTree, position: int, keep: int
-    ) -> tuple[Tensor, tuple[PyTree, ...]]:
+        self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None
+    ) -> tuple[Tensor, LMState]:
         """See `ForeignLM.call`."""
-        before = torch.full((len(tokens),), position, device=tokens.device)
-        hidden, after = self.segment(tokens, LMState(before, layers), None, None)
-        return self.logits(hidden), after.layers
+        hidden, after = self.segment(tokens, state, rows, None)
+        return self.logits(hidden), after
 
     def segment(
         self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
@@ -185,33 +159,49 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         positions, after = positions_of(state.position, tokens.shape[1], rows)
         refuse_long(self, int(positions.max()) + 1)
         before = state.position.tolist()
-        edits = dict(zip(self.layer_numbers, self.edits, strict=True))
-        cache = HybridCache(self.model.config, edits, rows)
-        cache.fill(state.layers, self._windows, max(before))
-        given: dict[str, Any] = {str(self._cache_name): cache, "use_cache": False}
-        if "position_ids" in self._accepted:  # which some models count wrong themselves
-            given["position_ids"] = positions
-        given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
+        attention = self.attention and self.attention.call(state.position, tokens.shape[1], rows)
+        windows, cache = self._windows, self.new_cache(rows, attention)
+        cache.fill(state.layers, windows, max(before))
+        given: dict[str, Any] = {}
         if observe is not None:
             given["output_hidden_states"] = True
-        if self._attends:
+        if attention is None and self._attends:
             sliding = next(filter(None, self._sliding), None)
-            windows = {"full_attention": self._full_window, "sliding_attention": sliding}
-            given |= attention_masks(self.model, windows, positions, before, rows)
-        output = self.model.base_model(**given)
+            kinds = {"full_attention": self._family_window, "sliding_attention": sliding}
+            given |= attention_masks(self.model, kinds, positions, before, rows)
+        with nullcontext() if attention is None else attention.reading():
+            places = positions if attention is None else torch.zeros_like(positions)
+            output = self.run(tokens, places, cache, **given)
         if observe is not None:
             # The last entry is what libraries multiply, without the factor of the logits.
             observe += output.hidden_states
-        layers = cache.layers_after(self._windows, int(after.max()), self.like)
+        layers = cache.layers_after(windows, int(after.max()), self.like)
         return output[0] * self._logit_scale, LMState(after, layers)
 
-    @property
-    def _windows(self) -> list[int | None]:
-        """The window of attention of each layer; None for none."""
-        return [window or self._full_window for window in self._sliding]
+    def run(
+        self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 1, **given: Any
+    ) -> Any:
+        """See `ForeignLM.run`; tokens may be embeddings, and the output has no logits."""
+        given |= {str(self._cache_name): cache, "use_cache": False}
+        if "position_ids" in self._accepted:  # which some models count wrong themselves
+            given["position_ids"] = positions
+        given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
+        return self.model.base_model(**given)
+
+    def new_cache(
+        self, rows: Rows | None = None, attention: WindowedCall | None = None
+    ) -> HybridCache:
+        """See `ForeignLM.new_cache`."""
+        edits = dict(zip(self.layer_numbers, self.edits, strict=True))
+        return HybridCache(self.model.config, edits, rows, attention)
+
+    def own_windows(self) -> list[int | None]:
+        """See `ForeignLM.own_windows`."""
+        return [window or self._family_window for window in self._sliding]
 
     @property
-    def _full_window(self) -> int | None:
-        """The window of the layers that the architecture calls full attention."""
-        given = [self.attention_window, self._family_window]
-        return min(filter(None, given), default=None)
+    def _windows(self) -> list[AttentionWindow]:
+        """The window of attention of each layer."""
+        if self.attention is not None:
+            return self.attention.windows
+        return [AttentionWindow(size) for size in self.own_windows()]
