@@ -67,6 +67,8 @@ class Cell(nn.Module, ABC):
         diagonal: whether a token multiplies the memory by numbers, not by a matrix.
         rate_weight: name of the weight that determines the rates A; None where tokens do.
         bias_weight: name of the weight that has the bias of the steps, or of the forget gate.
+        dt_weight: of `step_weights`, the one whose product with a vector of a token and that bias
+            has dt as its softplus, head after head; None in other cells.
     """
 
     n_heads = 1
@@ -80,6 +82,7 @@ class Cell(nn.Module, ABC):
     diagonal = True
     rate_weight: str | None = None
     bias_weight: str | None = None
+    dt_weight: str | None = None
     recurrence: nn.Module
     # The last result of `like`, because it is needed per token.
     _known_like: KnownLike | None = None

@@ -74,7 +74,7 @@ class Mamba(ScanningCell):
 
     recurrent_weights = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "A_log")
     wide_weights = ("A_log", "D", "dt_proj.bias")
-    rate_weight, bias_weight = "A_log", "dt_proj.bias"
+    rate_weight, bias_weight, dt_weight = "A_log", "dt_proj.bias", "dt_proj.weight"
     projections = ("in_proj", "x_proj", "out_proj")
     has_key_decays = True
 

@@ -97,7 +97,7 @@ class Mamba2(ScanningCell):
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
-    rate_weight, bias_weight = "A_log", "dt_bias"
+    rate_weight, bias_weight, dt_weight = "A_log", "dt_bias", "in_proj.weight"
     projections = ("in_proj", "out_proj")
     shown = ("n_heads", "d_state")
     unsuited_backends = frozenset()

@@ -16,8 +16,6 @@ FIT_STEPS, FIT_ROWS, SEARCH_STEPS = 300, 4, 10
 SELECT_STEPS = 600
 # Passes over its windows and prompts in which a choice per head finds something, and at most.
 LEAST_PASSES, MOST_PASSES = 5, 60
-# A strict filter leaves this share of the tokens that are left by default.
-STRICT = 0.05
 
 
 class Attempt(NamedTuple):
@@ -46,8 +44,8 @@ class Attempt(NamedTuple):
             tokens: that it may read.
         """
         trained, passes = job.train_length, min(MOST_PASSES, int(tokens / _pass_tokens(job, keys)))
-        strict = 1 - STRICT * trained / job.target_length
-        values = {"trained": trained, "keep": 1 - 1 / trained, "keys": keys, "strict": strict}
+        values = {"trained": trained, "keep": 1 - 1 / trained, "keys": keys}
+        values["strict"] = job.strict_share
         spec = self.spec.format(**values, passes=passes)
         name, options = parse(spec)
         if name in METHODS:

@@ -11,7 +11,8 @@ Notable choices:
 - A segment has at least the training length, and so many tokens that the steps pass the target
   length once. Rows begin a new document every target length, at different steps.
 - Documents with a key (`longrnn.data.passkey`) grow to the target length: by closed-form repetition
-  of segments where the recurrence is linear, else by more segments.
+  of segments where the recurrence is linear, else by more segments. With `select` they grow sooner,
+  and one segment may be repeated up to that length.
 - The learning rate rises over the first twentieth of the steps, and falls to a tenth by a cosine.
 """
 
@@ -21,23 +22,20 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from longrnn.cells import Cell, Edit, merge
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
+from longrnn.diagnostics.fitted import Additions, listed, spread
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import begun, text_of
-from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.additions import write_additions
-from longrnn.mitigations.bind import check_defined
 from longrnn.models import LanguageModel
 from longrnn.options import Count, Options
 from longrnn.progress import Progress
@@ -50,43 +48,6 @@ from longrnn.units import format_length
 REPEATED_SEGMENTS = 8
 # Tokens of a segment, of which a step holds the activations, if the training length is not longer.
 LONGEST_SEGMENT = 16384
-
-
-class Additions(NamedTuple):
-    """The numbers that a fit trains in one layer.
-
-    Attributes:
-        rate: to log |A|, `(h, 1)`; None where a cell lacks the weight.
-        bias: to the bias of steps, `(h, 1)`, or of the forget gate, `(1, k)`; likewise.
-        weights: to the parts of weights in `Cell.step_weights`; empty without `select`.
-    """
-
-    rate: Tensor | None
-    bias: Tensor | None
-    weights: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, cell: Cell, *, select: bool) -> Self:
-        """Return zeros on the device of a cell.
-
-        Raises:
-            UserError: the cell has no such weights.
-        """
-        check_defined(MITIGATIONS["time_scales"], type(cell))
-        how: dict[str, Any] = {"device": cell.device, "requires_grad": True}
-        zeros = partial(torch.zeros, dtype=torch.float64, **how)
-        units = 1 if cell.scans else cell.d_model
-        parts = {name: attrgetter(name)(cell)[part] for name, part in cell.step_weights.items()}
-        return cls(
-            None if cell.rate_weight is None else zeros(cell.n_heads, 1),
-            None if cell.bias_weight is None else zeros(cell.n_heads, units),
-            {name: torch.zeros(weight.shape, **how) for name, weight in parts.items() if select},
-        )
-
-    def added(self, edit: Edit | None) -> Edit:
-        """Return an edit with these additions."""
-        own = Edit(rate=self.rate, bias=self.bias, weights=self.weights or None)
-        return merge([edit or Edit(), own])
 
 
 @METHODS.register("fit")
@@ -120,15 +81,13 @@ class TimeScaleFit(Options):
             raise UserError("fit(select=true) writes a file: give Job a weights_file")
         model: Any = job.model  # recurrent, or a hybrid
         layers = [Additions.of(cell, select=self.select) for cell in model.cells]
-        trained = model.under(None)
-        trained._edits = [
-            additions.added(edit) for additions, edit in zip(layers, model.edits, strict=True)
-        ]
+        if self.select:
+            spread(job, layers)
         with torch.enable_grad(), _frozen(model):
-            self._train(job, Objective(trained), layers)
+            self._train(job, layers)
         found: dict[str, Any] = {
-            "rate": _listed([additions.rate for additions in layers]),
-            "bias": _listed([additions.bias for additions in layers]),
+            "rate": listed([additions.rate for additions in layers]),
+            "bias": listed([additions.bias for additions in layers]),
         }
         found = {name: by_layer for name, by_layer in found.items() if any(by_layer)}
         if self.select:
@@ -143,17 +102,21 @@ class TimeScaleFit(Options):
         digest = write_additions(job.weights_file, weights, known)
         return {"weights": str(job.weights_file), "sha256": digest}
 
-    def _train(self, job: Job, objective: Objective, layers: Sequence[Additions]) -> None:
+    def _train(self, job: Job, layers: Sequence[Additions]) -> None:
         """Take all steps of the optimizer, which change the additions."""
+        model: Any = job.model.under(None)
+        objective = Objective(model)
         groups = self._groups(layers)
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
         schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
         context, device = Context(job.model.init_state), job.model.init_state(1).position.device
         starts, length = [Carry(context), Carry(context)], self._segment_length(job)
         text = _stretches(job, self.rows)
-        task = _keyed_task(job, length, self.steps) if self.keys else None
+        task = self._keyed_task(job, length) if self.keys else None
         with Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress:
             for step in range(self.steps):
+                pairs = zip(layers, job.model.edits, strict=True)
+                model._edits = [additions.added(edit) for additions, edit in pairs]
                 batches = [_text_batch(text, step, length, job)]
                 if task is not None:
                     how: dict[str, Any] = {"length": length, "seed": 0, "carried": True}
@@ -189,6 +152,22 @@ class TimeScaleFit(Options):
         ]
         weights = [each for additions in layers for each in additions.weights.values()]
         return [*groups, {"params": weights, "lr": self.weights_learning_rate}]
+
+    def _keyed_task(self, job: Job, length: int) -> Passkey:
+        """Return the documents with keys, in the text of the job."""
+        repeats = can_repeat(job.model)
+        segments = max(1, job.target_length // length)
+        few = min(REPEATED_SEGMENTS, segments) if repeats else segments
+        farthest = segments if self.select else max(1, 2 * segments // few)
+        parts = [text_of(document.tokens, job.tokenizer) for document in job.documents]
+        return Passkey(
+            job.tokenizer,
+            "\n".join(parts),
+            text_weight=0.0,
+            max_segments=few,
+            max_repeat=farthest if repeats else 1,
+            grow_steps=self.steps // (3 if self.select else 2),
+        )
 
     def _segment_length(self, job: Job) -> int:
         """Return how many tokens of each row a step reads."""
@@ -230,22 +209,6 @@ def _text_batch(text: Tensor, step: int, length: int, job: Job) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:], starts)
 
 
-def _keyed_task(job: Job, length: int, steps: int) -> Passkey:
-    """The documents with keys, in the text of the job."""
-    repeats = can_repeat(job.model)
-    segments = max(1, job.target_length // length)
-    few = min(REPEATED_SEGMENTS, segments) if repeats else segments
-    parts = [text_of(document.tokens, job.tokenizer) for document in job.documents]
-    return Passkey(
-        job.tokenizer,
-        "\n".join(parts),
-        text_weight=0.0,
-        max_segments=few,
-        max_repeat=max(1, 2 * segments // few) if repeats else 1,
-        grow_steps=steps // 2,
-    )
-
-
 @contextmanager
 def _frozen(model: LanguageModel) -> Iterator[None]:
     """A context in which no weight of a model has a gradient."""
@@ -265,11 +228,3 @@ def _factor(step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
-
-
-def _listed(additions: Sequence[Tensor | None]) -> list[Any]:
-    """An option of `time_scales`, by layer and head."""
-    return [
-        0.0 if values is None else values.detach().round(decimals=6).squeeze(1).tolist()
-        for values in additions
-    ]

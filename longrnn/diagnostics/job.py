@@ -26,6 +26,8 @@ from longrnn.units import format_length
 
 # Tokens between two observations.
 CALIBRATED_EVERY = 16
+# A strict filter leaves this share of the tokens that are left by default.
+STRICT = 0.05
 Members = list[dict[str, Any]]
 
 
@@ -129,6 +131,11 @@ class Job(NamedTuple):
     def share(self, quantile: float | None) -> float:
         """Return the share of tokens to filter out: as many tokens are left as inside."""
         return 1 - self.train_length / self.target_length if quantile is None else quantile
+
+    @property
+    def strict_share(self) -> float:
+        """The share of tokens that a strict filter filters out."""
+        return 1 - STRICT * self.train_length / self.target_length
 
     def windows(self, length: int, most: int) -> Tensor:
         """Return at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""

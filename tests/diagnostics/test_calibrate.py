@@ -24,6 +24,7 @@ from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Chain
 from longrnn.models import RecurrentLM
+from longrnn.models.fold import fold
 from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
@@ -46,6 +47,7 @@ LENGTHS: dict[str, Any] = {"train_length": LENGTH, "target_length": TARGET}
 QUICK = {name: f"{name}(windows=2)" for name in METHODS}
 QUICK |= {name: f"{name}(windows=2, steps=2)" for name in SEARCHED}
 QUICK["fit"] = "fit(steps=2, rows=2)"
+SELECTIVE = "fit(steps=30, rows=2, select=true, weights_learning_rate=0.02)"
 
 
 @pytest.fixture
@@ -220,6 +222,38 @@ def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
         assert found[mixer, 0] != found[mixer, 2]
     plain = calibrate(Job(build(), documents, **lengths, quiet=True), "fit(steps=4, rows=2)")
     assert plain != [found["mamba2", 0]]
+
+
+@pytest.mark.parametrize("mixer", ["mamba2", "lstm", "gated_deltanet"])
+def test_a_fit_of_the_weights_that_make_steps(
+    mixer: str, documents: list[Document], tmp_path: Path
+) -> None:
+    """Its loss is below that of time scales alone, and its file is used from where it lies."""
+    model, file = build(mixer, seed=3), tmp_path / "fit.safetensors"
+    job = Job(model, documents, **LENGTHS, quiet=True, weights_file=file)
+    whole = torch.cat([document.tokens for document in documents])
+    tokens = whole[: len(whole) // 2 * 2].view(2, -1)
+    losses = []
+    for method in ("fit(steps=30, rows=2)", SELECTIVE):
+        members = calibrate(job, method)
+        losses.append(mean_loss(model.under(mitigation(members)), tokens))
+    assert losses[1] < losses[0] < mean_loss(model, tokens)
+    job.write(tmp_path / "fit.yaml", members)
+    assert "weights: fit.safetensors" in (tmp_path / "fit.yaml").read_text()
+    assert mean_loss(model.under(str(tmp_path / "fit.yaml")), tokens) == losses[1]
+    with pytest.raises(UserError, match=naming("fit(select=true)", "weights_file")):
+        calibrate(job._replace(weights_file=None), "fit(select=true)")
+
+
+def test_a_fit_under_time_scales_is_that_of_the_folded_model(documents: list[Document]) -> None:
+    found = []
+    for is_folded in (False, True):
+        model = build("mamba2").under("time_scales(rate=0.4, bias=-0.3)")
+        if is_folded:
+            model = model.under(None).under(fold(model))
+        (member,) = calibrate(Job(model, documents, **LENGTHS, quiet=True), "fit(steps=6, rows=2)")
+        found.append(torch.tensor([member["rate"], member["bias"]]))
+    torch.testing.assert_close(*found, atol=2e-5, rtol=0)
 
 
 def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None:

@@ -35,6 +35,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         known, "fit", known["fit"]._replace(spec="fit(steps=40, learning_rate=0.2)")
     )
+    selective = known["select"]._replace(spec="fit(steps=40, learning_rate=0.2, select=true)")
+    monkeypatch.setitem(known, "select", selective)
     search = known["scale_decay"]._replace(spec="scale_decay(windows=1, steps=3)")
     monkeypatch.setitem(known, "scale_decay", search)
     monkeypatch.setattr(choice, "CHOICE_WINDOWS", 1)
@@ -125,6 +127,24 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
         longrnn.repair("collapse-tiny", **how)
 
 
+def test_a_repair_that_changes_the_weights_of_steps_keeps_them_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mitigation and a resumed repair find it where the folder is now; the checkpoint has the
+    weights."""
+    only(monkeypatch, "select")
+    done = longrnn.repair("collapse-tiny", output=tmp_path / "out", folds_only=True, **HOW)
+    assert done.choice == "select"
+    (tmp_path / "out").rename(tmp_path / "moved")
+    again = longrnn.repair("collapse-tiny", output=tmp_path / "moved", folds_only=True, **HOW)
+    assert again.sentences == done.sentences
+    assert again.checkpoint is not None
+    tokens = torch.tensor([list(PROVE.read_bytes()[:500])])
+    with torch.no_grad():
+        expected = load("collapse-tiny").under(str(again.mitigation))(tokens).logits
+        assert_near(load(again.checkpoint)(tokens).logits, expected, 1e-5)
+
+
 def test_where_nothing_helps_no_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +203,13 @@ def test_a_repair_with_keys_tries_the_settings_of_the_record(
     tried: list[str] = []
     monkeypatch.setattr(attempts, "calibrate", lambda job, spec: tried.append(spec) or [])
     job = Job(load("recall-collapse"), [], train_length=384, target_length=65536)
-    for name in ("fit", "fit + strict token_filter"):
+    for name in ("fit", "fit + strict token_filter", "select"):
         FULL[name].make(job, [], repair.CALIBRATED_KEYS, 0.0)
-    fit, strict = (METHODS.build({"kind": kind, **options}) for kind, options in map(parse, tried))
+    fit, strict, select = (
+        METHODS.build({"kind": kind, **options}) for kind, options in map(parse, tried)
+    )
     assert fit == METHODS.build({"kind": "fit", "keys": 4})
+    assert select == METHODS.build({"kind": "fit", "keys": 4, "steps": 600, "select": True})
     assert strict.quantile == pytest.approx(0.9997, abs=5e-5)
 
 

@@ -78,7 +78,7 @@ class SharedZamba(SharedMamba):
     """The same for a Zamba (arXiv 2405.16712), whose groups of channels select on their own."""
 
     wide_weights = ("A_log", "D", "dt_proj_bias")
-    bias_weight = "dt_proj_bias"
+    bias_weight, dt_weight = "dt_proj_bias", "dt_proj_weight"
 
     def __init__(self, theirs: Any, family: Any) -> None:
         super().__init__(theirs, family)

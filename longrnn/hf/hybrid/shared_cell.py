@@ -42,10 +42,10 @@ class SharedCell(ScanningCell):
         if activation not in ("silu", "swish"):
             raise UnsupportedLayerError(f"its activation is {activation}")
         self.layer, self._project, self._steps = theirs, family.project, family.steps
-        assert self.rate_weight is not None
-        assert self.bias_weight is not None
-        self.rate_weight = f"layer.{self.renamed.get(self.rate_weight, self.rate_weight)}"
-        self.bias_weight = f"layer.{self.renamed.get(self.bias_weight, self.bias_weight)}"
+        self.rate_weight, self.bias_weight, self.dt_weight = (
+            name and f"layer.{self.renamed.get(name, name)}"
+            for name in (self.rate_weight, self.bias_weight, self.dt_weight)
+        )
 
     @property
     def step_weights(self) -> dict[str, Part]:
