@@ -133,10 +133,10 @@ def test_a_repair_that_changes_the_weights_of_steps_keeps_them_in_a_file(
     """The mitigation and a resumed repair find it where the folder is now; the checkpoint has the
     weights."""
     only(monkeypatch, "select")
-    done = longrnn.repair("collapse-tiny", output=tmp_path / "out", folds_only=True, **HOW)
+    done = longrnn.repair("collapse-tiny", output=tmp_path / "out", folds_only=True, **OPTIONS)
     assert done.choice == "select"
     (tmp_path / "out").rename(tmp_path / "moved")
-    again = longrnn.repair("collapse-tiny", output=tmp_path / "moved", folds_only=True, **HOW)
+    again = longrnn.repair("collapse-tiny", output=tmp_path / "moved", folds_only=True, **OPTIONS)
     assert again.sentences == done.sentences
     assert again.checkpoint is not None
     tokens = torch.tensor([list(PROVE.read_bytes()[:500])])
