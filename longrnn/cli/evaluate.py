@@ -14,6 +14,7 @@ from longrnn.cli.options import Model, Models, Output, pick_device
 from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import EVALUATIONS, HarnessOptions, LongTasks
+from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.options import Options
 from longrnn.processes import start
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from longrnn.checkpoints.opened import OpenCheckpoint
     from longrnn.evaluation.base import Evaluation
 
+# Keys that a window of attention with sinks keeps in a comparison, and the sinks among them.
+KEYS, SINKS = 2048, 4
 # Options that are not declared here are words of the argument for lm-eval.
 HARNESS_SETTINGS = {"ignore_unknown_options": True}
 # Options of lm-eval that an evaluation by length has.
@@ -50,8 +53,10 @@ def command_of(kind: str) -> Callable[..., None]:
 def compare(models: Models, suites: Suites, output: Output) -> None:
     """Compare models on the same prompts and texts, and measure what each costs.
 
-    Writes report.html, one picture per metric, and cells.json. The same command resumes an
-    interrupted comparison; with the same --output, models, lengths and prompts may be added.
+    A Hugging Face model whose maximum length is below the longest one is measured once more with
+    attention_window(window=2044, sinks=4), or less if it is shorter. Writes report.html, one
+    picture per metric, and cells.json. The same command resumes an interrupted comparison; with
+    the same --output, models, lengths and prompts may be added.
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
@@ -66,7 +71,7 @@ def compare(models: Models, suites: Suites, output: Output) -> None:
                 evaluation.options.name = f"{Path(name).stem} {evaluation.title}"
             evaluations.append(evaluation)
     variant = "" if names == ["quick"] else "-".join(Path(name).stem for name in names)
-    evaluate("compare", models, evaluations, output, variant)
+    evaluate("compare", models, evaluations, output, variant, with_windows)
 
 
 def evaluate(
@@ -75,14 +80,52 @@ def evaluate(
     evaluations: Sequence[Evaluation[Any]],
     output: Output,
     variant: str,
+    complete: Callable[..., list[OpenCheckpoint]] | None = None,
 ) -> None:
-    """Measure models in the folder of a command, whose default name has the variant."""
+    """Measure models in the folder of a command, whose default name has the variant.
+
+    Args:
+        command: its name.
+        models: the models.
+        evaluations: what is measured.
+        output: of the command.
+        variant: for the name of the folder.
+        complete: returns all models from those given and the evaluations; None for those given.
+    """
     from longrnn.checkpoints.opened import open_checkpoint
 
     names = [models.under(name) for name in models.checkpoints]
     folder, device = output.folder(command, names, variant), pick_device(models.device)
     opened = [open_checkpoint(name, device=device) for name in names]
-    measure_and_show(opened, evaluations, folder)
+    measure_and_show(complete(opened, evaluations) if complete else opened, evaluations, folder)
+
+
+def with_windows(
+    models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation[Any]]
+) -> list[OpenCheckpoint]:
+    """Return models, each with the same one under a window if it ends before the longest length.
+
+    A model whose attention cannot have a window is reported.
+    """
+    lengths = [getattr(evaluation.options, "lengths", None) or [0] for evaluation in evaluations]
+    longest, names, complete = max(map(max, lengths)), {model.name for model in models}, []
+    for opened in models:
+        complete.append(opened)
+        plain: Any = opened.model
+        limit = plain.max_length
+        if limit is None or limit >= longest or not hasattr(plain, "with_attention_window"):
+            continue
+        size = min(KEYS, limit) - SINKS
+        window = f"{ATTENTION_WINDOW}(window={size}, sinks={SINKS})"
+        try:
+            model = plain.with_attention_window(size, SINKS)
+        except UserError as error:
+            say(f"{opened.name} is not measured with a window of attention: {error}")
+            continue
+        name, source = f"{opened.name}+{window}", opened.source and opened.source.under(window)
+        if name not in names:
+            complete.append(opened._replace(name=name, model=model, source=source))
+    return complete
 
 
 def measure_and_show(

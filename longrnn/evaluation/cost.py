@@ -24,6 +24,7 @@ from longrnn.seeds import seeded
 MIB = 2**20
 COST_COLUMNS = {
     "prefill": Column("prefill, tokens/s", MEAN, ",.0f"),
+    "first": Column("seconds to the first token", MEAN, ",.2f"),
     "decode": Column("decoding, tokens/s", MEAN, ",.0f"),
     "state_bytes": Column("state or cache, bytes", MEAN, ",.0f"),
     "peak": Column("peak of the GPU above the model, MiB", MEAN, ",.0f"),
@@ -54,8 +55,10 @@ class Cost(Evaluation[CostOptions]):
             progress.advance(1, item.spec)
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
-        for name, value in result.items():
-            yield Sample(COST_COLUMNS[name], item.spec, "", value)
+        values = {**result, "first": item.spec / result["prefill"]}
+        for name, column in COST_COLUMNS.items():
+            if name in values:
+                yield Sample(column, item.spec, "", values[name])
 
 
 @torch.no_grad()

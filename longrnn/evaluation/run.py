@@ -149,6 +149,7 @@ def report(
             "checkpoint": model.checkpoint,
             "mitigation": model.mitigation,
             "device": model.device,
+            "max_length": model.model.max_length,
             "bos_id": model.tokenizer.bos_id,
         }
         for model in models

@@ -162,7 +162,7 @@ def write_report(
 
     Args:
         tables: one per evaluation, all of the same models.
-        models: by name, `checkpoint`, `mitigation`, `fingerprint` and `device`.
+        models: by name, `checkpoint`, `mitigation`, `fingerprint`, `device`, `max_length`.
         evaluations: by title, the options.
         folder: created if it does not exist.
         notes: sentences at the top of the page.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from longrnn.cli.options import results_folder
 from tests.cli.conftest import CLI, refused
 from tests.evaluation.small_models import rows
+from tests.hf.foreign import causal, with_bytes
 
 
 @pytest.fixture
@@ -50,6 +52,24 @@ def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
     shutil.copy("mine.yaml", "a")
     suites = ["--suite", "mine.yaml", "--suite", "a/mine.yaml"]
     refused(cli, "compare", "a/model", *suites, says=("'mine passkey' is given twice",))
+
+
+def test_a_transformer_is_compared_with_a_window_beyond_its_length(cli: CLI, shelf: Path) -> None:
+    """With its own sinks and keys; one whose attention cannot have a window is reported."""
+    for kind in ("llama", "gpt2"):
+        with_bytes(causal(kind, vocab_size=256), shelf / kind)
+    suite = "evaluations: [{kind: cost, lengths: [64, 256], decode: 2}]"
+    (shelf / "long.yaml").write_text(suite)
+    result = cli("compare", "llama", "gpt2", "--suite", "long.yaml", "--output", "out")
+    assert result.code == 0, result.err
+    assert "gpt2 is not measured with a window" in result.out
+    content = json.loads((shelf / "out/cells.json").read_text())
+    named = {name: about["max_length"] for name, about in content["models"].items()}
+    windowed = "llama+attention_window(window=124, sinks=4)"
+    assert named == {"llama": 128, windowed: None, "gpt2": 128}
+    reached = {(c["model"], c["at"]): c["estimate"] for c in content["cells"]}
+    assert reached[windowed, 256] is not None
+    assert reached["llama", 256] is None
 
 
 def test_default_folders_name_models_and_mitigations() -> None:
