@@ -77,8 +77,8 @@ class Timed(NamedTuple):
 
         calls: dict[str, Callable[[], object]] = {}
         for name, module in self.ours.items():
-            _, after = module(text, module.init_state(len(text)), **self.our_options)
-            calls[name] = partial(ours, module, after)
+            _, state = module(text, module.init_state(len(text)), **self.our_options)
+            calls[name] = partial(ours, module, state)
         if self.theirs is not None:
             self.theirs(text, cache_params=self.cache, **self.their_options)
             calls["transformers"] = partial(theirs, self.theirs)

@@ -133,10 +133,10 @@ def our_step(
     def loss() -> Tensor:
         nonlocal state
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=narrow):
-            hidden, after = model.hidden(tokens, state)
+            hidden, end = model.hidden(tokens, state)
             factors = model.logit_factors(hidden.flatten(0, 1))
             value = weighted_cross_entropy(*factors, targets.flatten(), weights).loss
-        state = detach(after) if carry else state
+        state = detach(end) if carry else state
         return value
 
     return optimizer_step(model, loss)
@@ -234,8 +234,8 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     states: dict[str, Any] = dict.fromkeys(variants)
 
     def read(name: str) -> None:
-        after = variants[name](tokens, states[name], keep=0).state
-        states[name] = after if args.continued else None
+        end = variants[name](tokens, states[name], keep=0).state
+        states[name] = end if args.continued else None
 
     def one_by_one(name: str) -> None:
         for token in tokens[:, : args.steps].split(1, dim=1):

@@ -266,8 +266,8 @@ def triplets(task: Any, ids: Any, n: int, length: int, draw: torch.Generator) ->
     """Returns pairs of inputs with the same first token, `(n, 2, 2 · length)`."""
     (low, high), (start, stop) = ((part.start, part.stop) for part in ids)
     first = torch.randint(low, high, (n, 1, 1), generator=draw).expand(n, 2, 1)
-    rest = torch.randint(start, stop, (n, 2, length - 1), generator=draw)
-    inputs = torch.cat([first, rest], dim=2)
+    others = torch.randint(start, stop, (n, 2, length - 1), generator=draw)
+    inputs = torch.cat([first, others], dim=2)
     return torch.cat([inputs, torch.full_like(inputs, task.query)], dim=2)
 
 

@@ -83,9 +83,9 @@ CASES: dict[str, Callable[[], Numbers]] = {
 
 def main(prefixes: Sequence[str]) -> None:
     """Records the cases whose names begin with one of `prefixes`."""
-    before = json.loads(RECORD.read_text())
+    recorded = json.loads(RECORD.read_text())
     record = {
-        name: case() if name.startswith(tuple(prefixes)) else before[name]
+        name: case() if name.startswith(tuple(prefixes)) else recorded[name]
         for name, case in CASES.items()
     }
     for found in record.values():

@@ -144,12 +144,12 @@ def _evaluate(config: TrainConfig, longest: int | None) -> None:
     held_out = TASKS.build(cast(Any, config.validation), tokenizer)
     how = {"length": config.length.max, "longest": longest}
     evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
-    after = open_checkpoint(config.output_dir, name="after", device=device)
-    # Attention of a hybrid reads as many tokens before as after, so that training alone differs.
-    window = getattr(after.model, "attention_window", None)
+    tuned = open_checkpoint(config.output_dir, name="after", device=device)
+    # Attention of a hybrid reads as many tokens in both, so that training alone differs.
+    window = getattr(tuned.model, "attention_window", None)
     same = None if window is None else f"{ATTENTION_WINDOW}{window}"
-    before = open_checkpoint(str(config.init_from), same, name="before", device=device)
-    models = [before, after]
+    untuned = open_checkpoint(str(config.init_from), same, name="before", device=device)
+    models = [untuned, tuned]
     measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)
 
 

@@ -95,9 +95,9 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 def refused(cli: CLI, *arguments: str | Path, says: tuple[str, ...] = ()) -> None:
     """Runs a command that must be refused and must leave its folder as it was."""
-    before = contents(Path.cwd())
+    kept = contents(Path.cwd())
     assert_refused(cli(*arguments), *says)
-    assert contents(Path.cwd()) == before
+    assert contents(Path.cwd()) == kept
 
 
 def commands(

@@ -57,10 +57,10 @@ def test_a_command_prints_its_results_and_its_files(
     rows = [path for file in files for path in file.parent.glob("rows.jsonl")]
     if not rows:
         return
-    before = [path.read_bytes() for path in rows]
+    written = [path.read_bytes() for path in rows]
     monkeypatch.setattr(Figure, "savefig", not_drawn)
     assert cli(*words).out == result.out
-    assert [path.read_bytes() for path in rows] == before
+    assert [path.read_bytes() for path in rows] == written
 
 
 def test_a_launch_divides_its_words_at_the_first_command(

@@ -31,13 +31,13 @@ def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) 
     out = ["--output", "out"]
     result = cli("compare", models / "text", "--suite", "mine.yaml", *out)
     assert (result.code, "mine" in result.out) == (0, False), "one suite needs no name"
-    before = (shelf / "out/rows.jsonl").read_bytes()
+    written = (shelf / "out/rows.jsonl").read_bytes()
     asked = ["--lengths", "180,240", "--depths", "0,1.0", "--n", "2"]
     assert cli("eval", "passkey", models / "text", *asked, *out).code == 0
-    assert (shelf / "out/rows.jsonl").read_bytes() == before
+    assert (shelf / "out/rows.jsonl").read_bytes() == written
     assert cli("eval", "passkey", models / "text", *asked, "--seed", "1", *out).code == 0
     assert cli("eval", "task", models / "backwards", "--n", "2", *out).code == 0
-    assert (shelf / "out/rows.jsonl").read_bytes().startswith(before)
+    assert (shelf / "out/rows.jsonl").read_bytes().startswith(written)
     assert len(rows(shelf / "out")) == 8 + 8 + 2
 
 

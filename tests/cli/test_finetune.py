@@ -59,9 +59,9 @@ def test_answers_are_evaluated_where_answers_are_trained(
     done = cli(*command, "--data", "pairs.jsonl", "--output", "run")
     assert done.code == 0, done.err
     assert "leaves passkeys out" in caplog.text
-    after = {cell["metric"]: cell for cell in evaluated_cells() if cell["model"] != "before"}
-    assert after.keys() == {"answers, nats per token", "answers, exact match"}
-    loss, right = (after[f"answers, {name}"] for name in ("nats per token", "exact match"))
+    tuned = {cell["metric"]: cell for cell in evaluated_cells() if cell["model"] != "before"}
+    assert tuned.keys() == {"answers, nats per token", "answers, exact match"}
+    loss, right = (tuned[f"answers, {name}"] for name in ("nats per token", "exact match"))
     assert loss["difference"]["high"] < 0
     assert loss["difference"]["n"] == right["difference"]["n"] >= 5
     assert (right["estimate"]["mean"], right["difference"]["mean"]) == (1, 1)

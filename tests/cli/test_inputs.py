@@ -121,11 +121,11 @@ def soon() -> Iterator[None]:
     def late(*_: Any) -> None:
         raise SystemExit("still reading")
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, handler)
 
 
 def call(cli: CLI, parameter: Parameter, value: str, shelf: Path) -> Outcome:

@@ -62,12 +62,12 @@ def test_a_command_is_refused_while_another_process_writes_there(
     target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
     command = [*name.split(), *PLACES[name][0].format(**places).split()]
     with held(target) as pid:
-        before = contents(tmp_path)
+        kept = contents(tmp_path)
         refused = cli(*command)
         assert refused.code == 2, refused.err
         last = refused.err.splitlines()[-1]
         assert str(pid) in last
-        assert contents(tmp_path) == before
+        assert contents(tmp_path) == kept
     done = cli(*command)
     assert done.code == 0, done.err
     assert not list(tmp_path.rglob("*.lock"))

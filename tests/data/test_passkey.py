@@ -89,10 +89,10 @@ def test_prompts_have_exactly_the_length_asked(
     assert text.count(line) == 1
     # The key line stands where the depth says, counted in tokens of filler.
     filler = len(prompt) - sum(len(task.ids(part)) for part in (PROMPT_HEADER, line, QUESTION))
-    before = text.index(line) - len(PROMPT_HEADER)
-    after = len(text) - text.index(line) - len(line) - len(QUESTION)
+    start = text.index(line) - len(PROMPT_HEADER)
+    end = len(text) - text.index(line) - len(line) - len(QUESTION)
     if filler > 500:
-        assert before / (before + after) == pytest.approx(depth, abs=0.05)
+        assert start / (start + end) == pytest.approx(depth, abs=0.05)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

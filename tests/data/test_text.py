@@ -112,8 +112,8 @@ def test_carried_rows_read_every_token_once_per_epoch(
             torch.cat([getattr(batch, name)[row] for batch in batches])
             for name in ("tokens", "targets", "is_document_start")
         )
-        for before, after, begins in zip(targets[:-1], tokens[1:], starts[1:], strict=True):
-            assert bool(begins) == (int(before) != int(after))
+        for target, token, begins in zip(targets[:-1], tokens[1:], starts[1:], strict=True):
+            assert bool(begins) == (int(target) != int(token))
         assert bool(starts[0])
         share = (row + 1) * places // of - row * places // of
         epoch = list(zip(tokens.tolist(), targets.tolist(), strict=True))[:share]

@@ -166,14 +166,14 @@ def test_the_jacobian_equals_that_of_autograd(spec: dict[str, Any]) -> None:
     state = random_tree(cell.init_state(1), 1)
     parts = [leaf for _, leaf in leaves(state)]
 
-    def after(flat: Tensor) -> Tensor:
+    def end_of(flat: Tensor) -> Tensor:
         pieces = flat.split([part.numel() for part in parts])
-        before = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
-        end = cell(x, unflatten(state, before), Edit())[1]
+        given = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+        end = cell(x, unflatten(state, given), Edit())[1]
         return torch.cat([leaf.flatten() for _, leaf in leaves(end)])
 
     start = torch.cat([part.flatten() for part in parts])
-    expected = torch.autograd.functional.jacobian(after, start)
+    expected = torch.autograd.functional.jacobian(end_of, start)
     assert isinstance(expected, Tensor)
     operator = jacobian(cell, x, state)
     vectors = torch.randn(len(expected), 3, generator=generator(5), dtype=torch.float64)

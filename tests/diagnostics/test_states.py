@@ -94,11 +94,11 @@ def test_observations_equal_a_loop(mixer: str) -> None:
     """Every statistic equals that of the loop, and no hook remains."""
     model, tokens = build_model(mixer), random_tokens(3, TIME + 1)
     loop = Loop(model, tokens)
-    before = 0
+    begin = 0
     seen = observe(model, tokens, [7, 33, TIME])
     for place, stop in enumerate(seen.position.tolist()):
         found = at(seen, place)
-        assert_near(found.loss, loop.losses[:, before:stop].mean(1), 1e-6, "loss")
+        assert_near(found.loss, loop.losses[:, begin:stop].mean(1), 1e-6, "loss")
         for layer in range(len(model.cells)):
             memory = loop.memory(layer, stop)
             flat = memory.flatten(2)
@@ -113,9 +113,9 @@ def test_observations_equal_a_loop(mixer: str) -> None:
             if mixer in ("gru", "lstm", "mamba2"):
                 kept = loop.decay(layer, 0, stop).mean(-1)
                 assert_near(found.retention[layer], kept.expand_as(norm), 1e-9, "retention")
-                gate = loop.decay(layer, before, stop) ** (1 / (stop - before))
+                gate = loop.decay(layer, begin, stop) ** (1 / (stop - begin))
                 assert_near(found.gate[layer], gate.mean(-1).expand_as(norm), 1e-9, "gate")
-        before = stop
+        begin = stop
     assert not any(cell.is_observed for cell in model.cells)
 
 

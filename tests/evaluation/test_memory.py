@@ -66,11 +66,11 @@ def test_the_evaluation(tmp_path: Path) -> None:
     expected = sum(naive(one.model, piece, 20, 16) for piece in pieces) / 2
     assert cell.estimate is not None
     assert cell.estimate.mean == pytest.approx(expected, abs=1e-6)
-    before = (tmp_path / "r/rows.jsonl").read_bytes()
+    part = (tmp_path / "r/rows.jsonl").read_bytes()
     measure(MemoryOptions(**asked, stretches=3), tmp_path / "r", one)
-    after = (tmp_path / "r/rows.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert after.count(b"\n") == 6
+    whole = (tmp_path / "r/rows.jsonl").read_bytes()
+    assert whole.startswith(part)
+    assert whole.count(b"\n") == 6
     other, pairs = small_model("other", seed=1), small_model("pairs", tokenizer=PairTokenizer())
     both = measure(MemoryOptions(**asked), tmp_path / "both", one, other, pairs).table.cells
     compared = {cell.model for cell in both if cell.difference is not None}

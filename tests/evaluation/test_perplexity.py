@@ -167,11 +167,11 @@ def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     """An interrupted evaluation goes on; texts, windows, and lengths inside a window are added."""
     with pytest.raises(KeyboardInterrupt):
         counted(tmp_path, Counting(fails_after=2))
-    before = (tmp_path / "r/rows.jsonl").read_bytes()
+    written = (tmp_path / "r/rows.jsonl").read_bytes()
     model = Counting()
     counted(tmp_path, model)
     assert len(model.calls) == 4
-    assert (tmp_path / "r/rows.jsonl").read_bytes().startswith(before)
+    assert (tmp_path / "r/rows.jsonl").read_bytes().startswith(written)
     model = Counting()
     counted(tmp_path, model, lengths=[64, 128])
     assert model.calls == []

@@ -90,9 +90,9 @@ def test_evaluate_is_public(tmp_path: Path) -> None:
     cells = longrnn.evaluate("passkey-tiny", spec, tmp_path)
     assert [cell.at for cell in cells if cell.metric.startswith("passkey")] == [256, 300]
     assert (tmp_path / "report.html").is_file()
-    before = (tmp_path / "rows.jsonl").read_bytes()
+    kept = (tmp_path / "rows.jsonl").read_bytes()
     assert longrnn.evaluate(["passkey-tiny"], [spec], tmp_path) == cells
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert (tmp_path / "rows.jsonl").read_bytes() == kept
 
 
 def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def found(path: Path) -> list[object]:
 
 def test_rows_are_found_by_all_that_they_depend_on(path: Path) -> None:
     """A row of another model, tokenizer, protocol, evaluation or item is not that row."""
-    before = path.read_bytes()
+    kept = path.read_bytes()
     assert found(path) == ROWS
     store = Store(path.parent)
     for name, other in {"evaluation": "x", "model": "x", "tokenizer": "x", "protocol": {}}.items():
         assert store.get(ORIGIN._replace(**{name: other}), ITEMS[0]) is None
     assert store.get(ORIGIN, {"length": 64, "index": 9}) is None
-    assert path.read_bytes() == before
+    assert path.read_bytes() == kept
     assert [list(json.loads(line))[-1] for line in path.read_text().splitlines()] == ["sha256"] * 4
 
 

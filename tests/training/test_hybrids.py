@@ -65,13 +65,13 @@ def test_a_run_ends_in_a_checkpoint_of_transformers(kind: str, tmp_path: Path) -
     settings = config(base, output, task={"kind": "text", "data": str(BOOK)}, **one)
     train(settings)
     (batch,) = segments(TASKS.build(settings.task, ByteTokenizer()), settings, 0, 0)
-    before = AutoModelForCausalLM.from_pretrained(base)
-    after = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
+    original = AutoModelForCausalLM.from_pretrained(base)
+    tuned = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
     with torch.no_grad():
-        logits = before(input_ids=batch.tokens).logits
+        logits = original(input_ids=batch.tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         text = tokens(2, 20)
-        theirs = after(input_ids=text).logits
+        theirs = tuned(input_ids=text).logits
     assert metrics(output)[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
     ours = load(output)
     assert isinstance(ours, HybridLM)
@@ -108,7 +108,7 @@ def test_a_run_is_that_of_an_own_loop(
 ) -> None:
     """With carried states, segments and micro-batches: losses and final weights, in float64."""
     theirs = architecture(kind, vocab_size=256).double()
-    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    initial = {name: weight.clone() for name, weight in theirs.state_dict().items()}
     loaded: Any = open_hugging_face(theirs)
     monkeypatch.setattr("longrnn.training.models.load", lambda name: loaded)
     theirs.float = lambda: theirs  # a run casts the weights of any other checkpoint
@@ -118,13 +118,13 @@ def test_a_run_is_that_of_an_own_loop(
     settings = config(tmp_path, tmp_path / "run", task=one_book, **rate, **carry)
     trainer = Trainer(settings, build_accelerator(settings), quiet=True)
     found = [trainer.train_step()["loss"] for trainer.step in range(settings.max_steps)]
-    after = {name: weight.clone() for name, weight in theirs.state_dict().items()}
-    theirs.load_state_dict(before)
+    trained = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    theirs.load_state_dict(initial)
     tolerance = 1e-5 if kind in NARROW else 1e-9
     losses = own_loop(loaded.train(), settings, 1e-2)
     assert losses == pytest.approx(found, rel=1e-5)  # metrics are float32
     for name, weight in theirs.state_dict().items():
-        assert_near(after[name], weight, tolerance, name)
+        assert_near(trained[name], weight, tolerance, name)
 
 
 ADAPTERS = {"r": 2, "targets": ["in_proj", "q_proj"], "full": ["A_log", "dt_bias", "conv1d"]}
@@ -207,9 +207,9 @@ def test_adapters_have_the_names_of_the_architecture(
     assert all(weight.requires_grad for weight in merged.parameters())
     with torch.no_grad():
         wanted = theirs.eval()(text, use_cache=False).logits
-        before = load(base)(text).logits
+        untrained = load(base)(text).logits
         assert_near(merged(text).logits, wanted, 1e-5)
-    assert (wanted - before).abs().max() > 0.1
+    assert (wanted - untrained).abs().max() > 0.1
     assert getattr(merged, "attention_window", None) in (None, (LENGTH, 0))
 
 
@@ -218,8 +218,8 @@ def test_weights_that_no_layer_uses_keep_their_values(tmp_path: Path) -> None:
     base = architecture("zamba2", vocab_size=256, tie_word_embeddings=False)
     output = tmp_path / "run"
     train(config(with_bytes(base, tmp_path / "base"), output, max_steps=2))
-    before, after = load(tmp_path / "base").state_dict(), load(output).state_dict()
-    kept = [name for name, weight in before.items() if torch.equal(weight, after[name])]
+    original, tuned = load(tmp_path / "base").state_dict(), load(output).state_dict()
+    kept = [name for name, weight in original.items() if torch.equal(weight, tuned[name])]
     assert len(kept) == 4
     assert all("adapter_list" in name for name in kept)
 

@@ -66,10 +66,10 @@ def test_parameters_by_pattern() -> None:
     set_learning_rate(optimizer, 500, config)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     named = dict(model.named_parameters())
-    now = learning_rate(500, config)
+    rate = learning_rate(500, config)
     assert {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {((0.9, 0.7), 1e-5)}
-    assert found[id(named["blocks.1.mixer.A_log"])]["lr"] == pytest.approx(5 * now)
-    assert found[id(named["blocks.0.mixer.dt_bias"])]["lr"] == pytest.approx(2 * now)
+    assert found[id(named["blocks.1.mixer.A_log"])]["lr"] == pytest.approx(5 * rate)
+    assert found[id(named["blocks.0.mixer.dt_bias"])]["lr"] == pytest.approx(2 * rate)
     assert id(named["blocks.0.mixer.A_log"]) not in found
     assert not named["blocks.0.mixer.A_log"].requires_grad
     decayed = {n for n, p in named.items() if found.get(id(p), {}).get("weight_decay")}

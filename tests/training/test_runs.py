@@ -95,9 +95,9 @@ def test_a_longer_run_and_a_branch(
     assert [row["step"] for row in branch.rows] == [6, 9, 10]
     still = ["weight_decay=0.5", "max_steps=5", "learning_rate_scale={'*.A_log': 1e-9}"]
     branch = train(None, f"output_dir={tmp_path / 'still'}", *still, resume=origin)
-    before, after = (model.state_dict() for model in (load(origin), branch.model()))
-    moved = {name for name in after if (after[name] - before[name]).abs().max() > 1e-6}
-    assert moved == {name for name in after if not name.endswith("A_log")}
+    base, tuned = (model.state_dict() for model in (load(origin), branch.model()))
+    moved = {name for name in tuned if (tuned[name] - base[name]).abs().max() > 1e-6}
+    assert moved == {name for name in tuned if not name.endswith("A_log")}
     with pytest.raises(UserError, match=naming("resume")):
         train({"max_steps": 11}, resume=tmp_path / "one")
 
@@ -234,9 +234,9 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
     done = forks.run("train", path, "--dry-run", "validation.data=nowhere.txt")
     assert (done.returncode, "nowhere.txt" in done.stderr) == (2, True)
     run(tiny("fitted_noise", tmp_path / "run", max_steps=1))
-    before = contents(tmp_path)
+    kept = contents(tmp_path)
     done = forks.run("train", "--resume", tmp_path / "run", "max_steps=2", "--dry-run")
-    assert (done.returncode, contents(tmp_path)) == (0, before), done.stderr
+    assert (done.returncode, contents(tmp_path)) == (0, kept), done.stderr
 
 
 def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:

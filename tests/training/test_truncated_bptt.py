@@ -68,9 +68,9 @@ def gradients(model: RecurrentLM, loss: Tensor, state: LMState) -> dict[str, Ten
 
 def summed(model: RecurrentLM, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:
     """The summed loss of one call over whole rows."""
-    logits, after = model(tokens[:, :-1], state)
+    logits, end = model(tokens[:, :-1], state)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    return loss, after
+    return loss, end
 
 
 def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -130,10 +130,10 @@ def test_a_model_of_one_layer_ends_where_reading_again_ends(mixer: str, time: in
     """Repetition gives the state of k readings, for each row and across chunks."""
     model = build_model(ONE_READING[mixer], n_layers=1)
     text, tokens = random_tokens(2, 7, seed=1), random_tokens(2, time, seed=2)
-    before = model(text).state
+    start = model(text).state
     times = torch.tensor([3, 5])
-    _, after = read_repeatedly(model, tokens, before, times)
-    found = after.layers[0].ssm
+    _, end = read_repeatedly(model, tokens, start, times)
+    found = end.layers[0].ssm
     for row, count in enumerate(times.tolist()):
         again = tokens[row : row + 1].repeat(1, count)
         start = model(text[row : row + 1]).state
