@@ -123,11 +123,14 @@ class ScanningCell(Cell):
         if isinstance(state, EditedState):
             edited, state, recent = state, state.state, state.recent
         edit = NO_EDIT if edit is None else edit
-        edit.refuse_unknown(STAGES, type(self).__name__)
+        if edit is not NO_EDIT:
+            edit.refuse_unknown(STAGES, type(self).__name__)
         steps, rest = self.before(x, state, edit, rows)
         if rows is not None:
             steps = steps.each(rows.without_padding)
-        inputs, rest = self.inputs(edit.apply(steps), rest)
+        if edit is not NO_EDIT:
+            steps = edit.apply(steps)
+        inputs, rest = self.inputs(steps, rest)
         if rows is not None:
             inputs = inputs._replace(decay=_separated(inputs.decay, rows))
         before = Memory(state.ssm, recent)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import Edit, EditedState, Mamba, Mamba2, StepChange
 from longrnn.cells.mamba import StepProjection
+from longrnn.cells.scanning import STAGES
 from longrnn.models.blocks import Block
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu import tokens as cpu
@@ -143,12 +144,12 @@ def _suits(block: nn.Module) -> bool:
     )
 
 
-def _numbers(edit: Edit, heads: int, stages: set[str]) -> Tensor | None:
+def _numbers(edit: Edit, heads: int) -> Tensor | None:
     """The changes of each head, a row of `(h,)` float64 for each of `NUMBERS`.
 
-    None for an edit with other stages than these.
+    None for an edit that the kernels do not compute.
     """
-    if edit.stages - stages:
+    if edit.stages - STAGES:
         return None
     change, *others = edit.changes or (StepChange(),)
     if others or not isinstance(change, StepChange):
@@ -179,7 +180,7 @@ def _layer(block: nn.Module, edit: Edit | None) -> cpu.PackedLayer | None:
     assert block.norm is not None
     cell: Any = block.mixer
     kernel = STACKED[type(cell)]
-    numbers = None if edit is None else _numbers(edit, cell.n_heads, kernel.stages)
+    numbers = None if edit is None else _numbers(edit, cell.n_heads)
     if edit is not None and numbers is None:
         return None
     every = torch.ones(cell.n_heads, dtype=torch.bool)
@@ -255,26 +256,17 @@ class _Stacked(NamedTuple):
     Attributes:
         name: of the kernel.
         struct: of `signatures`, with what it reads of one block.
-        stages: of an edit, those that it computes.
         suits: whether it computes a cell with its options.
         arguments: what it reads of a cell but for the projections of input and output.
     """
 
     name: str
     struct: str
-    stages: set[str]
     suits: Callable[[Any], bool]
     arguments: Callable[[Any], dict[str, Any]]
 
 
-EDITED_STEPS = {"rate", "bias", "steps", "keep", "add", "limit"}
 STACKED: dict[type, _Stacked] = {
-    Mamba: _Stacked("mamba_layers", "MambaLayer", EDITED_STEPS, _mamba_suits, _mamba_arguments),
-    Mamba2: _Stacked(
-        "mamba2_layers",
-        "Mamba2Layer",
-        EDITED_STEPS | {"window", "heads"},
-        lambda cell: True,
-        _mamba2_arguments,
-    ),
+    Mamba: _Stacked("mamba_layers", "MambaLayer", _mamba_suits, _mamba_arguments),
+    Mamba2: _Stacked("mamba2_layers", "Mamba2Layer", lambda cell: True, _mamba2_arguments),
 }

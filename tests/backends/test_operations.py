@@ -268,11 +268,14 @@ def test_a_layer(
 @pytest.mark.parametrize("tokens", [1, 70])
 @every_backend
 def test_a_layer_of_narrow_weights(backend: str, tokens: int, narrow: torch.dtype) -> None:
-    """The recurrence is computed in float32."""
+    """The recurrence is computed in float32.
+
+    What is left is mostly the rounding of the input projection: 4.6 units in the last place.
+    """
     found = layer_results(mamba2(CELLS[0], narrow, backend), tokens, gradients=False)
     exact = layer_results(mamba2(CELLS[0], narrow).double(), tokens, gradients=False)
     assert [one.dtype for one in found] == [narrow, narrow, torch.float32]
-    assert_near(found, exact, 16 * torch.finfo(narrow).eps)
+    assert_near(found, exact, 8 * torch.finfo(narrow).eps)
 
 
 @every_backend

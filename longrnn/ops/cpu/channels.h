@@ -9,7 +9,7 @@
 // - The backward pass keeps one state per SPAN tokens, and computes the others again.
 
 #pragma once
-#include "key_decays.h"
+#include "tokens.h"
 
 namespace {
 
@@ -60,10 +60,10 @@ template <class T> struct ChannelBlock {
       for (long j = 0; j < s.n; j++) to[i * s.n + j] = from[j * W + i];
   }
   long states_at() const { return (row * s.h + first) * s.n; }
-  long at(long token) const { return (row * s.t + token) * s.h + first; }
+  long at(long token) const { return (row * s.capacity + token) * s.h + first; }
   Vec<T> read(const T *tensor, long token) const { return read_channels<T>(tensor + at(token), count); }
   void write(T *tensor, long token, Vec<T> v) const { write_channels<T>(tensor + at(token), v, count); }
-  long keys_at(long token) const { return ((row * s.t + token) * s.g + group) * s.n; }
+  long keys_at(long token) const { return ((row * s.capacity + token) * s.g + group) * s.n; }
   long output(long token) const { return row * (s.t - known) + token - known; }  // its place in y and C
   const T *queries(long token) const { return s.C + (output(token) * s.g + group) * s.n; }
   T *outputs(long token) const { return s.y + output(token) * s.h + first; }
@@ -87,7 +87,7 @@ template <class T> struct ChannelBlock {
       } else if (limit < INFINITY) {
         Buffer<double> numbers(s.n);
         for (long j = 0; j < s.n; j++) numbers[j] = double(state[j * W + i]);
-        scales[i] = T(scale_of<double>(numbers, s.n, limit));
+        scales[i] = T(scale_of<double>(numbers, s.n, limit, dot<double>(numbers, numbers, s.n)));
       }
     }
     for (long j = 0; !is_within && j < s.n; j++) store<T>(state + j * W, load<T>(state + j * W) * scales);
@@ -112,29 +112,33 @@ template <class T> struct ChannelBlock {
   }
 };
 
-// One token of each row: vectors hold keys of one channel, as they are in memory.
-template <class T> void one_channel_token(const Channels<T> &s) {
-  const int threads = threads_for(16.0 * s.b * s.h * s.n);
-  PerThread<Buffer<T>> all_decays(threads, s.n);
-  PerThread<KeyWork<T>> works(threads, s.n, 1);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (long task = 0; task < s.b * s.h; task++) {
-    const long row = task / s.h, channel = task % s.h, keys = (row * s.g + channel / (s.h / s.g)) * s.n;
-    const T log_keep = s.log_keep ? s.log_keep[row * s.keep_token + channel] : T(0), *rate = s.rate + channel * s.n;
-    T *log_decay = all_decays.mine(), *state = s.final_state + task * s.n;
-    for (long j = 0; j < s.n; j++) log_decay[j] = s.step[task] * rate[j] + log_keep;
-    std::memcpy(state, s.state + task * s.n, s.n * sizeof(T));
-    KeyWork<T> &w = works.mine();
-    w.decays.read(s.n, log_decay, true, nullptr);
-    one_key_token<T, false>(1, s.n, s.x + task, s.gain[task], w.decays, s.B + keys, s.C + keys, state, state,
-                            s.y + task, w.missing);
-    if (s.limit && s.limit[channel] < INFINITY) rescale<T>(state, s.n, s.y + task, 1, s.limit[channel]);
-  }
+// One token of each row as a call of `by_tokens`, with the given decays, (b, h, n) or those of the steps.
+template <class T> Scan<T> as_scan(const Channels<T> &s, const T *log_decay) {
+  Scan<T> token{};
+  token.b = s.b, token.t = 1, token.h = s.h, token.p = 1, token.g = s.g, token.n = token.decays = s.n;
+  token.x = s.x, token.x_row = s.h, token.gain = s.gain, token.log_decay = log_decay;
+  token.B = s.B, token.C = s.C, token.bc_row = s.g * s.n;
+  token.state = s.state, token.final_state = s.final_state, token.y = s.y;
+  token.limit = s.limit;
+  return token;
 }
 
-template <class T> int channels(const Channels<T> &s) {
+// One token of each row: vectors hold keys of one channel, as they are in memory.
+template <class T> void one_channel_token(const Channels<T> &s) {
+  const long size = s.h * s.n;
+  Buffer<T> log_decay(s.b * size);
+#pragma omp parallel for schedule(static) num_threads(threads_for(double(s.b) * size))
+  for (long task = 0; task < s.b * s.h; task++) {
+    const long row = task / s.h, channel = task % s.h;
+    const T log_keep = s.log_keep ? s.log_keep[row * s.keep_token + channel] : T(0), *rate = s.rate + channel * s.n;
+    for (long j = 0; j < s.n; j++) log_decay[task * s.n + j] = s.step[task] * rate[j] + log_keep;
+  }
+  by_tokens<T, false>(as_scan<T>(s, log_decay));
+}
+
+template <class T> void channels(const Channels<T> &s) {
   constexpr int W = Lane<T>::W;
-  if (s.t == 1) return one_channel_token<T>(s), 1;
+  if (s.t == 1) return one_channel_token<T>(s);
   const long blocks = ChannelBlock<T>::number(s);
   const int threads = threads_for(16.0 * s.b * s.t * s.h * s.n);
   PerThread<Buffer<T>> all_rates(threads, s.n * W), all_states(threads, s.n * W);
@@ -149,7 +153,6 @@ template <class T> int channels(const Channels<T> &s) {
     }
     block.write_keys(state, s.final_state + block.states_at());
   }
-  return 1;
 }
 
 template <class T> struct WindowedWork {  // of one thread, for one block of channels
@@ -204,7 +207,7 @@ void windowed_span(const WindowedChannels<T> &call, const ChannelBlock<T> &block
 }
 
 // The recurrence over the last `window` tokens: y of the tokens after the first `known`. C has those alone.
-template <class T> int windowed_channels(const WindowedChannels<T> &call) {
+template <class T> void windowed_channels(const WindowedChannels<T> &call) {
   constexpr int W = Lane<T>::W;
   const Channels<T> &s = call.of;
   const long blocks = ChannelBlock<T>::number(s), most = std::min(call.window, s.t - call.known);
@@ -218,7 +221,6 @@ template <class T> int windowed_channels(const WindowedChannels<T> &call) {
     for (long start = call.known; start < s.t; start += call.window)
       windowed_span<T>(call, block, w, start, std::min(s.t, start + call.window));
   }
-  return 1;
 }
 
 template <class T> struct ChannelsWork {  // of one thread, for one row and group
@@ -263,7 +265,7 @@ void span_gradient(const ChannelsGradient<T> &g, const ChannelBlock<T> &block, C
   }
 }
 
-template <class T> int channels_gradient(const ChannelsGradient<T> &g) {
+template <class T> void channels_gradient(const ChannelsGradient<T> &g) {
   constexpr int W = Lane<T>::W;
   const Channels<T> &s = g.of;
   const long blocks = ChannelBlock<T>::number(s), size = s.n * W, spans = (s.t + SPAN - 1) / SPAN;
@@ -306,7 +308,6 @@ template <class T> int channels_gradient(const ChannelsGradient<T> &g) {
       block.write_keys(w.grad_rates + number * size, g.grad_rate + block.states_at());
     }
   }
-  return 1;
 }
 
 }  // namespace

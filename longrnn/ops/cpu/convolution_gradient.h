@@ -63,7 +63,7 @@ template <class V, int K, class T> void columns_gradient(const ConvolutionGradie
   }
 }
 
-template <class T> int convolution_gradient(const ConvolutionGradient<T> &to) {
+template <class T> void convolution_gradient(const ConvolutionGradient<T> &to) {
   constexpr int W = Lane<T>::W;
   const long c = to.of.c, vectors = c / W;
 #pragma omp parallel for schedule(static) num_threads(threads_for(double(to.of.b) * to.of.t * c * WORK_PER_CHANNEL))
@@ -73,7 +73,6 @@ template <class T> int convolution_gradient(const ConvolutionGradient<T> &to) {
     else if (to.of.k == 4) columns_gradient<Vec<T>, 4, T>(to, i);
     else columns_gradient<Vec<T>, 0, T>(to, i);
   }
-  return 1;
 }
 
 }  // namespace

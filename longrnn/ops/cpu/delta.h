@@ -28,46 +28,30 @@ template <class T> void solve(long q, long pp, const T *a, T *x) {
   }
 }
 
-// One chunk of `q` tokens of one head, as `chunk_of_head`.
-template <class T>
-void delta_chunk(const Scan<T> &s, DeltaWork<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
-  const long at = (row * s.t + start) * s.h + head;
-  const Decays d(s.log_decay + at, s.h, q);
-  read_inputs<T>(s, w, row, head, start, q);
+template <class T> void delta_chunk(const Scan<T> &s, DeltaWork<T> &w, const Chunk<T> &c) {
+  const Decays d(s.log_decay + c.at(s), s.h, c.q);
+  read_inputs<T>(s, w, c);
   double factors[CHUNK], kept[CHUNK];
-  for (long i = 0; i < q; i++) {
-    const double gain = s.gain[at + i * s.h];
+  for (long i = 0; i < c.q; i++) {
+    const double gain = s.gain[c.at(s) + i * s.h];
     factors[i] = -gain * d.before[i];
     d.advance(kept, i);
     for (long j = 0; j < i; j++) w.weights[i * CHUNK + j] = T(-gain * kept[j]) * w.alike[i * CHUNK + j];
   }
-  scale_rows<T>(B, s.bc_token, factors, q, s.n, w.scaled);
-  product<T>(q, w.pp, s.n, {w.scaled, s.n, 1}, {w.memory, w.pp}, {w.inputs, w.pp}, true);
-  solve<T>(q, w.pp, w.weights, w.inputs);
-  chunk_of_inputs<T>(s, w, d, w.scores, row, head, start, q, B, C);
+  scale_rows<T>(c.B, s.bc_token, factors, c.q, s.n, w.scaled);
+  product<T>(c.q, w.pp, s.n, {w.scaled, s.n, 1}, {w.memory, w.pp}, {w.inputs, w.pp}, true);
+  solve<T>(c.q, w.pp, w.weights, w.inputs);
+  chunk_of_inputs<T>(s, w, d, c);
 }
 
-template <class T> int delta(const Scan<T> &s) {
-  const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
-  if (s.t > FEW_TOKENS) {
-    chunks<T, DeltaWork<T>>(
-        s, threads,
-        [&](DeltaWork<T> &w, long q, const T *B) {
-          product<T>(q, padded<T>(q), s.n, {B, s.bc_token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
-        },
-        [&](DeltaWork<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
-          delta_chunk<T>(s, w, row, head, start, q, B, C);
-        });
-    return 1;
-  }
-  PerThread<Buffer<T>> added(threads, s.p);
-  token_by_token<T>(s, threads, [&](const T *x, long at, const T *B, const T *before) -> const T * {
-    T *u = added.mine();
-    const T decay = T(std::exp(double(s.log_decay[at])));
-    for (long j = 0; j < s.p; j++) u[j] = x[j] - decay * dot<T>(before + j * s.n, B, s.n);
-    return u;
-  });
-  return 1;
+template <class T> void delta(const Scan<T> &s) {
+  if (s.t <= FEW_TOKENS || s.decays > 1 || s.limit) return by_tokens<T, true>(s);
+  chunks<T, DeltaWork<T>>(
+      s, threads_for(double(s.b) * s.t * s.h * s.p * s.n),
+      [&](DeltaWork<T> &w, const Chunk<T> &c) {
+        product<T>(c.q, padded<T>(c.q), s.n, {c.B, s.bc_token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
+      },
+      [&](DeltaWork<T> &w, const Chunk<T> &c) { delta_chunk<T>(s, w, c); });
 }
 
 }  // namespace

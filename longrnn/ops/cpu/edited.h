@@ -56,14 +56,14 @@ template <class T> struct WindowWork {  // of one thread
         total(count) {}
 };
 
-// Writes the inputs of the token behind those of the window.
+// Writes the inputs of the token behind those of the window. `s.log_decay` may have steps instead.
 template <class T> void remember(const Scan<T> &s, const Window<T> &w, long row) {
   const long *heads = static_cast<const long *>(w.heads);
   const long each = w.count / w.groups, at = row * w.capacity + w.length - 1;
   for (long i = 0; i < w.count; i++) {
     write<T>(w.x, (at * w.count + i) * s.p, s.p, s.x + row * s.x_row + heads[i] * s.p);
     w.gain[at * w.count + i] = s.gain[row * s.h + heads[i]];
-    w.log_decay[at * w.count + i] = s.log_decay[row * s.h + heads[i]];
+    w.decay[at * w.count + i] = s.log_decay[row * s.h + heads[i]];
   }
   for (long i = 0; i < w.groups; i++)
     write<T>(w.B, (at * w.groups + i) * s.n, s.n, s.B + row * s.bc_row + heads[i * each] / (s.h / s.g) * s.n);
@@ -78,7 +78,7 @@ void attend(const Scan<T> &s, const Window<T> &w, WindowWork<T> &work, long row,
   std::fill_n(work.total.data, count, 0.0);
   std::fill_n(work.logs.data, step, T(0));
   for (long t = w.length - 1; t >= 0; t--) {
-    const T *gain = w.gain + (start + t) * w.count + first, *log_decay = w.log_decay + (start + t) * w.count + first;
+    const T *gain = w.gain + (start + t) * w.count + first, *log_decay = w.decay + (start + t) * w.count + first;
     const T *B = numbers<T>(w.B, (start + t) * w.groups * s.n, w.groups * s.n, work.B);
     T *weights = work.weights + t * step;
     for (long i = 0; i < count; i++) work.logs[i] = T(work.total[i]), work.total[i] += double(log_decay[i]);
@@ -101,45 +101,30 @@ void attend(const Scan<T> &s, const Window<T> &w, WindowWork<T> &work, long row,
   }
 }
 
-// One token of a head without a window.
-template <class T>
-void limited_token(const Scan<T> &s, double limit, const T *nothing, bool past_caches, long row, long head) {
-  const long task = row * s.h + head, size = s.p * s.n, bc = row * s.bc_row + head / (s.h / s.g) * s.n;
-  T *after = s.final_state + task * size, *y = s.y + task * s.p;
-  // 0 times an infinite input would be NaN.
-  const T *x = s.gain[task] == T(0) ? nothing : s.x + row * s.x_row + head * s.p;
-  const auto run = past_caches && !(limit < INFINITY) ? one_token<T, true> : one_token<T, false>;
-  run(s.p, s.n, x, s.gain[task], s.log_decay[task], s.B + bc, s.C + bc, s.state + task * size, after, y);
-  if (limit < INFINITY) rescale<T>(after, size, y, s.p, limit);
+// Copies the states of the heads of a window, which do not change, over those of a computation of all heads.
+template <class T> void keep_windowed(const Scan<T> &s, const Window<T> &w) {
+  const long *heads = static_cast<const long *>(w.heads), size = s.p * s.n;
+  for (long task = 0; task < s.b * w.count; task++) {
+    const long at = (task / w.count * s.h + heads[task % w.count]) * size;
+    std::memcpy(s.final_state + at, s.state + at, size * sizeof(T));
+  }
 }
 
-template <class T> void edited_token(const Scan<T> &s, const double *edit, const Window<T> &w) {
-  const long *heads = static_cast<const long *>(w.heads), size = s.p * s.n;
-  if (w.count) {
-    const int threads = threads_for(double(s.b) * w.length * w.count * s.p);
-    const long parts = std::min<long>(threads, w.count), each = (w.count + parts - 1) / parts;
-    PerThread<WindowWork<T>> works(threads, w.length, w.count, w.groups, s.p, s.n);
-    for (long row = 0; row < s.b; row++) remember<T>(s, w, row);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long task = 0; task < s.b * parts; task++) {
-      const long first = task % parts * each, last = std::min(w.count, first + each);
-      if (first < last) attend<T>(s, w, works.mine(), task / parts, first, last);
-    }
+// One token per row, in which the heads of a window attend to it, and the others have the limits of `s`.
+template <class T> void edited_token(const Scan<T> &s, const Window<T> &w) {
+  if (s.final_state) {  // null if all heads have a window
+    by_tokens<T, false>(s);
+    keep_windowed<T>(s, w);
   }
-  if (!s.final_state) return;
-  const bool past_caches = streams<T>(s);
-  Buffer<T> nothing(s.p);
-  std::fill_n(nothing.data, s.p, T(0));
-#pragma omp parallel num_threads(threads_for(double(s.b) * s.h * size))
-  {
-#pragma omp for schedule(static)
-    for (long task = 0; task < s.b * s.h; task++) {
-      if (std::binary_search(heads, heads + w.count, task % s.h))
-        std::memcpy(s.final_state + task * size, s.state + task * size, size * sizeof(T));
-      else
-        limited_token<T>(s, edit[LIMIT * s.h + task % s.h], nothing, past_caches, task / s.h, task % s.h);
-    }
-    if (past_caches) finish_streams();
+  if (!w.count) return;
+  const int threads = threads_for(double(s.b) * w.length * w.count * s.p);
+  const long parts = std::min<long>(threads, w.count), each = (w.count + parts - 1) / parts;
+  PerThread<WindowWork<T>> works(threads, w.length, w.count, w.groups, s.p, s.n);
+  for (long row = 0; row < s.b; row++) remember<T>(s, w, row);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long task = 0; task < s.b * parts; task++) {
+    const long first = task % parts * each, last = std::min(w.count, first + each);
+    if (first < last) attend<T>(s, w, works.mine(), task / parts, first, last);
   }
 }
 

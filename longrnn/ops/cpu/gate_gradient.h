@@ -60,7 +60,7 @@ template <class T> void gate_gradient(const GateGradient<T> &to, GateWork<T> &w,
   }
 }
 
-template <class T> int gated_norm_gradient(const GateGradient<T> &to) {
+template <class T> void gated_norm_gradient(const GateGradient<T> &to) {
   const Gate<T> &s = to.of;
   const long d = s.h * s.p, blocks = (s.tokens + TOKENS - 1) / TOKENS;
   const int threads = threads_for(double(s.tokens) * d * WORK_PER_CHANNEL);
@@ -81,7 +81,6 @@ template <class T> int gated_norm_gradient(const GateGradient<T> &to) {
     for (const auto &work : works.all) sum += work->sums[i];
     (i < d ? to.grad_weight[i] : to.grad_D[i - d]) = T(sum);
   }
-  return 1;
 }
 
 }  // namespace

@@ -10,9 +10,7 @@
 #include "convolution_gradient.h"
 #include "delta.h"
 #include "gate_gradient.h"
-#include "key_gradient.h"
 #include "layers.h"
-#include "limited.h"
 #include "scan_gradient.h"
 #include "stepwise.h"
 
@@ -22,12 +20,13 @@
 
 namespace {
 
-// What `run` returns: 1, or 0 if the kernel cannot compute this; -1 if memory is missing.
-template <class Arguments> int guarded(int (*run)(const Arguments &), const void *arguments) {
+// Whether there was enough memory for the kernel `run`.
+template <class Arguments> int guarded(void (*run)(const Arguments &), const void *arguments) {
   try {
-    return run(*static_cast<const Arguments *>(arguments));
+    run(*static_cast<const Arguments *>(arguments));
+    return 1;
   } catch (const std::bad_alloc &) {
-    return -1;
+    return 0;
   }
 }
 

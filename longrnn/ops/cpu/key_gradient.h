@@ -15,35 +15,21 @@
 
 #pragma once
 #include <deque>
-#include "key_decays.h"
+#include "tokens.h"
 
 namespace {
 
 constexpr long SEGMENT_TOKENS = 64, PART_CHANNELS = 8;
 
 template <class T> struct KeyGradientWork {  // of one thread
-  std::deque<KeyDecays<T>> decays;  // of the tokens of a segment; a deque, because buffers cannot move
-  Buffer<T> starts, states;         // (segment, p, n), and (token + 1, channel, n) of a part of a segment
-  Buffer<T> missing, y;             // x - e (token, channel), outputs that nobody reads; also of a whole token
-  Buffer<T> grad, erased, kept;     // G (p, n); r; the gradient of a without r
+  std::deque<TokenDecays<T>> decays;  // of the tokens of a segment; a deque, because buffers cannot move
+  Buffer<T> starts, states;           // (segment, p, n), and (token + 1, channel, n) of a part of a segment
+  Buffer<T> missing, y;               // x - e (token, channel), outputs that nobody reads; also of a whole token
+  Buffer<T> grad, erased, kept;       // G (p, n); r; the gradient of a without r
   KeyGradientWork(long p, long n, long segments)
       : starts(segments * p * n), states((SEGMENT_TOKENS + 1) * PART_CHANNELS * n),
         missing(std::max(p, SEGMENT_TOKENS * PART_CHANNELS)), y(p), grad(p * n), erased(n), kept(n) {
     for (long i = 0; i < SEGMENT_TOKENS; i++) decays.emplace_back(n);
-  }
-};
-
-template <class T> struct KeyToken {  // one token of one head
-  const T *x, *B, *C, *log_decay;
-  T gain;
-  long at;  // index of gain
-  KeyToken(const Scan<T> &s, long row, long head, long i, bool per_key) : at((row * s.t + i) * s.h + head) {
-    const long shared = row * s.bc_row + i * s.bc_token + head * s.n;
-    x = s.x + row * s.x_row + i * s.x_token + head * s.p;
-    B = s.B + shared;
-    C = s.C + shared;
-    gain = s.gain[at];
-    log_decay = s.log_decay + at * (per_key ? s.n : 1);
   }
 };
 
@@ -52,117 +38,110 @@ template <class T, bool DELTA> struct KeySegment {
   const ScanGradient<T> &s;
   KeyGradientWork<T> &w;
   const long row, head, start, count;
-  const bool per_key;
 
-  KeyToken<T> token(long i) const { return KeyToken<T>(s.of, row, head, start + i, per_key); }
+  Token<T> token(long i) const { return Token<T>(s.of, row, head, start + i); }
   const T *first_state() const { return w.starts + start / SEGMENT_TOKENS * s.of.p * s.of.n; }
   void read_decays() const {
-    for (long i = 0; i < count; i++) {
-      const KeyToken<T> of = token(i);
-      w.decays[i].read(s.of.n, of.log_decay, per_key, DELTA ? of.B : nullptr);
-    }
+    for (long i = 0; i < count; i++) w.decays[i].read(s.of, token(i), DELTA);
   }
   // The state after the segment, which is written after that before it.
   void advance() const {
     const long p = s.of.p, n = s.of.n;
     T *state = w.starts + (start / SEGMENT_TOKENS + 1) * p * n;
     std::memcpy(state, first_state(), p * n * sizeof(T));
-    for (long i = 0; i < count; i++) {
-      const KeyToken<T> of = token(i);
-      one_key_token<T, DELTA>(p, n, of.x, of.gain, w.decays[i], of.B, of.C, state, state, w.y, w.missing);
-    }
+    for (long i = 0; i < count; i++)
+      advance_token<T, DELTA>(token(i), w.decays[i], {p, n, state, state, w.y, w.missing});
   }
   // The gradients of some channels.
   void gradient(long first, long channels) const {
     const long n = s.of.n, size = channels * n;
     std::memcpy(w.states, first_state() + first * n, size * sizeof(T));
     for (long i = 0; i < count; i++) {
-      const KeyToken<T> of = token(i);
-      one_key_token<T, DELTA>(channels, n, of.x + first, of.gain, w.decays[i], of.B, of.C, w.states + i * size,
-                              w.states + (i + 1) * size, w.y, w.missing + i * PART_CHANNELS);
+      Token<T> part = token(i);
+      part.x += first;
+      T *before = w.states + i * size;
+      advance_token<T, DELTA>(part, w.decays[i],
+                              {channels, n, before, before + size, w.y, w.missing + i * PART_CHANNELS});
     }
     for (long i = count - 1; i >= 0; i--) token_gradient(i, first, channels);
   }
-  void token_gradient(long i, long first, long channels) const;
+
+  void token_gradient(long i, long first, long channels) const {
+    const long n = s.of.n;
+    const Token<T> of = token(i);
+    const TokenDecays<T> &d = w.decays[i];
+    std::fill(w.erased.data, w.erased + n, T(0));
+    std::fill(w.kept.data, w.kept + n, T(0));
+    each_channels(channels, [&](auto count, long c) {
+      const T *before = w.states + (i * channels + c) * n, *missing = w.missing + i * PART_CHANNELS + c;
+      channels_gradient<count>(i, first + c, missing, before, before + channels * n);
+    });
+    T *grad_log = s.grad_log_decay + of.at * s.of.decays, *grad_B = s.grad_B + of.at * n;
+    Sum<T> sum;
+    each<T>(0, n, [&](auto zero, long j) {
+      using V = decltype(zero);
+      const V decay = read<V>(d.whole + j) + read<V>(d.rest + j), erased = read<V>(w.erased + j);
+      const V grad = decay * (read<V>(w.kept + j) + erased * read<V>(of.B + j));
+      write(grad_B + j, read<V>(grad_B + j) + decay * erased);
+      if (s.of.decays > 1) write(grad_log + j, read<V>(grad_log + j) + grad);
+      else sum.add(grad);
+    });
+    if (s.of.decays == 1) *grad_log += sum.total();
+  }
+
+  // COUNT channels of one token: their part of G, and what they add to r, to the gradient of a, dB and dC.
+  template <int COUNT>
+  void channels_gradient(long i, long channel, const T *missing, const T *before, const T *after) const {
+    const long n = s.of.n;
+    const Token<T> of = token(i);
+    const TokenDecays<T> &d = w.decays[i];
+    const T *g = s.grad_y + of.at * s.of.p + channel;
+    T *grad_x = s.grad_x + of.at * s.of.p + channel, *grad = w.grad + channel * n;
+    T *grad_B = s.grad_B + of.at * n, *grad_C = s.grad_C + of.at * n;
+    Sum<T> sums[COUNT];
+    each<T>(0, n, [&](auto zero, long j) {
+      using V = decltype(zero);
+      const V B = read<V>(of.B + j), C = read<V>(of.C + j);
+      V read_out = read<V>(grad_C + j);
+      for (int c = 0; c < COUNT; c++) {
+        const V now = read<V>(grad + c * n + j) + g[c] * C;
+        write(grad + c * n + j, now);
+        read_out += g[c] * read<V>(after + c * n + j);
+        sums[c].add(now * B);
+      }
+      write(grad_C + j, read_out);
+    });
+    T added[COUNT], change[COUNT];  // u, and gain du
+    for (int c = 0; c < COUNT; c++) {
+      const T grad_u = sums[c].total();
+      added[c] = of.gain * missing[c];
+      change[c] = grad_x[c] = of.gain * grad_u;
+      s.grad_gain[of.at] += grad_u * missing[c];
+    }
+    each<T>(0, n, [&](auto zero, long j) {
+      using V = decltype(zero);
+      const V whole = read<V>(d.whole + j), rest = read<V>(d.rest + j);
+      V keys = read<V>(grad_B + j), kept = read<V>(w.kept + j), erased = zero;
+      for (int c = 0; c < COUNT; c++) {
+        const V now = read<V>(grad + c * n + j), old = read<V>(before + c * n + j);
+        keys += added[c] * now;
+        kept += old * now;
+        V decayed = rest * now;
+        if constexpr (DELTA) {
+          erased -= change[c] * old;
+          decayed -= change[c] * read<V>(d.decayed + j);
+        }
+        write(grad + c * n + j, whole * now + decayed);
+      }
+      write(grad_B + j, keys);
+      write(w.kept + j, kept);
+      if constexpr (DELTA) write(w.erased + j, read<V>(w.erased + j) + erased);
+    });
+  }
 };
 
-// `COUNT` channels of one token: their part of G, and what they add to r, to the gradient of a, dB and dC.
-template <class T, bool DELTA, int COUNT>
-void channels_of_token(long n, const KeyToken<T> &token, const KeyDecays<T> &d, const T *g, const T *missing,
-                       const T *before, const T *after, KeyGradientWork<T> &w, long channel, T *grad_x, T &grad_gain,
-                       T *grad_B, T *grad_C) {
-  T *grad = w.grad + channel * n;
-  Sum<T> sums[COUNT];
-  each<T>(0, n, [&](auto zero, long j) {
-    using V = decltype(zero);
-    const V B = read<V>(token.B + j), C = read<V>(token.C + j);
-    V read_out = read<V>(grad_C + j);
-    for (int c = 0; c < COUNT; c++) {
-      const V now = read<V>(grad + c * n + j) + g[c] * C;
-      write(grad + c * n + j, now);
-      read_out += g[c] * read<V>(after + c * n + j);
-      sums[c].add(now * B);
-    }
-    write(grad_C + j, read_out);
-  });
-  T added[COUNT], change[COUNT];  // u, and gain du
-  for (int c = 0; c < COUNT; c++) {
-    const T grad_u = sums[c].total();
-    added[c] = token.gain * missing[c];
-    change[c] = grad_x[c] = token.gain * grad_u;
-    grad_gain += grad_u * missing[c];
-  }
-  each<T>(0, n, [&](auto zero, long j) {
-    using V = decltype(zero);
-    const V whole = read<V>(d.whole + j), rest = read<V>(d.rest + j);
-    V keys = read<V>(grad_B + j), kept = read<V>(w.kept + j), erased = zero;
-    for (int c = 0; c < COUNT; c++) {
-      const V now = read<V>(grad + c * n + j), old = read<V>(before + c * n + j);
-      keys += added[c] * now;
-      kept += old * now;
-      V decayed = rest * now;
-      if constexpr (DELTA) {
-        erased -= change[c] * old;
-        decayed -= change[c] * read<V>(d.decayed + j);
-      }
-      write(grad + c * n + j, whole * now + decayed);
-    }
-    write(grad_B + j, keys);
-    write(w.kept + j, kept);
-    if constexpr (DELTA) write(w.erased + j, read<V>(w.erased + j) + erased);
-  });
-}
-
-template <class T, bool DELTA>
-void KeySegment<T, DELTA>::token_gradient(long i, long first, long channels) const {
-  const long p = s.of.p, n = s.of.n, size = channels * n;
-  const KeyToken<T> of = token(i);
-  const KeyDecays<T> &d = w.decays[i];
-  const T *g = s.grad_y + of.at * p + first, *missing = w.missing + i * PART_CHANNELS;
-  const T *before = w.states + i * size, *after = before + size;
-  T *grad_x = s.grad_x + of.at * p + first;
-  T *grad_B = s.grad_B + of.at * n, *grad_C = s.grad_C + of.at * n;
-  std::fill(w.erased.data, w.erased + n, T(0));
-  std::fill(w.kept.data, w.kept + n, T(0));
-  each_channels(channels, [&](auto count, long c) {
-    channels_of_token<T, DELTA, count>(n, of, d, g + c, missing + c, before + c * n, after + c * n, w, first + c,
-                                       grad_x + c, s.grad_gain[of.at], grad_B, grad_C);
-  });
-  T *grad_log = s.grad_log_decay + of.at * (per_key ? n : 1);
-  Sum<T> sum;
-  each<T>(0, n, [&](auto zero, long j) {
-    using V = decltype(zero);
-    const V decay = read<V>(d.whole + j) + read<V>(d.rest + j), erased = read<V>(w.erased + j);
-    const V grad = decay * (read<V>(w.kept + j) + erased * read<V>(of.B + j));
-    write(grad_B + j, read<V>(grad_B + j) + decay * erased);
-    if (per_key) write(grad_log + j, read<V>(grad_log + j) + grad);
-    else sum.add(grad);
-  });
-  if (!per_key) *grad_log += sum.total();
-}
-
 // The gradients of gain, log_decay, B and C are added to what is there.
-template <class T, bool DELTA> int gradient_by_tokens(const ScanGradient<T> &s, bool per_key) {
+template <class T, bool DELTA> void gradient_by_tokens(const ScanGradient<T> &s) {
   const Scan<T> &of = s.of;
   const long size = of.p * of.n, segments = (of.t + SEGMENT_TOKENS - 1) / SEGMENT_TOKENS;
   const int threads = threads_for(4 * double(of.b) * of.t * of.h * size);
@@ -171,8 +150,7 @@ template <class T, bool DELTA> int gradient_by_tokens(const ScanGradient<T> &s, 
   for (long task = 0; task < of.b * of.h; task++) {
     KeyGradientWork<T> &w = works.mine();
     const auto segment = [&](long start) {
-      const long count = std::min(SEGMENT_TOKENS, of.t - start);
-      return KeySegment<T, DELTA>{s, w, task / of.h, task % of.h, start, count, per_key};
+      return KeySegment<T, DELTA>{s, w, task / of.h, task % of.h, start, std::min(SEGMENT_TOKENS, of.t - start)};
     };
     std::memcpy(w.starts, of.state + task * size, size * sizeof(T));
     for (long start = 0; start + SEGMENT_TOKENS < of.t; start += SEGMENT_TOKENS) {
@@ -188,11 +166,8 @@ template <class T, bool DELTA> int gradient_by_tokens(const ScanGradient<T> &s, 
     }
     std::memcpy(s.grad_state + task * size, w.grad, size * sizeof(T));
   }
-  return 1;
 }
 
-template <class T> int delta_gradient(const ScanGradient<T> &s) { return gradient_by_tokens<T, true>(s, false); }
-template <class T> int key_delta_gradient(const ScanGradient<T> &s) { return gradient_by_tokens<T, true>(s, true); }
-template <class T> int key_scan_gradient(const ScanGradient<T> &s) { return gradient_by_tokens<T, false>(s, true); }
+template <class T> void delta_gradient(const ScanGradient<T> &s) { return gradient_by_tokens<T, true>(s); }
 
 }  // namespace

@@ -28,13 +28,12 @@ void layer(const L &call, const States<float> &states, long rows, const Mixed &b
   for (long i = 0; i < rows * s.d; i++) to[i] = x[i] + out[i];
 }
 
-template <class L> int all_layers(const Stack &s) {
+template <class L> void all_layers(const Stack &s) {
   const L *all = static_cast<const L *>(s.layers);
   const States<float> *states = static_cast<const States<float> *>(s.states);
   for (long i = 0; i < s.count; i++) layer(all[i], states[i], s.rows, i ? s.x_after : s.x, s.x_after);
-  return 1;
 }
-int mamba2_layers(const Stack &s) { return all_layers<Mamba2Layer<float>>(s); }
-int mamba_layers(const Stack &s) { return all_layers<MambaLayer<float>>(s); }
+void mamba2_layers(const Stack &s) { all_layers<Mamba2Layer<float>>(s); }
+void mamba_layers(const Stack &s) { all_layers<MambaLayer<float>>(s); }
 
 }  // namespace

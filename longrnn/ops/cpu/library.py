@@ -58,7 +58,7 @@ def missing() -> str | None:
     )
 
 
-def call(kernel: str, dtype: torch.dtype | None, **arguments: Any) -> bool:
+def call(kernel: str, dtype: torch.dtype | None, **arguments: Any) -> None:
     """Calls a kernel.
 
     Args:
@@ -66,16 +66,11 @@ def call(kernel: str, dtype: torch.dtype | None, **arguments: Any) -> bool:
         dtype: of its tensors, float32 or float64; None for a kernel without a type.
         arguments: numbers and tensors by the names of the fields; None for a null pointer.
 
-    Returns:
-        Whether the kernel could compute this.
-
     Raises:
         MemoryError: for its intermediate values.
     """
-    status = _function(kernel, dtype)(pack(signatures.KERNELS[kernel], dtype, **arguments))
-    if status < 0:
+    if not _function(kernel, dtype)(pack(signatures.KERNELS[kernel], dtype, **arguments)):
         raise MemoryError(f"not enough memory for the C++ kernel {kernel}")
-    return bool(status)
 
 
 def pack(struct: str, dtype: torch.dtype | None, **arguments: Any) -> bytes:

@@ -30,6 +30,24 @@ inline void rates_of(const Mamba<float> &s, const float *A_log, int threads, flo
   }
 }
 
+// The heads of a window, whose inputs `token` has too: y of its last token.
+inline void windowed_token(const Channels<float> &token, const Window<float> &w) {
+  const long *heads = static_cast<const long *>(w.heads), n = token.n;
+  Buffer<float> rates(w.count * n), log_keep(w.count), y(token.b * w.count);
+  for (long i = 0; i < w.count; i++) {
+    std::memcpy(rates + i * n, token.rate + heads[i] * n, n * sizeof(float));
+    log_keep[i] = token.log_keep[heads[i]];
+  }
+  for (long row = 0; row < token.b; row++) remember<float>(as_scan<float>(token, token.step), w, row);
+  WindowedChannels<float> call{};
+  call.of = token, call.of.t = w.length, call.of.capacity = w.capacity, call.of.h = w.count;
+  call.of.x = static_cast<const float *>(w.x.data), call.of.B = static_cast<const float *>(w.B.data);
+  call.of.gain = w.gain, call.of.step = w.decay, call.of.rate = rates, call.of.log_keep = log_keep, call.of.y = y;
+  call.known = w.length - 1, call.window = w.length;
+  windowed_channels<float>(call);
+  for (long i = 0; i < token.b * w.count; i++) token.y[i / w.count * token.h + heads[i % w.count]] = y[i];
+}
+
 inline void between(const Mamba<float> &s, const States<float> &states, long rows, float *projected, float *y) {
   const long h = s.h, n = s.n, selected = s.rank + 2 * n;
   const int threads = threads_for(16.0 * h * n);
@@ -55,11 +73,15 @@ inline void between(const Mamba<float> &s, const States<float> &states, long row
   rates_of(s, A_log, threads, rates);
   for (long head = 0; s.edit && head < h; head++) log_keep[head] = float(s.edit[LOG_KEEP * h + head]);
   Channels<float> token{};
-  token.b = rows, token.t = 1, token.h = h, token.g = 1, token.n = n;
+  token.b = rows, token.t = token.capacity = 1, token.h = h, token.g = 1, token.n = n;
   token.x = x, token.gain = gain, token.step = step, token.rate = rates, token.B = B, token.C = C;
   token.state = states.state, token.y = y, token.final_state = states.state_after;
   if (s.edit) token.log_keep = log_keep, token.limit = s.edit + LIMIT * h;
-  one_channel_token<float>(token);
+  if (token.final_state) {  // null if all heads have a window
+    one_channel_token<float>(token);
+    keep_windowed<float>(as_scan<float>(token, nullptr), states.window);
+  }
+  if (states.window.count) windowed_token(token, states.window);
   for (long row = 0; row < rows; row++)
     each<float>(0, h, [&](auto zero, long i) {
       using V = decltype(zero);

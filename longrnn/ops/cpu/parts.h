@@ -65,14 +65,12 @@ template <class T> void gate(const Gate<T> &s, int threads) {
 // Work of a token in both, in units of multiplications, per channel.
 constexpr double WORK_PER_CHANNEL = 32;
 
-template <class T> int convolution(const Convolution<T> &s) {
+template <class T> void convolution(const Convolution<T> &s) {
   convolve<T>(s, threads_for(double(s.b) * s.t * s.c * WORK_PER_CHANNEL));
   keep_inputs<T>(s);
-  return 1;
 }
-template <class T> int gated_norm(const Gate<T> &s) {
+template <class T> void gated_norm(const Gate<T> &s) {
   gate<T>(s, threads_for(double(s.tokens) * s.h * s.p * WORK_PER_CHANNEL));
-  return 1;
 }
 
 }  // namespace

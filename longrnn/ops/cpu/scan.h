@@ -1,4 +1,4 @@
-// The recurrence of Mamba-2: chunks whose tiles are in cache, and single tokens.
+// The recurrence with one decay per head: chunks whose tiles are in cache; few tokens one by one.
 //
 // Notable choices:
 // - A chunk of a head is computed with its tiles in cache: scores C Bᵀ once per group of heads, then
@@ -7,38 +7,11 @@
 // - Numerics of the decays, and letters: see `tiles.h`.
 
 #pragma once
-#include "tiles.h"
+#include "tokens.h"
 
 namespace {
 
-// States of so many bytes are driven out of the caches before the next token reads them, because the
-// weights of a layer with such a state are larger; chosen by measurement.
-constexpr long STREAMED_BYTES = 1 << 19;
-
-// One token of one head: state ← decay state + x Bᵀ, y = state C. With `PAST_CACHES`, `after` is aligned and
-// n a multiple of the width of vectors.
-template <class T, bool PAST_CACHES = false>
-inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *B, const T *C, const T *before,
-                      T *after, T *y) {
-  const double decay = std::exp(double(log_decay));
-  const T whole = decay < 0.5 ? T(0) : T(1);
-  const T rest = decay < 0.5 ? T(decay) : T(std::expm1(double(log_decay)));
-  for (long i = 0; i < p; i++) {
-    const T *from = before + i * n;
-    T *to = after + i * n;
-    const T add = x[i] * gain;
-    Sum<T> sum;
-    each<T>(0, n, [&](auto zero, long j) {
-      using V = decltype(zero);
-      const V old = read<V>(from + j);
-      const V now = (rest * old + add * read<V>(B + j)) + whole * old;
-      if constexpr (PAST_CACHES && sizeof(V) > sizeof(T)) stream<T>(to + j, now);
-      else write(to + j, now);
-      sum.add(now * read<V>(C + j));
-    });
-    y[i] = sum.total();
-  }
-}
+constexpr long FEW = 2;  // so many tokens are computed one by one
 
 template <class T> struct Work {  // tiles of one thread
   long n, pp;
@@ -49,17 +22,23 @@ template <class T> struct Work {  // tiles of one thread
         inputs(CHUNK * pp), scaled(CHUNK * n), change(n * pp), output(CHUNK * pp) {}
 };
 
-template <class T> inline T *output_of(const Scan<T> &s, long row, long head, long token) {
-  return s.y + row * s.t * s.h * s.p + token * s.y_token + head * s.p;
+template <class T> struct Chunk {  // q tokens of a head
+  long row, head, start, q;
+  const T *B, *C;
+  long at(const Scan<T> &s) const { return (row * s.t + start) * s.h + head; }  // index of the first gain
+};
+
+// gain x of the tokens, to `w.inputs`.
+template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, const Chunk<T> &c) {
+  const T *x = s.x + c.row * s.x_row + c.start * s.x_token + c.head * s.p;
+  read_rows<T>(x, s.x_token, s.gain + c.at(s), s.h, c.q, s.p, w.pp, w.inputs);
 }
 
-// One chunk of `q` tokens of one head, whose gain x is in `w.inputs`. `w.memory` is the transposed state,
-// (n, p padded), and `scores` are C Bᵀ. A state that is zero is not read, and one that nobody reads not made:
-// in rows of one chunk, as in short windows, the state is most of the work.
-template <class T>
-void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *scores, long row, long head, long start,
-                     long q, const T *B, const T *C) {
-  const long qp = padded<T>(q), pp = w.pp, step = d.none() ? s.bc_token : s.n;
+// A chunk whose gain x is in `w.inputs`. `w.memory` is the transposed state, (n, p padded), and `w.scores` are
+// C Bᵀ. A state that is zero is not read, and one that nobody reads not made: in rows of one chunk, as in short
+// windows, the state is most of the work.
+template <class T> void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const Chunk<T> &c) {
+  const long q = c.q, qp = padded<T>(q), pp = w.pp, step = d.none() ? s.bc_token : s.n;
   const auto scaled = [&](const T *from, const double *factors) -> const T * {
     if (d.none()) return from;
     scale_rows<T>(from, s.bc_token, factors, q, s.n, w.scaled);
@@ -69,36 +48,22 @@ void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *sco
   std::fill_n(kept, CHUNK, 1.0);
   for (long i = 0; i < q; i++) {  // scores times the decays from token j to token i
     if (!d.none()) d.advance(kept, i);
-    const T *from = scores + i * CHUNK;
+    const T *from = w.scores + i * CHUNK;
     T *to = w.weights + i * CHUNK;
     for (long j = 0; j <= i; j++) to[j] = from[j] * T(kept[j]);
     const long stop = std::min(qp, i + ROWS);
     for (long j = i + 1; j < stop; j++) to[j] = 0;
   }
-  T *y = output_of(s, row, head, start);
+  T *y = output_of(s, c.row, c.head, c.start);
   const bool direct = pp == s.p;
   T *out = direct ? y : static_cast<T *>(w.output);
   const long ldo = direct ? s.y_token : pp;
   product<T>(q, pp, q, {w.weights, CHUNK, 1}, {w.inputs, pp}, {out, ldo}, false, LOWER_A);
-  if (start || s.state) product<T>(q, pp, s.n, {scaled(C, d.before), step, 1}, {w.memory, pp}, {out, ldo}, true);
+  if (c.start || s.state) product<T>(q, pp, s.n, {scaled(c.C, d.before), step, 1}, {w.memory, pp}, {out, ldo}, true);
   if (!direct)
     for (long i = 0; i < q; i++) std::memcpy(y + i * s.y_token, out + i * pp, s.p * sizeof(T));
-  if (start + q == s.t && !s.final_state) return;
-  advance_state<T>(d, s.n, pp, q, scaled(B, d.after), 1, step, w.inputs, w.memory, w.change, w.memory);
-}
-
-// gain x of `q` tokens of a head, to `w.inputs`.
-template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, long row, long head, long start, long q) {
-  const long at = (row * s.t + start) * s.h + head;
-  read_rows<T>(s.x + row * s.x_row + start * s.x_token + head * s.p, s.x_token, s.gain + at, s.h, q,
-               s.p, w.pp, w.inputs);
-}
-
-template <class T>
-void chunk_of_head(const Scan<T> &s, Work<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
-  read_inputs<T>(s, w, row, head, start, q);
-  const Decays d(s.log_decay + (row * s.t + start) * s.h + head, s.h, q);
-  chunk_of_inputs<T>(s, w, d, w.scores, row, head, start, q, B, C);
+  if (c.start + q == s.t && !s.final_state) return;
+  advance_state<T>(d, q, {s.n, pp, w.memory, w.memory, w.change}, {scaled(c.B, d.after), 1, step}, {w.inputs, pp});
 }
 
 // How many of the r heads of a group one task computes: they are divided among threads only as far as
@@ -108,10 +73,10 @@ inline long heads_per_task(long r, long rows_and_groups, int threads) {
   return (r + parts - 1) / parts;
 }
 
-// Calls `chunk(w, row, head, start, q, B, C)` for every chunk and head, whose state is in `w.memory` and
-// whose scores are in `w.scores`. `prepare(w, q, B)` is called before, once per chunk and group.
-template <class T, class W, class Prepare, class Chunk>
-void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
+// Calls `run(w, chunk)` for every chunk and head, whose state is in `w.memory` and whose scores are in `w.scores`.
+// `prepare(w, chunk)` is called before, once per chunk and group.
+template <class T, class W, class Prepare, class Run>
+void chunks(const Scan<T> &s, int threads, Prepare prepare, Run run) {
   const long r = s.h / s.g;
   const long each = heads_per_task(r, s.b * s.g, threads), parts = (r + each - 1) / each;
   PerThread<W> works(threads, s.n, s.p);
@@ -128,15 +93,14 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
       for (long head = first; head < last; head++)
         read_state<T>(part_of(s.state, row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
       for (long start = 0; start < s.t; start += CHUNK) {
-        const long q = std::min(CHUNK, s.t - start), qp = padded<T>(q);
-        const long bc = row * s.bc_row + start * s.bc_token + group * s.n;
-        const T *B = s.B + bc, *C = s.C + bc;
-        transpose_chunk<T>(B, s.bc_token, q, s.n, w.right);
-        product<T>(q, qp, s.n, {C, s.bc_token, 1}, {w.right, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
-        prepare(w, q, B);
-        for (long head = first; head < last; head++) {
-          w.memory = memories + (head - first) * s.n * w.pp;
-          chunk(w, row, head, start, q, B, C);
+        const long q = std::min(CHUNK, s.t - start), bc = row * s.bc_row + start * s.bc_token + group * s.n;
+        Chunk<T> c{row, first, start, q, s.B + bc, s.C + bc};
+        transpose_chunk<T>(c.B, s.bc_token, q, s.n, w.right);
+        product<T>(q, padded<T>(q), s.n, {c.C, s.bc_token, 1}, {w.right, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
+        prepare(w, c);
+        for (; c.head < last; c.head++) {
+          w.memory = memories + (c.head - first) * s.n * w.pp;
+          run(w, c);
         }
       }
       for (long head = first; s.final_state && head < last; head++)
@@ -145,47 +109,14 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
   }
 }
 
-// Whether `one_token` writes the states of one token past the caches.
-template <class T> bool streams(const Scan<T> &s) {
-  return s.t == 1 && s.b * s.h * s.p * s.n * long(sizeof(T)) >= STREAMED_BYTES && s.n % Lane<T>::W == 0 &&
-         reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
-}
-
-// Tokens one by one. `input(x, at, B, before)` is what a token adds, without its gain. `state` and
-// `final_state` are not null.
-template <class T, class Input> void token_by_token(const Scan<T> &s, int threads, Input input) {
-  const bool past_caches = streams<T>(s);
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (long task = 0; task < s.b * s.h; task++) {
-      const long row = task / s.h, head = task % s.h;
-      T *after = s.final_state + task * s.p * s.n;
-      for (long i = 0; i < s.t; i++) {
-        const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / (s.h / s.g) * s.n;
-        const T *x = s.x + row * s.x_row + i * s.x_token + head * s.p, *B = s.B + bc;
-        const T *before = i ? after : s.state + task * s.p * s.n;
-        (past_caches ? one_token<T, true> : one_token<T, false>)(
-            s.p, s.n, input(x, at, B, before), s.gain[at], s.log_decay[at], B, s.C + bc, before, after,
-            output_of(s, row, head, i));
-      }
-    }
-    if (past_caches) finish_streams();
-  }
-}
-
-template <class T> int scan(const Scan<T> &s) {
-  const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
-  if (s.t <= 2) {
-    token_by_token<T>(s, threads, [](const T *x, long, const T *, const T *) { return x; });
-    return 1;
-  }
+template <class T> void scan(const Scan<T> &s) {
+  if (s.t <= FEW || s.decays > 1 || s.limit) return by_tokens<T, false>(s);
   chunks<T, Work<T>>(
-      s, threads, [](Work<T> &, long, const T *) {},
-      [&](Work<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
-        chunk_of_head<T>(s, w, row, head, start, q, B, C);
+      s, threads_for(double(s.b) * s.t * s.h * s.p * s.n), [](Work<T> &, const Chunk<T> &) {},
+      [&](Work<T> &w, const Chunk<T> &c) {
+        read_inputs<T>(s, w, c);
+        chunk_of_inputs<T>(s, w, Decays(s.log_decay + c.at(s), s.h, c.q), c);
       });
-  return 1;
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 //   B and C are computed once per group.
 
 #pragma once
+#include "key_gradient.h"
 #include "scan.h"
 
 namespace {
@@ -75,16 +76,15 @@ template <class T> void pairs_of_head(GradientWork<T> &w, long q, double *grad_l
   }
 }
 
-// One chunk of `q` tokens of one head, whose first token is at `start`. `after` is the gradient of the
-// state at its end, and becomes that of the state at its start, which is `before`; both (n, pp).
+// One chunk. `after` is the gradient of the state at its end, and becomes that of the state at its start, which is
+// `before`; both (n, pp).
 template <class T>
-void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long head, long start, long q,
-                    const T *before, T *after) {
+void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, const Chunk<T> &c, const T *before, T *after) {
   constexpr int W = Lane<T>::W;
   const Scan<T> &of = s.of;
-  const long n = of.n, p = of.p, pp = padded<T>(p), qp = padded<T>(q), at = (row * of.t + start) * of.h + head;
+  const long n = of.n, p = of.p, q = c.q, pp = padded<T>(p), qp = padded<T>(q), at = c.at(of);
   const T *gains = of.gain + at;
-  const T *x = of.x + row * of.x_row + start * of.x_token + head * p;
+  const T *x = of.x + c.row * of.x_row + c.start * of.x_token + c.head * p;
   const Decays d(of.log_decay + at, of.h, q);
   read_rows<T>(x, of.x_token, gains, of.h, q, p, pp, w.u);
   read_rows<T>(s.grad_y + at * p, of.h * p, nullptr, 0, q, p, pp, w.g);
@@ -133,28 +133,33 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
     run += double(starting[i]);
     s.grad_log_decay[at + i * of.h] = T(grad_log[i] + run);
   }
-  advance_state<T>(d, n, pp, q, w.C, 1, n, w.scaled_g, after, w.change, after);
+  advance_state<T>(d, q, {n, pp, after, after, w.change}, {w.C, 1, n}, {w.scaled_g, pp});
 }
 
-// The states at the starts of the chunks, at `states` (chunk, head, n, pp).
-template <class T>
-void states_of_chunks(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
-                      T *states) {
+// Heads `first` to `last` of a group of one row: what a thread computes at once.
+template <class T> struct HeadsOfGroup {
+  long row, group, first, last;
+  T *states;          // at the starts of the chunks, (chunk, head, n, pp)
+  T *after;           // the gradients of the states after a chunk, (head, n, pp)
+  T *grad_B, *grad_C;  // of the row and group
+};
+
+template <class T> void states_of_chunks(const ScanGradient<T> &s, GradientWork<T> &w, const HeadsOfGroup<T> &m) {
   const Scan<T> &of = s.of;
-  const long n = of.n, pp = padded<T>(of.p), all = (last - first) * n * pp;
-  for (long head = first; head < last; head++)
-    read_state<T>(of.state + (row * of.h + head) * of.p * n, of.p, n, pp, states + (head - first) * n * pp);
+  const long n = of.n, pp = padded<T>(of.p), all = (m.last - m.first) * n * pp;
+  for (long head = m.first; head < m.last; head++)
+    read_state<T>(of.state + (m.row * of.h + head) * of.p * n, of.p, n, pp, m.states + (head - m.first) * n * pp);
   for (long start = 0; start + CHUNK < of.t; start += CHUNK) {
-    T *from = states + start / CHUNK * all;
-    const T *B = of.B + row * of.bc_row + start * of.bc_token + group * n;
+    T *from = m.states + start / CHUNK * all;
+    const T *B = of.B + m.row * of.bc_row + start * of.bc_token + m.group * n;
     for (long i = 0; i < CHUNK; i++) std::memcpy(w.B + i * n, B + i * of.bc_token, n * sizeof(T));
-    for (long head = first; head < last; head++, from += n * pp) {
-      const long at = (row * of.t + start) * of.h + head;
+    for (long head = m.first; head < m.last; head++, from += n * pp) {
+      const long at = (m.row * of.t + start) * of.h + head;
       const Decays d(of.log_decay + at, of.h, CHUNK);
-      const T *x = of.x + row * of.x_row + start * of.x_token + head * of.p;
+      const T *x = of.x + m.row * of.x_row + start * of.x_token + head * of.p;
       read_rows<T>(x, of.x_token, of.gain + at, of.h, CHUNK, of.p, pp, w.u);
       scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.grad_u);
-      advance_state<T>(d, n, pp, CHUNK, w.B, 1, n, w.grad_u, from, w.change, from + all);
+      advance_state<T>(d, CHUNK, {n, pp, from, from + all, w.change}, {w.B, 1, n}, {w.grad_u, pp});
     }
   }
 }
@@ -174,22 +179,20 @@ template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad
     }
 }
 
-// The heads `first` to `last` of a group of one row. `grad_B` and `grad_C` are of the row and group.
-template <class T>
-void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
-                       T *states, T *after, T *grad_B, T *grad_C, long step) {
+template <class T> void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, const HeadsOfGroup<T> &m) {
   const Scan<T> &of = s.of;
-  const long n = of.n, p = of.p, pp = padded<T>(p), heads = last - first, size = p * n;
-  for (long head = first; head < last; head++)
-    read_state<T>(s.grad_final ? s.grad_final + (row * of.h + head) * size : nullptr, p, n, pp,
-                  after + (head - first) * n * pp);
-  states_of_chunks<T>(s, w, row, group, first, last, states);
+  const long n = of.n, p = of.p, pp = padded<T>(p), heads = m.last - m.first, size = p * n, step = of.g * n;
+  for (long head = m.first; head < m.last; head++)
+    read_state<T>(s.grad_final ? s.grad_final + (m.row * of.h + head) * size : nullptr, p, n, pp,
+                  m.after + (head - m.first) * n * pp);
+  states_of_chunks<T>(s, w, m);
   for (long start = (of.t - 1) / CHUNK * CHUNK; start >= 0; start -= CHUNK) {
     const long q = std::min(CHUNK, of.t - start), qp = padded<T>(q);
-    const long bc = row * of.bc_row + start * of.bc_token + group * n;
+    const long bc = m.row * of.bc_row + start * of.bc_token + m.group * n;
+    Chunk<T> c{m.row, m.first, start, q, of.B + bc, of.C + bc};
     for (long i = 0; i < q; i++) {
-      std::memcpy(w.B + i * n, of.B + bc + i * of.bc_token, n * sizeof(T));
-      std::memcpy(w.C + i * n, of.C + bc + i * of.bc_token, n * sizeof(T));
+      std::memcpy(w.B + i * n, c.B + i * of.bc_token, n * sizeof(T));
+      std::memcpy(w.C + i * n, c.C + i * of.bc_token, n * sizeof(T));
     }
     transpose_chunk<T>(w.B, n, q, n, w.B_t);
     transpose_chunk<T>(w.C, n, q, n, w.C_t);
@@ -197,17 +200,20 @@ void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
     std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
     std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
     std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));
-    for (long head = first; head < last; head++)
-      chunk_gradient<T>(s, w, row, head, start, q, states + (start / CHUNK * heads + head - first) * n * pp,
-                        after + (head - first) * n * pp);
-    write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
+    const T *states = m.states + start / CHUNK * heads * n * pp;
+    for (; c.head < m.last; c.head++) {
+      const long tile = (c.head - m.first) * n * pp;
+      chunk_gradient<T>(s, w, c, states + tile, m.after + tile);
+    }
+    write_groups<T>(w, n, q, m.grad_B + start * step, m.grad_C + start * step, step);
   }
-  for (long head = first; head < last; head++)
-    write_state<T>(after + (head - first) * n * pp, p, n, pp, s.grad_state + (row * of.h + head) * size);
+  for (long head = m.first; head < m.last; head++)
+    write_state<T>(m.after + (head - m.first) * n * pp, p, n, pp, s.grad_state + (m.row * of.h + head) * size);
 }
 
-template <class T> int scan_gradient(const ScanGradient<T> &s) {
+template <class T> void scan_gradient(const ScanGradient<T> &s) {
   const Scan<T> &of = s.of;
+  if (of.decays > 1) return gradient_by_tokens<T, false>(s);
   const long r = of.h / of.g, all = of.b * of.t * of.g * of.n;
   const int threads = threads_for(3 * double(of.b) * of.t * of.h * of.p * of.n);
   const long each = heads_per_task(r, of.b * of.g, threads), parts = (r + each - 1) / each;
@@ -226,7 +232,7 @@ template <class T> int scan_gradient(const ScanGradient<T> &s) {
       const long step = of.g * of.n, at = row * of.t * step + group * of.n;
       T *grad_B = (part ? more + 2 * (part - 1) * all : s.grad_B) + at;
       T *grad_C = (part ? more + (2 * part - 1) * all : s.grad_C) + at;
-      gradient_of_heads<T>(s, w, row, group, first, last, states.mine(), after.mine(), grad_B, grad_C, step);
+      gradient_of_heads<T>(s, w, {row, group, first, last, states.mine(), after.mine(), grad_B, grad_C});
     }
     if (parts > 1) {
 #pragma omp for schedule(static)
@@ -237,7 +243,6 @@ template <class T> int scan_gradient(const ScanGradient<T> &s) {
         }
     }
   }
-  return 1;
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ FEW_ROWS = 8
 # with a question mark may be left out, and is then 0 or a null pointer.
 STRUCTS = {
     "Scan": """
-        long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
+        long b t h p g n decays; in x; long x_row x_token; in gain log_decay B C;
+        long bc_row bc_token;
         in state?; out y?; long y_token; out final_state?; doubles limit?;
         long limit_token?
     """,
@@ -30,8 +31,8 @@ STRUCTS = {
         Scan of; in grad_y grad_final; out grad_x grad_gain grad_log_decay grad_B grad_C grad_state
     """,
     "Channels": """
-        long b t h g n keep_token; in x gain step rate log_keep B C state; out y? final_state?;
-        doubles limit?
+        long b t h g n capacity keep_token; in x gain step rate log_keep? B C state?;
+        out y? final_state?; doubles limit?
     """,
     "WindowedChannels": "Channels of; long known window",
     "ChannelsGradient": """
@@ -47,7 +48,7 @@ STRUCTS = {
     """,
     "GateGradient": "Gate of; in grad_y; out grad_scanned grad_x grad_z grad_D grad_weight",
     "Window": """
-        long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? log_decay?
+        long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? decay?
     """,
     "Stepwise": """
         long cell b t d; in projected weight bias h memory; out y h_after memory_after;
@@ -73,14 +74,8 @@ STRUCTS = {
 KERNELS = {
     "scan": "Scan",
     "scan_gradient": "ScanGradient",
-    "limited_scan": "Scan",
     "delta": "Scan",
-    "limited_delta": "Scan",
-    "key_scan": "Scan",
-    "key_delta": "Scan",
     "delta_gradient": "ScanGradient",
-    "key_scan_gradient": "ScanGradient",
-    "key_delta_gradient": "ScanGradient",
     "channels": "Channels",
     "windowed_channels": "WindowedChannels",
     "channels_gradient": "ChannelsGradient",

@@ -105,10 +105,9 @@ template <class T> inline double sum_of_squares(const T *a, long n, double unit 
   return sum;
 }
 
-// min(1, limit / norm) of n numbers of any magnitude; NaN if the norm is.
-template <class T> double scale_of(const T *from, long n, double limit) {
-  const double square = dot<T>(from, from, n);
-  if (square >= 1e-30 && square <= 1e30) return limit / std::max(std::sqrt(square), limit);
+// min(1, limit / norm) of n numbers of any magnitude, from the sum of their squares; NaN if the norm is.
+template <class T> double scale_of(const T *from, long n, double limit, T square) {
+  if (square >= T(1e-30) && square <= T(1e30)) return limit / std::max(std::sqrt(double(square)), limit);
   double unit = 1;
   if (sizeof(T) == sizeof(double)) {  // squares of float fit a double
     double largest = 0;
@@ -119,9 +118,10 @@ template <class T> double scale_of(const T *from, long n, double limit) {
   return norm != norm ? norm : limit / std::max(norm, limit);
 }
 
-// Rescales a state of `size` numbers and the `count` outputs that read it, if its norm is above a finite limit.
-template <class T> void rescale(T *state, long size, T *y, long count, double limit) {
-  const double scale = scale_of(state, size, limit);
+// Rescales a state of `size` numbers, whose squares have the sum `square`, and the `count` outputs that read it, if
+// its norm is above a finite limit.
+template <class T> void rescale(T *state, long size, T *y, long count, double limit, T square) {
+  const double scale = scale_of(state, size, limit, square);
   if (scale == 1) return;
   for (long i = 0; i < size; i++) state[i] *= T(scale);
   for (long i = 0; i < count; i++) y[i] *= T(scale);
@@ -207,7 +207,6 @@ int threads_for(double work) {
 #ifdef _OPENMP
   return work < PARALLEL_WORK ? 1 : omp_get_max_threads();
 #else
-  return 1;
 #endif
 }
 

@@ -140,7 +140,7 @@ void rows_of_cell(const Stepwise<T> &s, Recurrent<T> &recurrent, RowsWork<T> &w,
         store<T>(open + i, gate);
         store<T>(mine + i, Cell::GATED ? add + keep * load<T>(mine + i) : add);
       }
-      const double scale = s.limit < INFINITY ? scale_of(mine, d, s.limit) : 1;
+      const double scale = s.limit < INFINITY ? scale_of(mine, d, s.limit, dot<T>(mine, mine, d)) : 1;
       if (scale != 1)
         for (long i = 0; i < d; i++) mine[i] = T(double(mine[i]) * scale);
       for (long i = 0; i < dp; i += W) store<T>(output + i, Cell::read(load<T>(mine + i), load<T>(open + i)));
@@ -165,12 +165,11 @@ template <class T, class Cell> void stepwise_cell(const Stepwise<T> &s) {
 }
 
 // In the order of `STEPWISE_CELLS` in tokens.py.
-template <class T> int stepwise(const Stepwise<T> &s) {
+template <class T> void stepwise(const Stepwise<T> &s) {
   static constexpr void (*cells[])(const Stepwise<T> &) = {
       stepwise_cell<T, Elman<Tanh>>, stepwise_cell<T, Elman<Relu>>, stepwise_cell<T, Elman<Identity>>,
       stepwise_cell<T, Gru>, stepwise_cell<T, Lstm>};
   cells[s.cell](s);
-  return 1;
 }
 
 }  // namespace

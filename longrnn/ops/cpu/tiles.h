@@ -54,17 +54,26 @@ struct Decays {
   }
 };
 
-// to = decay from + a b, where the decay is that of a chunk, a (n, q) and b (q, pp). The small changes
-// are summed before they meet a memory that may be large. `to` may be `from`.
-template <class T>
-void advance_state(const Decays &d, long n, long pp, long q, const T *a, long ai, long ak, const T *b, const T *from,
-                   T *change, T *to) {
+// The state of a head, (n, pp), before and after a chunk, which may be the same, and memory for its change.
+template <class T> struct TiledState {
+  long n, pp;
+  const T *before;
+  T *after, *change;
+};
+
+// after = decay before + a b, where the decay is that of a chunk, a (n, q) and b (q, pp). The small changes are
+// summed before they meet a memory that may be large.
+template <class T> void advance_state(const Decays &d, long q, const TiledState<T> &m, Left<T> a, Right<T> b) {
   const double total = std::exp(d.sum);
   const bool keeps = total >= 0.5;
   const T rest = keeps ? T(std::expm1(d.sum)) : T(total < LEAST ? 0 : total);
-  for (long i = 0; i < n * pp; i++) change[i] = rest * from[i];
-  product<T>(n, pp, q, {a, ai, ak}, {b, pp}, {change, pp}, true);
-  for (long i = 0; i < n * pp; i++) to[i] = keeps ? from[i] + change[i] : change[i];
+  for (long i = 0; i < m.n * m.pp; i++) m.change[i] = rest * m.before[i];
+  product<T>(m.n, m.pp, q, a, b, {m.change, m.pp}, true);
+  for (long i = 0; i < m.n * m.pp; i++) m.after[i] = keeps ? m.before[i] + m.change[i] : m.change[i];
+}
+
+template <class T> inline T *output_of(const Scan<T> &s, long row, long head, long token) {
+  return s.y + row * s.t * s.h * s.p + token * s.y_token + head * s.p;
 }
 
 // Starts to read what the next head needs: rows of a head are far apart, so the processor does not foresee it.

@@ -212,7 +212,7 @@ def _window(layer: PackedLayer, recent: Recent) -> dict[str, Any]:
         "x": x,
         "B": recent.B.entries,
         "gain": recent.gain.entries,
-        "log_decay": recent.decay.entries,
+        "decay": recent.decay.entries,
         "length": x.shape[1],
         "capacity": x.stride(0) // x.shape[2],
     }

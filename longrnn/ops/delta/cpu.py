@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.delta import definition
-from longrnn.ops.scan.cpu import limited_by, recurrence, refusal
+from longrnn.ops.scan.cpu import recurrence, refusal, untracked
 from longrnn.ops.scan.inputs import ScanInputs
 
 __all__ = ["delta", "limited", "refusal"]
@@ -16,12 +16,11 @@ __all__ = ["delta", "limited", "refusal"]
 
 def delta(inputs: ScanInputs, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.delta.definition.delta`."""
-    return recurrence("key_delta" if inputs.has_key_decays else "delta", inputs, state, **options)
+    return recurrence("delta", inputs, state, **options)
 
 
 def limited(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.delta.definition.limited`, which computes calls with gradients."""
     if tracked((*inputs.tensors(), state)):
         return definition.limited(inputs, state, limit, delta)
-    kernel = "key_delta" if inputs.has_key_decays else "limited_delta"
-    return limited_by(kernel, inputs, state, limit)[0]
+    return untracked(inputs.expanded(), state, "delta", limit=limit)

@@ -69,7 +69,8 @@ def _fields(inputs: ScanInputs, state: Tensor) -> dict[str, Any]:
         for name, tensor in given.items()
     }
     keep_token = h if keep is not None and keep.ndim == 3 else 0
-    return {"b": b, "t": t, "h": h, "g": g, "n": n, "keep_token": keep_token, **tensors}
+    sizes = {"b": b, "t": t, "h": h, "g": g, "n": n, "capacity": t, "keep_token": keep_token}
+    return sizes | tensors
 
 
 class _Channels(torch.autograd.Function):

@@ -24,9 +24,6 @@ from longrnn.ops.scan.limit import UNLIMITED, limited
 from longrnn.ops.scan.recent import Recent
 from longrnn.ops.scan.window import windowed
 
-# Smaller limits of a norm have squares that underflow float32.
-MIN_LIMIT = 1e-6
-
 
 def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
@@ -46,8 +43,7 @@ def scan(
     has_few_tokens = inputs.x.shape[1] <= FEW
     if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
         return definition.scan(inputs, state, final=final, backward=backward)
-    kernel = "key_scan" if inputs.has_key_decays else "scan"
-    return recurrence(kernel, inputs, state, final=final, backward=backward)
+    return recurrence("scan", inputs, state, final=final, backward=backward)
 
 
 def recurrence(
@@ -58,12 +54,12 @@ def recurrence(
     final: bool = True,
     backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence by `scan`, `key_scan`, `delta` or `key_delta`, which read log decays."""
+    """A recurrence by the kernel `scan` or `delta`, which read log decays."""
     inputs = inputs.expanded()
     if not tracked((*inputs.tensors(), state)):
         return untracked(inputs, state, kernel, final=final, backward=backward)
     state = inputs.zero_state() if state is None else state
-    if kernel != "scan":  # the others have gradients of B and C of every head
+    if kernel == "delta" or inputs.has_key_decays:  # gradients of B and C of every head
         inputs = inputs._replace(B=inputs.per_head(inputs.B), C=inputs.per_head(inputs.C))
     return reversible(partial(_differentiable, kernel))(inputs, state, backward=backward)
 
@@ -79,21 +75,22 @@ def untracked(
     *,
     final: bool = True,
     backward: bool = False,
+    limit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence` without gradients, of expanded inputs."""
-    in_chunks = kernel == "scan" and inputs.x.shape[1] > FEW  # the others write the final state
-    if state is None and not in_chunks:
-        state = inputs.zero_state()
+    """`recurrence` without gradients, of expanded inputs; `limit`: see `limit.limited`."""
     dtype = inputs.decay.step.dtype if state is None else state.dtype
     inputs, state = readable(inputs, state, dtype)
-    y = inputs.x.new_empty(inputs.x.shape)
     (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
-    after = inputs.x.new_empty(b, h, p, n) if final or not in_chunks else None
+    y = inputs.x.new_empty(inputs.x.shape)
+    after = inputs.x.new_empty(b, h, p, n) if final else None
     fields = scan_fields(inputs, state) | {"y": y, "final_state": after}
     if backward:  # the strides of time point backward, from the last token
         fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
         fields |= {name: -fields[name] for name in ("x_token", "bc_token", "y_token")}
         fields |= {name: fields[name].flip(1) for name in ("gain", "log_decay")}
+    if limit is not None:
+        fields["limit"] = limit.where(limit < UNLIMITED, torch.inf).contiguous()
+        fields["limit_token"] = 0 if limit.ndim == 1 else limit.shape[1]
     call(kernel, dtype, **fields)
     return y, y if after is None else after
 
@@ -133,6 +130,7 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
         "p": p,
         "g": g,
         "n": n,
+        "decays": n if inputs.decay.step.ndim == 4 else 1,
         "x_row": x_row,
         "x_token": x_token,
         "bc_row": bc_row,
@@ -190,35 +188,9 @@ def windowed_scan(
 
 
 def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.limit.limited`.
-
-    It computes calls with gradients, and those in which squares leave the range of float32.
-    """
-    is_plain = not tracked((*inputs.tensors(), state))
-    if is_plain and channels.suits(inputs) and limit.ndim == 1:
+    """See `longrnn.ops.scan.limit.limited`, which computes calls with gradients."""
+    if tracked((*inputs.tensors(), state)):
+        return limited(inputs, state, limit, scan)
+    if channels.suits(inputs) and limit.ndim == 1:
         return channels.run(inputs, state, limit)
-    if is_plain and inputs.has_key_decays:
-        return limited_by("key_scan", inputs, state, limit)[0]
-    if is_plain and bool((limit >= MIN_LIMIT).all()):
-        found, is_computed = limited_by("limited_scan", inputs, state, limit)
-        if is_computed:
-            return found
-    return limited(inputs, state, limit, scan)
-
-
-def limited_by(
-    kernel: str, inputs: ScanInputs, state: Tensor, limit: Tensor
-) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Results of a kernel for a limit, without gradients, and whether it could compute them."""
-    given, before = readable(inputs.expanded(), state, state.dtype)
-    y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
-    is_computed = call(
-        kernel,
-        state.dtype,
-        **scan_fields(given, before),
-        y=y,
-        final_state=final,
-        limit=limit.where(limit < UNLIMITED, torch.inf).contiguous(),
-        limit_token=0 if limit.ndim == 1 else limit.shape[1],
-    )
-    return (y, final), is_computed
+    return untracked(inputs.expanded(), state, "scan", limit=limit)
