@@ -18,7 +18,7 @@ from tests.refusals import naming
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
 # Values for what a configuration leaves to the user.
-OPEN = {"finetune": ["init_from=base", "task.data=docs"]}
+OPEN = {"finetune": ["init_from=base", "task.data=docs"], "linearize": ["task.data=docs"]}
 
 
 class Inner(Options):

@@ -35,6 +35,7 @@ def _group(name: str, about: str, example: str) -> typer.Typer:
 
 enter(app, "train", train.train)
 enter(app, "finetune", train.finetune)
+enter(app, "linearize", train.linearize)
 enter(app, "launch", train.launch, context_settings=train.LAUNCH_SETTINGS)
 ABOUT = "Evaluate checkpoints; the same command resumes, and adds lengths or prompts."
 _eval = _group("eval", ABOUT, "eval passkey passkey-tiny --lengths 1k,4k")

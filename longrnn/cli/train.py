@@ -1,4 +1,4 @@
-"""`longrnn train`, `longrnn finetune` and `longrnn launch`."""
+"""`longrnn train`, `finetune`, `linearize` and `launch`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.imports import import_options
-from longrnn.options import Options, Tokens
+from longrnn.options import Count, Options, Tokens
 from longrnn.processes import is_main
 from longrnn.progress import is_quiet
+from longrnn.text import Documents
 from longrnn.training.finetune import Recipe
 from longrnn.units import counted
 
 if TYPE_CHECKING:
+    from longrnn.checkpoints.opened import OpenCheckpoint
     from longrnn.training.config import TrainConfig
 
 # The folder of the run that this process has begun, and the command that continues it from there.
 CURRENT: dict[Path, list[str]] = {}
 # The commands that several processes run together.
-COMMANDS = ("train", "finetune", "eval", "compare")
+COMMANDS = ("train", "finetune", "linearize", "eval", "compare")
 # All options before the command are accelerate's, and those after it the command's, `--help` too.
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -129,27 +131,97 @@ def finetune(options: Finetuning) -> None:
         _evaluate(config, options.evaluate_to)
 
 
+class Linearizing(Options):
+    """Which transformer gets a memory, and what it learns from."""
+
+    words: Annotated[list[str], Argument("[MODEL] [KEY=VALUE]")] = Field([])
+    """A transformer with the layers of a LLaMA: a folder, a .gguf file or organisation/model. Then
+    values that override the configuration of both stages, such as max_steps=200."""
+    text: list[Documents] = Field([])
+    """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
+    output: Path = Path("runs/linearized")
+    """Folder of the runs; the same command continues them."""
+    window: Tokens = 64
+    """How many tokens attention reads."""
+    sinks: Count = 4
+    """How many first tokens it reads beside them."""
+    length: Tokens = 1024
+    """Tokens of a row, which the transformer reads whole."""
+    evaluate_to: Tokens | None = None
+    """Longest length of the evaluation (default: 4 × --length)."""
+    no_evaluate: bool = False
+    """Train, and leave the evaluation out."""
+
+
+def linearize(options: Linearizing) -> None:
+    """Give a transformer a recurrent memory, so that it reads any length in constant memory.
+
+    Attention is limited to a window and the first tokens, and a Mamba-2 beside it in every layer
+    learns what the window removes, while the transformer's own weights stay: first layer by layer,
+    then its predictions. OUTPUT/teacher is the result, a Falcon-H1 that transformers runs too.
+    OUTPUT/evaluation/report.html compares the transformer, the window alone, the memory, and the
+    same memory limited to the window, on held-out text.
+
+    Example: longrnn linearize smollm2 --text books --output runs/memory max_steps=200
+    """
+    from longrnn.checkpoints.opened import open_checkpoint
+    from longrnn.training.linearize import linearize as start
+
+    model, overrides = divided(options.words, None, "linearize MODEL --text FILE")
+    if not options.text and not any(word.startswith("task") for word in overrides):
+        raise UserError("nothing to train on is given: add --text with a file, folder or dataset")
+    end_at_sigterm()
+    made = start(
+        model,
+        options.text,
+        options.output,
+        **options.model_dump(include={"window", "sinks", "length"}),
+        overrides=overrides,
+        quiet=is_quiet(),
+    )
+    if is_main():
+        say(f"{made.trained}: the transformer with its memory")
+    if not options.no_evaluate:
+        device = pick_device("auto")
+        models = [open_checkpoint(of, name=name, device=device) for name, of in made.names.items()]
+        longest = options.evaluate_to or 4 * options.length
+        _measure(models, made.config, options.output / "evaluation", longest)
+
+
 def _evaluate(config: TrainConfig, longest: int | None) -> None:
     """Compare the final model of a run with the checkpoint that it started from."""
     from longrnn.checkpoints.opened import open_checkpoint
-    from longrnn.cli.evaluate import measure_and_show
-    from longrnn.data import TASKS
-    from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
     from longrnn.mitigations.spec import ATTENTION_WINDOW
-    from longrnn.processes import on_main
-    from longrnn.training.models import tokenizer_of
 
-    folder = lock_output(Path(config.output_dir) / "evaluation", "folder")
-    tokenizer, device = tokenizer_of(config), pick_device("auto")
-    held_out = TASKS.build(cast(Any, config.validation), tokenizer)
-    how = {"length": config.length.max, "longest": longest}
-    evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
-    tuned = open_checkpoint(config.output_dir, name="after", device=device)
+    tuned = open_checkpoint(config.output_dir, name="after", device=pick_device("auto"))
     # Attention of a hybrid reads as many tokens in both, so that training alone differs.
     window = getattr(tuned.model, "attention_window", None)
     same = None if window is None else f"{ATTENTION_WINDOW}{window}"
-    untuned = open_checkpoint(str(config.init_from), same, name="before", device=device)
-    models = [untuned, tuned]
+    untuned = open_checkpoint(str(config.init_from), same, name="before", device=tuned.device)
+    _measure([untuned, tuned], config, Path(config.output_dir) / "evaluation", longest)
+
+
+def _measure(
+    models: list[OpenCheckpoint], config: TrainConfig, output: Path, longest: int | None
+) -> None:
+    """Measure models on what a run held out, and show the tables.
+
+    Args:
+        models: to compare, with one tokenizer.
+        config: of the run.
+        output: folder of the evaluation.
+        longest: of the evaluation; None for the default of `write_suite`.
+    """
+    from longrnn.cli.evaluate import measure_and_show
+    from longrnn.data import TASKS
+    from longrnn.evaluation.before_after import without_failed_passkeys, write_suite
+    from longrnn.processes import on_main
+    from longrnn.training.models import tokenizer_of
+
+    folder, tokenizer = lock_output(output, "folder"), tokenizer_of(config)
+    held_out = TASKS.build(cast(Any, config.validation), tokenizer)
+    how = {"length": config.length.max, "longest": longest}
+    evaluations = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     measure_and_show(models, without_failed_passkeys(models, evaluations, folder), folder)
 
 

@@ -168,16 +168,16 @@ class ForeignLM(LanguageModel):
         was_training = self.model.training
         self.model.eval()
         try:
-            reason = probe(self._attending(AttentionWindow()))
+            reason = probe(self.attending(AttentionWindow()))
             if reason is not None:
                 raise no_window(self, reason)
-            other = self._attending(checked_window(self, window, sinks))
+            other = self.attending(checked_window(self, window, sinks))
         finally:
             self.model.train(was_training)
         other.max_length = None
         return other
 
-    def _attending(self, window: AttentionWindow) -> Self:
+    def attending(self, window: AttentionWindow) -> Self:
         """Return a model with this window, unchecked."""
         other = copy.copy(self)
         other.attention = WindowedAttention(self, window)

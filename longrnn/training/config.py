@@ -105,6 +105,10 @@ class TrainConfig(Options, validate_default=True):
     """Only for hybrids: how many tokens attention reads, the last ones; saved with the model. By
     default `length.max` with a carried state, so that no distance is larger than in the first
     segment and memory does not grow; otherwise all tokens of the row."""
+    objective: Literal["tokens", "attention", "teacher"] = "tokens"
+    """What the loss is: that of the next token; or, of a checkpoint of `longrnn linearize`, the
+    share of what the window removes from attention that its memories lack, or the cross-entropy
+    with the predictions of the transformer."""
     segments_per_step: Count | Literal["all"] = 1
     """Only with a carried state (truncated BPTT): consecutive segments through which the gradient
     of one step flows; `all`: those of a whole document, one document per row and step."""
@@ -205,6 +209,10 @@ class TrainConfig(Options, validate_default=True):
             raise UserError(
                 f"segments_per_step={self.segments_per_step} needs rows that continue: set "
                 "initial_state.kind=carry, or segments_per_step=1"
+            )
+        if self.objective != "tokens" and self.initial_state["kind"] != "zero":
+            raise UserError(
+                f"objective={self.objective} compares whole rows: set initial_state.kind=zero"
             )
         if self.init_from is not None and self.model:
             raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,12 @@ from longrnn.training.repeat import read_repeatedly
 # Up to this many segments, the state before each is kept for the backward pass. Of more, those
 # before groups of them, whose number is the square root: one more forward pass, and less memory.
 MAX_KEPT_STATES = 128
+# Modules and classes; those with a teacher import transformers.
+OBJECTIVES = {
+    "tokens": "longrnn.training.objective:Objective",
+    "attention": "longrnn.training.distillation:AttentionDifference",
+    "teacher": "longrnn.training.distillation:Teacher",
+}
 
 
 class StepOutput(NamedTuple):
@@ -28,7 +35,8 @@ class StepOutput(NamedTuple):
     Attributes:
         loss: see `Objective`; scalar.
         state: from which a carried row continues.
-        predictions: `(b, t)` ids for every segment, −100 where there is no target.
+        predictions: `(b, t)` ids for every segment, −100 where there is no target; empty if the
+            objective predicts none.
     """
 
     loss: Tensor
@@ -43,6 +51,21 @@ def rows_of(batch: Batch, columns: slice) -> Rows | None:
         for mask in (batch.is_token, batch.inner_starts())
     ]
     return None if masks == [None, None] else Rows(*masks)
+
+
+def token_weights(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """The weight of each token in the mean over rows, `(b, t)` in float32 or wider."""
+    weights = batch.weights
+    if weights is None:
+        scored = batch.answers().to(torch.promote_types(dtype, torch.float32))
+        weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
+    return weights / len(weights)
+
+
+def objective_class(name: str) -> type[Objective]:
+    """The class of an objective by its name in a configuration."""
+    module, _, target = OBJECTIVES[name].partition(":")
+    return getattr(import_module(module), target)
 
 
 class Objective(nn.Module):
@@ -124,17 +147,13 @@ class Objective(nn.Module):
         if batch.query_length:
             query, _ = self.model.hidden(batch.tokens[:, body.stop :], state)
             hidden = torch.cat([hidden, query], dim=1)
-        weights = batch.weights
-        if weights is None:
-            scored = batch.answers().to(torch.promote_types(hidden.dtype, torch.float32))
-            weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
-        targets = batch.targets
+        weights, targets = token_weights(batch, hidden.dtype), batch.targets
         # Logits are computed only at targets: a reversal task has them in its second half only.
         scored = (targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(
             *self.model.logit_factors(hidden.flatten(0, 1).index_select(0, scored)),
             targets.flatten()[scored],
-            (weights / len(weights)).flatten()[scored],
+            weights.flatten()[scored],
             soft_cap=self.model.soft_cap,
         )
         predictions = targets.flatten().index_copy(0, scored, predicted).view_as(targets)

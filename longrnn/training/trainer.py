@@ -35,7 +35,7 @@ from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
-from longrnn.training.objective import Objective, StepOutput
+from longrnn.training.objective import StepOutput, objective_class
 from longrnn.training.optim import learning_rate, set_learning_rate
 from longrnn.training.repeat import check_repeats
 from longrnn.training.run import append_metrics
@@ -100,7 +100,8 @@ class Trainer:
         mean: Any = accelerator.reduce  # by default over processes
         context = Context(model.init_state, config.seed, processes.rank(), mean)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        objective = Objective(model, recomputes=config.gradient_checkpointing == "segment")
+        recomputes = config.gradient_checkpointing == "segment"
+        objective = objective_class(config.objective)(model, recomputes=recomputes)
         self.objective, self.optimizer = prepare(accelerator, objective, config)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
@@ -168,10 +169,10 @@ class Trainer:
         values |= {name: [torch.tensor([flag])] for name, flag in flags.items()}
         is_logged = self._is_due(self.config.logging_steps, self.step + 1)
         for on_host, output in micro_batches:
-            for batch, predicted in zip(on_host, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * processes.size()
-                scores = self.task.score(predicted.cpu(), batch) if is_logged else {}
-                for name, each in scores.items():
+            self.tokens += sum(batch.tokens.numel() for batch in on_host) * processes.size()
+            predictions = output.predictions if is_logged else []
+            for batch, predicted in zip(on_host, predictions, strict=False):
+                for name, each in self.task.score(predicted.cpu(), batch).items():
                     values.setdefault(name, []).append(each)
         return means(self.accelerator, values)
 

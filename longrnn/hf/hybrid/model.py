@@ -108,7 +108,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         """See `TrainableLM`; the copy has no mitigation."""
         other = type(self)(copy.deepcopy(self.model).double())
         other.max_length = self.max_length
-        return other if self.attention is None else other._attending(self.attention.window)
+        return other if self.attention is None else other.attending(self.attention.window)
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""

@@ -1,0 +1,159 @@
+"""Gives a transformer a recurrent memory: a Mamba-2 beside the attention of every layer.
+
+The result is a Falcon-H1 (arXiv 2507.22448): its layer is that of a LLaMA, with a Mamba-2 that
+reads the same input and whose output is added to that of attention. So it is an ordinary
+checkpoint, which transformers runs, and which `load` opens as a `HybridLM`.
+
+A head of the memory begins with the projections of the head of attention beside it (as in arXiv
+2408.15237): C from its queries, B from its keys, x from its values. Its output projection is 0, so
+that the new model computes what the transformer does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import FalconH1Config, FalconH1ForCausalLM
+from transformers.initialization import no_init_weights
+
+from longrnn.errors import UserError
+
+# Weights of a LLaMA by the names that they have in a Falcon-H1.
+RENAMED = (
+    (r"\.mlp\.", ".feed_forward."),
+    (r"\.post_attention_layernorm\.", ".pre_ff_layernorm."),
+    (r"^model\.norm\.", "model.final_layernorm."),
+)
+# Options of a configuration that mean the same in both.
+SHARED_OPTIONS = (
+    *("vocab_size", "tie_word_embeddings", "hidden_size", "intermediate_size", "hidden_act"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+    *("rope_parameters", "max_position_embeddings", "initializer_range"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
+SILU_NAMES = ("silu", "swish")  # that a Mamba-2 has too
+MEMORY = ".mamba."  # in the names of its weights
+# silu of this is 1: the gate of the memory is open at the start.
+OPEN_GATE = 1.2784645427610738
+
+
+def with_memory(base: Any, *, shortest: int, longest: int) -> FalconH1ForCausalLM:
+    """Returns a Falcon-H1 with the weights of a transformer, and memories whose output is 0.
+
+    Args:
+        base: a causal Hugging Face model with the layers of a LLaMA, such as a LLaMA or Qwen2.
+        shortest: tokens in which the first head of each memory loses half of a value.
+        longest: the same of the last head; those between are spaced geometrically.
+
+    Raises:
+        UserError: the model has layers that a Falcon-H1 does not compute.
+    """
+    given, kind = base.config.to_dict(), base.config.model_type
+    if absent := [name for name in SHARED_OPTIONS if name not in given]:
+        raise _refusal(kind, f"its configuration has no {absent[0]}")
+    config = _configuration(base)
+    if config.hidden_act not in SILU_NAMES:
+        raise _refusal(kind, f"its activation is {config.hidden_act}")
+    if getattr(base.config, "sliding_window", None) is not None:
+        raise _refusal(kind, "its attention has a window of its own")
+    with no_init_weights():  # all of them are set below
+        model: Any = FalconH1ForCausalLM(config).to(base.dtype).eval()
+    weights, target = _renamed(base), model.state_dict()
+    unknown = [name for name in weights if name not in target or _differs(weights, target, name)]
+    missing = [name for name in target if name not in weights and MEMORY not in name]
+    # LLaMA-like models may have biases in some projections of attention only.
+    biases = {name for name in missing if name.endswith("_proj.bias")}
+    if unknown or set(missing) - biases:
+        raise _refusal(kind, f"it differs in {min([*unknown, *(set(missing) - biases)])}")
+    weights |= {name: torch.zeros_like(target[name]) for name in biases}
+    model.load_state_dict({**target, **weights})
+    half_lives = torch.logspace(
+        math.log10(shortest), math.log10(longest), config.mamba_n_heads, dtype=torch.float64
+    )
+    for layer in model.model.layers:
+        _begin_memory(layer, half_lives)
+    _compare(base, model)
+    return model
+
+
+def _configuration(base: Any) -> FalconH1Config:
+    """The configuration of a Falcon-H1 whose memories have the heads of attention."""
+    given = base.config.to_dict()
+    heads = base.config.num_attention_heads
+    size = given.get("head_dim") or base.config.hidden_size // heads
+    return FalconH1Config(
+        **{name: given.get(name) for name in SHARED_OPTIONS} | {"head_dim": size},
+        attention_bias=any(name.endswith("q_proj.bias") for name in base.state_dict()),
+        mamba_d_ssm=heads * size,
+        mamba_n_heads=heads,
+        mamba_d_head=size,
+        mamba_n_groups=heads,
+        mamba_d_state=size,
+        mamba_proj_bias=True,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        num_logits_to_keep=None,
+    )
+
+
+def _renamed(base: Any) -> dict[str, Tensor]:
+    """The weights of a LLaMA by the names that they have in a Falcon-H1."""
+    weights = {}
+    for name, weight in base.state_dict().items():
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        weights[name] = weight
+    return weights
+
+
+def _differs(weights: dict[str, Tensor], target: dict[str, Tensor], name: str) -> bool:
+    return weights[name].shape != target[name].shape
+
+
+@torch.no_grad()
+def _begin_memory(layer: Any, half_lives: Tensor) -> None:
+    """Gives a memory the projections of the attention beside it, and an output of 0."""
+    memory, attention = layer.mamba, layer.self_attn
+    heads, size = memory.num_heads, memory.head_dim
+    for parameter in memory.parameters():
+        parameter.zero_()
+    width = heads * size
+    parts = {
+        "x": (attention.v_proj, slice(width, 2 * width)),
+        "B": (attention.k_proj, slice(2 * width, 3 * width)),
+        "C": (attention.q_proj, slice(3 * width, 4 * width)),
+    }
+    for projection, rows in parts.values():
+        for name in ("weight", "bias"):
+            given = getattr(projection, name)
+            if given is not None:
+                by_head = given.unflatten(0, (-1, size))
+                repeated = by_head.repeat_interleave(heads // len(by_head), dim=0)
+                getattr(memory.in_proj, name)[rows] = repeated.flatten(0, 1)
+    memory.in_proj.bias[:width] = OPEN_GATE
+    memory.conv1d.weight[:, 0, -1] = 1  # the current token alone
+    memory.norm.weight.fill_(1)
+    # A = -1, so that a step of log 2 / n halves a value in n tokens; the inverse of softplus.
+    memory.dt_bias.copy_((math.log(2) / half_lives).expm1().log())
+
+
+@torch.no_grad()
+def _compare(base: Any, model: Any) -> None:
+    """Raises a UserError if the two models do not compute the same."""
+    tokens = (torch.arange(32) * 7 % base.config.vocab_size).view(2, 16)
+    expected, found = (each(input_ids=tokens, use_cache=False).logits for each in (base, model))
+    tolerance = 100 * torch.finfo(base.dtype).eps * float(expected.abs().max())
+    difference = float((expected - found).abs().max())
+    if not difference <= tolerance:
+        raise _refusal(base.config.model_type, f"its logits differ by {difference:.2g}")
+
+
+def _refusal(kind: str, reason: str) -> UserError:
+    return UserError(
+        f"this {kind} cannot be given a memory, because its layers are not those of a LLaMA "
+        f"({reason}): give a LLaMA, Mistral, Qwen2 or SmolLM2"
+    )

@@ -1,0 +1,161 @@
+"""Trains a recurrent memory for a transformer that others trained: `longrnn linearize`.
+
+In the output folder, `start` is the transformer under a window of attention with memories that
+return 0, `attention` the run in which each memory learns what the window removes from the
+attention beside it, and `teacher` the run in which all of them learn to predict what the
+transformer predicts. The weights of the transformer stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from longrnn.checkpoints.folder import read_config
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import CheckpointName
+from longrnn.checkpoints.tokenizer import load_tokenizer
+from longrnn.checksums import complete_folder
+from longrnn.config import RECORDED, load_config, read_recorded
+from longrnn.errors import UserError
+from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.foreign import MITIGATION_KEY
+from longrnn.hf.hybrid.model import HybridLM
+from longrnn.hf.hybrid.trainable import write_hybrid
+from longrnn.hf.memory import with_memory
+from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.mitigations.spec import ATTENTION_WINDOW, NONE
+from longrnn.models import RecurrentLM
+from longrnn.processes import on_main
+from longrnn.training.config import TrainConfig, changes, configured
+from longrnn.training.distributed import build_accelerator
+from longrnn.training.train import train
+
+BUNDLED = "linearize"
+CONFIG = "config.json"
+START, STAGES = "start", ("attention", "teacher")
+
+
+class Linearized(NamedTuple):
+    """What `linearize` makes.
+
+    Attributes:
+        trained: the folder of the transformer with its memory.
+        names: what to compare, as `load` takes it, by its name in a report: the transformer, the
+            window alone, the memory, and the memory limited to what the window reads too.
+        config: of the last stage.
+    """
+
+    trained: str
+    names: dict[str, str]
+    config: TrainConfig
+
+
+def linearize(
+    model: str,
+    data: Sequence[str],
+    output: Path,
+    *,
+    window: int = 64,
+    sinks: int = 4,
+    length: int = 1024,
+    overrides: Sequence[str] = (),
+    quiet: bool = True,
+) -> Linearized:
+    """Gives a transformer a recurrent memory and trains it; what is there already is continued.
+
+    Args:
+        model: a causal Hugging Face model with the layers of a LLaMA, as `longrnn.load` takes it.
+        data: documents to train on; without any, `overrides` have a task.
+        output: folder of the runs.
+        window: how many tokens attention reads.
+        sinks: how many first tokens it reads beside them.
+        length: tokens of a row, which the teacher reads whole.
+        overrides: `key=value`, for both stages.
+        quiet: print no progress.
+
+    Raises:
+        UserError: a model or data that does not fit, or an interrupted run of other options.
+    """
+    start, limited = output / START, f"{ATTENTION_WINDOW}{AttentionWindow(window, sinks)}"
+    values = load_config(BUNDLED) | {"length": {"max": length}}
+    if data:
+        values["task"] = {"kind": "text", "data": list(data)}
+    folders = [start, *(output / stage for stage in STAGES)]
+    configs = [
+        configured(
+            values | {"objective": stage, "init_from": str(before), "output_dir": str(folder)},
+            overrides,
+            source="longrnn linearize",
+        )
+        for stage, before, folder in zip(STAGES, folders[:-1], folders[1:], strict=True)
+    ]
+    build_accelerator(configs[0])  # joins the processes of a launch
+
+    def begin() -> None:
+        if not start.exists():
+            write_start(model, start, window=window, sinks=sinks, length=length)
+        elif (made := read_config(start).get(MITIGATION_KEY)) != limited:
+            raise UserError(f"{output} has a run with {made}: give these, or another --output")
+
+    on_main(begin)
+    for config in configs:
+        is_begun, is_done = on_main(partial(progress_of, config))
+        if not is_done:
+            train(config, resume=config.output_dir if is_begun else None, quiet=quiet)
+    trained = configs[-1].output_dir
+    names = {
+        "transformer": model,
+        "window": str(start),
+        "memory": trained,
+        "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
+    }
+    return Linearized(trained, names, configs[-1])
+
+
+def progress_of(config: TrainConfig) -> tuple[bool, bool]:
+    """Whether a run has begun, and whether it has written its final model.
+
+    Raises:
+        UserError: its folder has a run with another configuration.
+    """
+    folder = Path(config.output_dir)
+    recorded = read_recorded(folder)
+    if not recorded:
+        return False, False
+    before = configured(recorded | {"output_dir": str(folder)}, source=str(folder / RECORDED))
+    if differing := changes(before, config):
+        raise UserError(
+            f"{folder} has a run with other options ({differing[0]}): give those, or another "
+            "--output"
+        )
+    return True, (folder / CONFIG).is_file()
+
+
+def write_start(model: str, folder: Path, *, window: int, sinks: int, length: int) -> None:
+    """Writes a transformer under a window, with memories that return 0, and its tokenizer.
+
+    Args:
+        model: see `linearize`.
+        folder: appears complete, or not at all.
+        window: see `linearize`.
+        sinks: likewise.
+        length: likewise; values stay in the memories for a window to eight times that.
+
+    Raises:
+        UserError: see `linearize`.
+    """
+    name = CheckpointName.parse(model)._replace(mitigation=(NONE,), dtype=torch.float32)
+    loaded: Any = load(name)
+    if isinstance(loaded, RecurrentLM) or loaded.cells:
+        raise UserError(f"{model} has recurrent layers already: give a transformer")
+    tokenizer = load_tokenizer(name.tokenizer)
+    whole = with_memory(loaded.model, shortest=window, longest=8 * length)
+    hybrid = HybridLM(whole).with_attention_window(window, sinks)
+    with complete_folder(folder, "choose another folder") as draft:
+        write_hybrid(hybrid, draft, hybrid.spec)
+        (tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()).save(draft)

@@ -1,0 +1,175 @@
+"""A transformer gets a recurrent memory: exact at the start, taught by the transformer itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from longrnn import load
+from longrnn.data.batch import Batch, row_starts
+from longrnn.errors import UserError
+from longrnn.hf.foreign_load import open_hugging_face
+from longrnn.hf.memory import with_memory
+from longrnn.training.distillation import AttentionDifference, Teacher
+from longrnn.training.linearize import linearize
+from tests.contracts.builders import assert_near
+from tests.hf.foreign import architecture, assert_continues, tokens, with_bytes
+from tests.launched import launched
+from tests.texts import TEXTS
+from tests.training.runs import metrics
+
+WINDOW, SINKS = 6, 2
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True, "attention_bias": True},
+    "llama-narrow": {"head_dim": 6},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+}
+QUICK = ("max_steps=3", "save_steps=1", "eval_steps=3", "logging_steps=1", "eval_samples=2")
+
+
+LONGER = ("max_steps=15", "save_steps=15", "learning_rate=1e-3")
+
+
+def transformer(name: str = "llama", **options: Any) -> Any:
+    return architecture(name.partition("-")[0], **LLAMAS[name], **options)
+
+
+def opened(base: Any) -> Any:
+    """The hybrid under its window, whose memories return something."""
+    torch.manual_seed(0)
+    model: Any = open_hugging_face(with_memory(base, shortest=4, longest=32))
+    for cell in model.cells:
+        torch.nn.init.normal_(cell.layer.out_proj.weight, std=0.3)
+    return model.with_attention_window(WINDOW, SINKS)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_a_new_memory_changes_nothing(name: str) -> None:
+    """By transformers, and under a window at any split, it is the model that it was added to."""
+    base, text = transformer(name), tokens(2, 30)
+    whole = with_memory(base, shortest=4, longest=32)
+    with torch.no_grad():
+        expected = base(input_ids=text).logits
+        assert_near(whole(input_ids=text).logits, expected, 1e-5)
+    windowed = open_hugging_face(base).with_attention_window(WINDOW, SINKS)
+    model = open_hugging_face(whole).with_attention_window(WINDOW, SINKS)
+    assert_continues(model, text, windowed(text).logits, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("qwen3", {}, "k_norm"),
+        ("gemma2", {}, "hidden_act"),
+        ("llama", {"hidden_act": "gelu"}, "activation"),
+        ("granite", {"residual_multiplier": 0.5}, "logits differ"),
+        ("mistral", {"sliding_window": 8}, "window of its own"),
+        ("gpt2", {}, "LLaMA"),
+    ],
+)
+def test_other_layers_are_refused(kind: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        with_memory(architecture(kind, **options), shortest=4, longest=32)
+
+
+def batch(text: torch.Tensor) -> Batch:
+    return Batch(text[:, :-1], text[:, 1:], row_starts(text[:, :-1]))
+
+
+def test_memories_are_taught_what_the_window_removes() -> None:
+    """Attention with and without the window's mask, by hooks on transformers in float64; sinks
+    are near enough that positions are those of the text."""
+    base = transformer().double()
+    model, text = opened(base), tokens(2, 13)
+    objective = AttentionDifference(model.with_attention_window(12, 0))
+    steps = torch.arange(12)
+    distance = steps[:, None] - steps
+    own = AttentionDifference(model.with_attention_window(WINDOW, 0))
+    mask = torch.zeros(12, 12).double().masked_fill((distance < 0) | (distance >= WINDOW), -1e30)
+    inputs: list[Any] = []
+    removed: list[Any] = []
+
+    def compare(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if kwargs["attention_mask"] is None or kwargs["attention_mask"] is not given:
+            inputs.append(kwargs["hidden_states"])
+            again = kwargs | {"attention_mask": given, "past_key_values": None}
+            removed.append(output[0] - layer(*args, **again)[0])
+
+    given = mask[None, None]
+    for layer in base.model.layers:
+        layer.self_attn.register_forward_hook(compare, with_kwargs=True)
+    with torch.no_grad():
+        logits = base(input_ids=text[:, :-1], use_cache=False).logits
+    losses = []
+    for cell, x, wanted in zip(model.cells, inputs, removed, strict=True):
+        y, _ = cell(x, cell.init_state(2))
+        shares = (y - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2))
+        losses.append(shares.mean())
+    found = own([batch(text)], model.init_state(2))
+    assert_near(found.loss, torch.stack(losses).mean(), 1e-7)  # transformers rotates in float32
+    assert float(objective([batch(text)], model.init_state(2)).loss) > 1e9  # nothing is removed
+    # The other objective: the predictions of the transformer, and its own.
+    teacher = Teacher(model)([batch(text)], model.init_state(2))
+    ours = model(text[:, :-1]).logits
+    wanted = F.cross_entropy(ours.flatten(0, 1), logits.softmax(-1).flatten(0, 1))
+    assert_near(teacher.loss, wanted, 1e-6)
+
+
+def run(folder: Path, *overrides: str, **options: Any) -> Any:
+    base = with_bytes(transformer(vocab_size=256), folder / "base")
+    sizes: dict[str, Any] = {"window": WINDOW, "sinks": SINKS, "length": 32}
+    return linearize(
+        str(base), TEXTS, folder / "out", overrides=[*QUICK, *overrides], **sizes | options
+    )
+
+
+def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
+    """The memories are trained alone, transformers opens the result, and the command continues."""
+    made = run(tmp_path, *LONGER)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(made.trained)
+    weights = after.state_dict()
+    torch.testing.assert_close(weights["lm_head.weight"], before["lm_head.weight"], atol=0, rtol=0)
+    for name in ("q_proj", "o_proj"):
+        name = f"model.layers.1.self_attn.{name}.weight"
+        assert torch.equal(weights[name], before[name])
+    assert all(bool(weights[n].any()) for n in weights if n.endswith("mamba.out_proj.weight"))
+    losses = [row["loss"] for row in metrics(tmp_path / "out/attention") if "loss" in row]
+    assert losses[0] == pytest.approx(1)
+    assert min(losses) < 1
+    text, model = tokens(2, 40), load(f"{made.trained}+none")
+    with torch.no_grad():
+        assert_near(model(text).logits, after(input_ids=text).logits, 1e-5)
+    assert load(made.trained).fingerprint() != model.fingerprint()
+    trained = Path(made.trained, "model.safetensors").read_bytes()
+    assert run(tmp_path, *LONGER) == made
+    assert Path(made.trained, "model.safetensors").read_bytes() == trained
+    for options in ({"window": 4}, {"length": 16}):
+        with pytest.raises(UserError, match="output"):
+            run(tmp_path, **options)
+
+
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
+    made = run(tmp_path / "one", "per_device_train_batch_size=2")
+    base, output = tmp_path / "one/base", tmp_path / "two"
+    words = ["--window", WINDOW, "--sinks", SINKS, "--length", 32, "--no-evaluate", *QUICK]
+    texts = [word for path in TEXTS for word in ("--text", path)]
+    done = launched(
+        "linearize",
+        base,
+        *texts,
+        "--output",
+        output,
+        *map(str, words),
+        "per_device_train_batch_size=1",
+    )
+    assert done.returncode == 0, done.stderr
+    text = tokens(2, 30)
+    assert_near(load(output / "teacher")(text).logits, load(made.trained)(text).logits, 1e-4)
