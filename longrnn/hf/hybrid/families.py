@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,7 +23,7 @@ from longrnn.cells.weights import WHOLE, Part
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.rg_lru import RGLRU
-from longrnn.hf.hybrid.shared_cell import SharedCell
+from longrnn.hf.hybrid.shared_cell import SharedCell, of_layer
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.scan.inputs import Decay
@@ -58,6 +58,8 @@ class SharedMamba(SharedCell, Mamba):
     """A `Mamba` cell on the weights of a layer; see `SharedCell`."""
 
     recurrent_weights = ("layer.A_log",)
+    bias_weight, dt_weight = "layer.dt_proj.bias", "layer.dt_proj.weight"
+    x_proj, dt_proj = of_layer("x_proj"), of_layer("dt_proj")
 
     def __init__(self, theirs: Any, family: Any) -> None:
         super().__init__(theirs, family)
@@ -78,7 +80,8 @@ class SharedZamba(SharedMamba):
     """The same for a Zamba (arXiv 2405.16712), whose groups of channels select on their own."""
 
     wide_weights = ("A_log", "D", "dt_proj_bias")
-    bias_weight, dt_weight = "dt_proj_bias", "dt_proj_weight"
+    bias_weight, dt_weight = "layer.dt_proj_bias", "layer.dt_proj_weight"
+    dt_proj_bias = of_layer("dt_proj_bias")
 
     def __init__(self, theirs: Any, family: Any) -> None:
         super().__init__(theirs, family)
@@ -108,6 +111,8 @@ class SharedZamba(SharedMamba):
 
 class SharedMamba2(SharedCell, Mamba2):
     """A `Mamba2` cell on the weights of a layer; see `SharedCell`."""
+
+    dt_weight = "layer.in_proj.weight"
 
     def __init__(self, theirs: Any, family: Family) -> None:
         super().__init__(theirs, family)
@@ -155,20 +160,16 @@ class SharedGatedDeltaNet(SharedCell, GatedDeltaNet):
 class SharedOlmoHybrid(SharedGatedDeltaNet):
     """The same for an OLMo-Hybrid, where two modules have other names."""
 
-    renamed: ClassVar = {"norm": "o_norm", "out_proj": "o_proj"}
+    norm, out_proj = of_layer("o_norm"), of_layer("o_proj")
 
 
 class SharedKDA(SharedCell, KDA):
     """A `KDA` cell on the weights of a layer; see `SharedCell`."""
 
-    renamed: ClassVar = {
-        "A_log": "forget_gate.A_log",
-        "dt_bias": "forget_gate.dt_bias",
-        "decay_proj": "forget_gate.f_b_proj",
-        "gate_proj": "g_b_proj",
-        "norm": "o_norm",
-        "out_proj": "o_proj",
-    }
+    rate_weight, bias_weight = "layer.forget_gate.A_log", "layer.forget_gate.dt_bias"
+    A_log, dt_bias = of_layer("forget_gate.A_log"), of_layer("forget_gate.dt_bias")
+    decay_proj, gate_proj = of_layer("forget_gate.f_b_proj"), of_layer("g_b_proj")
+    norm, out_proj = of_layer("o_norm"), of_layer("o_proj")
 
     def __init__(self, theirs: Any, family: Family) -> None:
         super().__init__(theirs, family)
@@ -186,10 +187,7 @@ class SharedBailing(SharedKDA):
     a mitigation, A is then l.
     """
 
-    renamed: ClassVar = SharedKDA.renamed | {
-        "decay_proj": "forget_gate.f_proj",
-        "gate_proj": "g_proj",
-    }
+    decay_proj, gate_proj = of_layer("forget_gate.f_proj"), of_layer("g_proj")
 
     def __init__(self, theirs: Any, family: Family) -> None:
         super().__init__(theirs, family)

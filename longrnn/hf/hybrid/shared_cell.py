@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,28 @@ class UnsupportedLayerError(ValueError):
     """A layer that the cell of its family does not compute; the message names the option."""
 
 
+def of_layer(name: str) -> Any:
+    """An attribute of a cell that is read from its layer, under that name there, in every use."""
+    return property(attrgetter(f"layer.{name}"))
+
+
 class SharedCell(ScanningCell):
     """A cell whose modules and parameters are those of a Hugging Face layer.
 
     Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
-    by another tensor or extended by an adapter is the weight of this cell.
+    by another tensor or extended by an adapter is the weight of this cell. Those that the cell
+    reads are listed here, and in a subclass where their name in the layer differs.
 
     Args:
         theirs: the layer.
         family: its entry in `longrnn.hf.hybrid.families`.
-
-    Attributes:
-        renamed: modules and parameters that have another name in the layer, and that name.
     """
 
     layer: Any
     recurrent_weights = ("A_log", "dt_bias")
-    renamed: ClassVar[dict[str, str]] = {}
+    rate_weight, bias_weight = "layer.A_log", "layer.dt_bias"
+    A_log, dt_bias, D = of_layer("A_log"), of_layer("dt_bias"), of_layer("D")
+    conv1d, norm, out_proj = of_layer("conv1d"), of_layer("norm"), of_layer("out_proj")
 
     def __init__(self, theirs: Any, family: Any) -> None:
         # Not the constructor of the cell, which would create weights.
@@ -42,26 +47,18 @@ class SharedCell(ScanningCell):
         if activation not in ("silu", "swish"):
             raise UnsupportedLayerError(f"its activation is {activation}")
         self.layer, self._project, self._steps = theirs, family.project, family.steps
-        self.rate_weight, self.bias_weight, self.dt_weight = (
-            name and f"layer.{self.renamed.get(name, name)}"
-            for name in (self.rate_weight, self.bias_weight, self.dt_weight)
-        )
+
+    @property
+    def in_proj(self) -> Any:
+        """What computes the input projections."""
+        return self.layer.in_proj if self._project is None else partial(self._project, self.layer)
 
     @property
     def step_weights(self) -> dict[str, Part]:
         """Whole weights of the layer that its family names, or those of the cell."""
-        if self._steps:
-            return dict.fromkeys((f"layer.{name}" for name in self._steps), WHOLE)
         own: dict[str, Part] = super().step_weights  # pyright: ignore
-        return {f"layer.{self.renamed.get(name, name)}": part for name, part in own.items()}
-
-    def __getattr__(self, name: str) -> Any:
-        """What the cell itself does not have is read from the layer, in every use."""
-        if name in ("layer", "recurrence"):
-            return super().__getattr__(name)
-        if name == "in_proj" and self._project is not None:
-            return partial(self._project, self.layer)
-        return attrgetter(self.renamed.get(name, name))(self.layer)
+        parts = dict.fromkeys(self._steps, WHOLE) if self._steps else own
+        return {f"layer.{name}": part for name, part in parts.items()}
 
 
 class LayerCell(ScanningCell):
