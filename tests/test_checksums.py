@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn.checkpoints.convert import convert
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.load import load
 from longrnn.checkpoints.names import embedded
 from longrnn.checksums import CHECKSUMS, refuse_damage, write_checksums

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from longrnn import load
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checksums import CHECKSUMS, write_checksums
 from longrnn.data.build import build
 from longrnn.data.stream import DOCUMENTS, HEADER, SCORED, TOKENS, Corpus

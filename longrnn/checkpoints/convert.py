@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.checkpoints import layouts
-from longrnn.checkpoints.folder import read_config, save_model
-from longrnn.checkpoints.layouts import LAYOUTS
+from longrnn.checkpoints.folder import read_config
+from longrnn.checkpoints.layouts import LAYOUTS, OURS
 from longrnn.checkpoints.load import load
 from longrnn.checkpoints.names import CheckpointName, base_folder
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
-from longrnn.files import write_atomic
 from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level
 from longrnn.mitigations.spec import NONE
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold
 
-OURS = "ours"
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
@@ -42,16 +40,14 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         UserError: the checkpoint cannot be loaded, or the layout does not support it or its
             mitigation; or the destination is in use.
     """
-    known = [OURS, *LAYOUTS]
-    if to not in known:
-        raise UserError(f"unknown layout {to!r}: {nearest(to, known)}")
+    if to not in LAYOUTS:
+        raise UserError(f"unknown layout {to!r}: {nearest(to, LAYOUTS)}")
     write_checkpoint(load(source), CheckpointName.parse(str(source)).checkpoint, destination, to)
 
 
 def layout_of(checkpoint: str) -> str:
     """Return the name of the layout of a checkpoint; `hf` for Hugging Face models of any kind."""
-    config = read_config(base_folder(checkpoint))
-    return layouts.layout_of(config) or (OURS if config.get("model_type") == "longrnn" else "hf")
+    return layouts.layout_of(read_config(base_folder(checkpoint))) or "hf"
 
 
 def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, to: str) -> None:
@@ -69,7 +65,6 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             f"{checkpoint} is a Hugging Face {getattr(model, 'kind', 'model')}, whose other layers "
             "longrnn does not compute: give a checkpoint of longrnn, or convert a hybrid to hf"
         )
-    # What the layout does not support is refused before anything is written.
     rest = fold(model)
     names = " and ".join(part.name for part in rest.parts)
     if names and to != OURS:
@@ -78,7 +73,6 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             f"no mitigation: {'' if is_hybrid else 'convert it to ours, which does, or '}load "
             f"{checkpoint}+MITIGATION with longrnn; {checkpoint}+{NONE} leaves it out"
         )
-    config = None if to == OURS or is_hybrid else LAYOUTS[to].write(model)
     folder = base_folder(checkpoint)
     with complete_folder(destination, "choose another folder") as draft:
         tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
@@ -87,12 +81,9 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
 
             plain: Any = model.under(None)
             write_hybrid(plain, draft, plain.spec)  # with the window of attention alone
-        elif config is None:
-            model.trained_under = str(rest) or None
-            save_model(model, draft, tokenizer=tokenizer)
         else:
-            write_atomic(draft / "config.json", config)
-            LAYOUTS[to].save(model, draft)
+            model.trained_under = str(rest) or None
+            LAYOUTS[to].save(model, draft, tokenizer)
 
 
 def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:

@@ -1,13 +1,12 @@
-"""Checkpoint folders: `config.json`, `model.safetensors`, and nothing that could run code.
+"""The files of a checkpoint folder, and a model from its weights; nothing in it can run code.
 
-`longrnn.checkpoints.load.load` verifies them against `checksums.json` in the same folder.
+`longrnn.checkpoints.load.load` verifies the files against `checksums.json` in the same folder.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.files import read_json, regular, write_atomic
+from longrnn.files import read_json, regular
 from longrnn.models.base import LanguageModel
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.options import validated
 
 ModelT = TypeVar("ModelT", bound=LanguageModel)
 CHECKPOINT_FORMAT = 2
@@ -41,39 +38,6 @@ WEIGHT_FILES = (
 
 # Elementwise functions with which cells compute initial values.
 INITIAL_VALUES = {"add", "div", "exp", "expm1", "log", "mul", "neg", "sub", "uniform_"}
-
-
-def save_model(
-    model: RecurrentLM,
-    folder: Path,
-    *,
-    tokenizer: str = "bytes",
-    weights: Mapping[str, Tensor] | None = None,
-    mitigation: str | None = None,
-) -> None:
-    """Writes a checkpoint folder that `load` and transformers read.
-
-    Args:
-        model: the model.
-        folder: created if it does not exist.
-        tokenizer: `bytes`, or a path for `load_tokenizer`.
-        weights: the full state dict, if the model itself holds only shards of it.
-        mitigation: the spec of the one under which the model was trained; by default the model's.
-    """
-    from safetensors.torch import save
-
-    whole = model.state_dict() if weights is None else weights
-    tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
-    if model.config.tie_embeddings:
-        del tensors["head.weight"]
-    description = {"model_type": "longrnn", "format": CHECKPOINT_FORMAT, "tokenizer": tokenizer}
-    if mitigation or model.trained_under:
-        description["mitigation"] = mitigation or model.trained_under
-    description |= asdict(model.config)
-    remove_checksums(folder)
-    write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
-    write_checksums(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -119,26 +83,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         f"{folder} is incomplete (it has none of {', '.join(WEIGHT_FILES)}): copy or "
         "download it again"
     )
-
-
-def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
-    """Reads a model that `save_model` or transformers wrote, onto the CPU.
-
-    Args:
-        folder: the checkpoint.
-        backend: implementation of the recurrence; `auto` for the default of the cell.
-
-    Raises:
-        UserError: a file is missing, truncated, or does not fit.
-    """
-    description, source = read_config(folder), str(folder / "config.json")
-    options = {name: description[name] for name in OPTIONS if name in description}
-    config = validated(RecurrentConfig, options, source)
-    # transformers writes `model.` in front of all names.
-    tensors = rename_weights(read_weights(folder), lambda name: name.removeprefix("model."))
-    model = build_model(config, tensors, backend=backend)
-    model.trained_under = description.get("mitigation")
-    return model
 
 
 def rename_weights(

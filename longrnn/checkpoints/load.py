@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +16,7 @@ import torch
 from longrnn import processes
 from longrnn.checkpoints import names
 from longrnn.checkpoints.adapters import merge_adapter
-from longrnn.checkpoints.folder import cast_weights, load_model, read_config
+from longrnn.checkpoints.folder import cast_weights, read_config
 from longrnn.checkpoints.layouts import LAYOUTS, layout_of
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
@@ -85,36 +86,18 @@ def load(
             run with modules of users (`--import`) that are not imported.
     """
     processes.check_device(device)
-    checkpoint, named, parts, _ = names.CheckpointName.parse(name_or_path)
-    given = names.DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
-    if dtype is not None and given is None:
-        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(names.DTYPE_NAMES)}")
-    if None not in (named, given) and named != given:
-        raise UserError(f"{checkpoint}+{named} names another dtype than {given}: give one of them")
-    folder = names.resolve(checkpoint, revision)
+    name = names.CheckpointName.parse(name_or_path)
+    dtype = _dtype_of(name, dtype)
+    folder = names.resolve(name.checkpoint, revision)
     refuse_missing_of(folder)
-    # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
-    with ThreadPoolExecutor(1) as pool:
-        verified = pool.submit(verify_folder, folder)
-        try:
-            rope = next((parse(part)[1] for part in parts or () if is_rope(part)), None)
-            stored: Any = _read(folder, backend, given or named, rope)
-            if isinstance(stored, RecurrentLM):
-                stored.loaded_from = str(folder)
-                if parts is None and stored.trained_under is not None:
-                    stored = stored.under(mitigation(str(stored.trained_under)))
-        except UserError as error:
-            if str(folder) in str(error):
-                raise
-            raise UserError(f"{folder} cannot be loaded: {error}") from error
-        except Exception as error:  # damaged files raise errors of many kinds
-            remedy = DAMAGED_GGUF if folder.suffix == names.GGUF else DAMAGED
-            if isinstance(error, ImportError | PermissionError) or is_out_of_memory(error):
-                remedy = "install or permit what is missing, or use a machine with more memory"
-            cause = shorten(one_line(error), 160, placeholder=" …")
-            raise UserError(f"{folder} cannot be loaded ({cause}): {remedy}") from error
-        finally:
-            verified.result()  # a wrong checksum is the cause of any other error
+    parts = name.mitigation
+    with _verified(folder):
+        rope = next((parse(part)[1] for part in parts or () if is_rope(part)), None)
+        stored: Any = _read(folder, backend, dtype, rope)
+        if isinstance(stored, RecurrentLM):
+            stored.loaded_from = str(folder)
+            if parts is None and stored.trained_under is not None:
+                stored = stored.under(mitigation(str(stored.trained_under)))
     if device is not None:
         stored.to(device)  # before the check, which chooses kernels
     if isinstance(stored, RecurrentLM):
@@ -128,6 +111,40 @@ def load(
         parts = split(recorded) if parts is None and recorded else parts
         parts = parts and [part for part in parts if not is_rope(part)]
     return model if parts is None else mitigated(model, parts)
+
+
+def _dtype_of(name: names.CheckpointName, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that is given or named; a UserError for two of them or an unknown one."""
+    given = names.DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    if dtype is not None and given is None:
+        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(names.DTYPE_NAMES)}")
+    if None not in (name.dtype, given) and name.dtype != given:
+        raise UserError(
+            f"{name.checkpoint}+{name.dtype} names another dtype than {given}: give one of them"
+        )
+    return given or name.dtype
+
+
+@contextmanager
+def _verified(folder: Path) -> Iterator[None]:
+    """Verify the checksums of a folder while it is read, and explain errors of reading it."""
+    # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(verify_folder, folder)
+        try:
+            yield
+        except UserError as error:
+            if str(folder) in str(error):
+                raise
+            raise UserError(f"{folder} cannot be loaded: {error}") from error
+        except Exception as error:  # damaged files raise errors of many kinds
+            remedy = DAMAGED_GGUF if folder.suffix == names.GGUF else DAMAGED
+            if isinstance(error, ImportError | PermissionError) or is_out_of_memory(error):
+                remedy = "install or permit what is missing, or use a machine with more memory"
+            cause = shorten(one_line(error), 160, placeholder=" …")
+            raise UserError(f"{folder} cannot be loaded ({cause}): {remedy}") from error
+        finally:
+            verified.result()  # a wrong checksum is the cause of any other error
 
 
 def mitigated(model: Any, parts: Sequence[str]) -> Model:
@@ -200,8 +217,6 @@ def _read(
     layout = layout_of(config)
     if layout is not None:
         return cast_weights(LAYOUTS[layout].load(folder, config, backend), dtype)
-    if config.get("model_type") == "longrnn":
-        return cast_weights(load_model(folder, backend=backend), dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     from longrnn.hf.foreign_load import load_transformer

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longrnn.bundled import find
-from longrnn.checkpoints.folder import build_model, cast_weights, save_model
+from longrnn.checkpoints.folder import build_model, cast_weights
+from longrnn.checkpoints.layouts import LAYOUTS, OURS
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, regular
@@ -110,7 +111,7 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
                 f"the names of {source} have neither characters nor a tokenizer: put the "
                 "tokenizer.json that the model was trained with into the folder"
             )
-        save_model(model, draft, tokenizer=options.tokenizer or "tokenizer.json")
+        LAYOUTS[OURS].save(model, draft, options.tokenizer or "tokenizer.json")
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class TrainableLM(LanguageModel):
         trained_under: the spec of the mitigation under which the model was trained; None without.
         base_name: of the checkpoint that adapters were added to.
         base_fingerprint: of the weights before adapters were added.
-        base_layout: the layout of that checkpoint; None for its own.
+        base_layout: the layout of that checkpoint; None for a Hugging Face model's own.
     """
 
     head: Any

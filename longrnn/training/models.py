@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from longrnn.checkpoints import adapters
-from longrnn.checkpoints.folder import check_weights, read_config, save_model
-from longrnn.checkpoints.layouts import layout_of
+from longrnn.checkpoints.folder import check_weights, read_config
+from longrnn.checkpoints.layouts import layout_of, save_model
 from longrnn.checkpoints.load import load, mitigated
 from longrnn.checkpoints.names import CheckpointName, base_folder, resolve, split_spec
 from longrnn.checkpoints.tokenizer import load_tokenizer
@@ -177,17 +177,16 @@ def save(
         weights: the whole state dict.
         tokenizer: of the model.
     """
-    spec = model.trained_under
     if adapters.has_adapters(model):
         adapters.save_adapter(model, folder, weights)
         return
     if not isinstance(model, RecurrentLM):
         from longrnn.hf.hybrid.trainable import save_hybrid
 
-        save_hybrid(model, folder, weights, tokenizer, spec)  # type: ignore[arg-type]
+        save_hybrid(model, folder, weights, tokenizer, model.trained_under)  # type: ignore[arg-type]
         return
     name = "bytes"
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
         name = "tokenizer.json"
-    save_model(model, folder, weights=weights, mitigation=spec, tokenizer=name)
+    save_model(model, folder, weights=weights, tokenizer=name)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.checkpoints import adapters as lora
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.names import ADAPTER
 from longrnn.checkpoints.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.checksums import remove_checksums

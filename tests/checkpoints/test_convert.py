@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longrnn import load, load_tokenizer, mitigation
 from longrnn.checkpoints.convert import convert
-from longrnn.checkpoints.folder import read_weights, save_model
+from longrnn.checkpoints.folder import read_weights
+from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM
@@ -231,7 +232,7 @@ def test_conversion_overwrites_nothing_and_is_atomic(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("longrnn.checkpoints.convert.write_atomic", full)
+        patch.setattr("longrnn.checkpoints.layouts.write_atomic", full)
         with pytest.raises(OSError, match="No space left"):
             convert(tmp_path / "native", tmp_path / "new", to="hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "native"]

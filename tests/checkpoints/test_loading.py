@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from longrnn import files, load, load_tokenizer
 from longrnn import state as states
 from longrnn.cells import MIXERS
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.load import load_editable
 from longrnn.checkpoints.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.checkpoints.opened import open_checkpoint

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
 from longrnn.cells import MIXERS
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.names import resolve
 from longrnn.errors import UserError
 from tests.contracts.builders import build_model, random_tokens

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.text import ByteTokenizer

@@ -17,7 +17,7 @@ import torch
 import typer
 import yaml
 
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.cli.app import run
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.progress import QUIET

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.data import Instruct, Passkey, Text
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer

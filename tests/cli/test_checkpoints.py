@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.hf.auto import LongRNNForCausalLM
 from tests.cli.conftest import CLI
@@ -22,7 +22,9 @@ WINDOW = "sliding_window(window=9)"
 
 
 def save_trained(folder: Path) -> None:
-    save_model(build_model("mamba2", dtype=torch.float32), folder, mitigation=WINDOW)
+    model = build_model("mamba2", dtype=torch.float32)
+    model.trained_under = WINDOW
+    save_model(model, folder)
 
 
 def save_loaded(folder: Path) -> None:

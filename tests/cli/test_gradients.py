@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.diagnostics import gradients
 from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM

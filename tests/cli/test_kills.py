@@ -41,7 +41,7 @@ COMMANDS = dict(table((DATA / "kills.txt").read_text(), {}))
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, configurations and texts for the commands."""
-    from longrnn.checkpoints.folder import save_model
+    from longrnn.checkpoints.layouts import save_model
     from longrnn.models import RecurrentConfig, RecurrentLM
     from tests.training.runs import LSTM, MAMBA2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.cli.app import app
 from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.cli.conftest import CLI, commands, contents, table

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.engine import Pair, complete, score, token_losses

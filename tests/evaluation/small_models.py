@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.names import CheckpointName
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data.prompts import QUESTION

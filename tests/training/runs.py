@@ -12,7 +12,7 @@ import torch
 
 from longrnn import RecurrentConfig, RecurrentLM
 from longrnn import train as train_run
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.config import dump_config
 from longrnn.progress import QUIET
 from longrnn.training import checkpoint

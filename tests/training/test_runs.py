@@ -243,7 +243,7 @@ def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> Non
     """A narrow checkpoint is widened; its tokenizer and configuration are those of the run."""
     first = run(tiny("reverse", tmp_path / "one", max_steps=3))
     model: Any = first.model().to(torch.bfloat16)
-    from longrnn.checkpoints.folder import save_model
+    from longrnn.checkpoints.layouts import save_model
 
     save_model(model, tmp_path / "narrow")
     config = tiny("reverse", tmp_path / "two", init_from=str(tmp_path / "narrow"), max_steps=3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.auto import model as auto_model
