@@ -14,7 +14,7 @@ from longrnn import load
 from longrnn.cells import MIXERS, Edit
 from longrnn.checkpoints.adapters import add_adapters
 from longrnn.checkpoints.convert import convert
-from longrnn.checkpoints.folder import save_model
+from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES

@@ -82,9 +82,9 @@ class RecurrentForward:
             raise UserError(OFFLOADED)
         time = read.shape[1]
         model = self.language_model
-        before = cache.before(len(read)) or model.init_state(len(read))
+        initial = cache.state_for(len(read)) or model.init_state(len(read))
         is_positioned = model.has_positions and cache.pending is None
-        next_position = before.position if is_positioned else None
+        next_position = initial.position if is_positioned else None
         is_token, rows = rows_of(read, next_position, attention_mask, position_ids)
         if cache.pending is not None:  # of assisted decoding, which has neither of the two
             read = torch.cat([cache.pending, read], 1)
@@ -93,7 +93,7 @@ class RecurrentForward:
         if output_hidden_states or self.config.output_hidden_states:
             vectors = []
         kept = min(keep, time) if vectors is None else time
-        hidden, after = model.hidden(read, before, keep=kept, rows=rows, observe=vectors)
+        hidden, final = model.hidden(read, initial, keep=kept, rows=rows, observe=vectors)
         logits = model.logits(hidden[:, -keep:])
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
@@ -104,7 +104,7 @@ class RecurrentForward:
             if is_token is not None:
                 kwargs["shift_labels"] = predicted_labels(is_token, labels, kwargs)
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
-        cache.update_state(before, read if is_token is None else read[is_token][None], time, after)
+        cache.update_state(initial, read if is_token is None else read[is_token][None], time, final)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         output = CausalLMOutputWithPast(

@@ -40,26 +40,26 @@ class StateCache(Cache):
         """Number of tokens per row, padding included, that this cache has seen in `generate`."""
         return self._length
 
-    def before(self, rows: int) -> LMState | None:
+    def state_for(self, rows: int) -> LMState | None:
         """The state before a call, in which each row of this cache may serve several rows."""
         known = rows if self.state is None else len(self.state.position)
         if self.state is None or rows == known or rows % known:
             return self.state
         return expand(self.state, rows // known)
 
-    def update_state(self, before: LMState, read: Tensor, time: int, after: LMState) -> None:
+    def update_state(self, initial: LMState, read: Tensor, time: int, final: LMState) -> None:
         """Replaces the state after a call.
 
         Args:
-            before: the state before the call.
+            initial: the state before the call.
             read: the tokens that it consumed, with the pending ones, without padding.
             time: the tokens per row that were given, with padding.
-            after: the state after the call.
+            final: the state after the call.
         """
         self._length += time
         if self._calls is not None:
-            self._calls.append((before, read))
-        self.state, self.pending = after, None
+            self._calls.append((initial, read))
+        self.state, self.pending = final, None
 
     def activate_past_recording(self) -> None:
         """Keeps the state before each of the following calls, until `crop`."""
