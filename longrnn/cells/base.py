@@ -134,7 +134,7 @@ class Cell(nn.Module, ABC):
         """
 
     @abstractmethod
-    def no_tokens(self, batch_size: int, edit: Edit) -> PyTree:
+    def initial_recent(self, batch_size: int, edit: Edit) -> PyTree:
         """`EditedState.recent` before the first token, for an edit with a window."""
 
     def run_packed(
@@ -180,7 +180,7 @@ class Cell(nn.Module, ABC):
         if edit is None or edit.window is None:
             return state
         window = torch.zeros(batch_size, 0, *edit.window_sizes, device=device)
-        return EditedState(state, self.no_tokens(batch_size, edit), window)
+        return EditedState(state, self.initial_recent(batch_size, edit), window)
 
     def like(self, edit: Edit | None) -> PyTree:
         """A state of one row without batch axis, for comparisons of structure, sizes and dtypes."""
@@ -189,7 +189,7 @@ class Cell(nn.Module, ABC):
             return plain
         known = self._known_like
         if known is None or known.plain is not plain or known.edit is not edit:
-            recent = tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit))
+            recent = tree_map(lambda leaf: leaf[0], self.initial_recent(1, edit))
             window = torch.zeros(0, *edit.window_sizes, device="meta")
             known = KnownLike(plain, edit, EditedState(plain, recent, window))
             self._known_like = known

@@ -40,7 +40,7 @@ from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.operation import Operation
-from longrnn.ops.rows import BEFORE, Rows
+from longrnn.ops.rows import MORE_THAN_ANY_DOCUMENT, Rows
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 # The slowest rate, as published.
@@ -268,9 +268,9 @@ def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:
     time = torch.arange(total.shape[1], device=total.device)[:, None, None]
     index = (time - since).clamp(min=0).expand_as(total)
     earlier = F.pad(total, (0, 0, 0, 0, 1, 0)).gather(1, index)  # other documents of the row
-    return torch.where(since < BEFORE, total - earlier, before[:, None] + total).remainder(
-        2 * math.pi
-    )
+    return torch.where(
+        since < MORE_THAN_ANY_DOCUMENT, total - earlier, before[:, None] + total
+    ).remainder(2 * math.pi)
 
 
 def _rotated(vectors: Tensor, turn: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.recent import Recent
-from longrnn.ops.scan.window import no_tokens, state_of
+from longrnn.ops.scan.window import initial_recent, state_of
 from longrnn.state import PyTree, reset
 
 # The stages of an edit that `ScanningCell.run` computes.
@@ -161,8 +161,8 @@ class ScanningCell(Cell):
         B = gain.new_empty(1, 0, self.n_groups or heads, keys)
         return ScanInputs(gain.new_empty(1, 0, heads, channels), gain, decay, B, B)
 
-    def no_tokens(self, batch_size: int, edit: Edit) -> Recent:
-        return no_tokens(self._windowed(edit), batch_size)
+    def initial_recent(self, batch_size: int, edit: Edit) -> Recent:
+        return initial_recent(self._windowed(edit), batch_size)
 
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
         if edit is None or edit.window is None:

@@ -74,7 +74,7 @@ class StepwiseCell(Cell):
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
         return self.vector(_cell_state(state))[:, None, :, None]
 
-    def no_tokens(self, batch_size: int, edit: Edit) -> RecentUpdates:
+    def initial_recent(self, batch_size: int, edit: Edit) -> RecentUpdates:
         none = self.vector(self.init_state(batch_size)).new_zeros(batch_size, 0, self.d_model)
         return RecentUpdates(History(none), History(none))
 

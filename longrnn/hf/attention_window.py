@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops.rows import BEFORE, Rows, positions_of
+from longrnn.ops.rows import MORE_THAN_ANY_DOCUMENT, Rows, positions_of
 
 
 class AttentionWindow(NamedTuple):
@@ -39,7 +39,7 @@ class AttentionWindow(NamedTuple):
     @property
     def reach(self) -> int:
         """The largest distance, and how many keys stay for later calls at most."""
-        return BEFORE if self.size is None else self.size + self.sinks - 1
+        return MORE_THAN_ANY_DOCUMENT if self.size is None else self.size + self.sinks - 1
 
     def __str__(self) -> str:
         """The options as a specification has them."""
@@ -118,7 +118,7 @@ class WindowCall:
         if time == 1:
             self._one_token(distance, keys, reads, to_sink)
         else:
-            in_window = reads & (~is_far | (distance < (window.size or BEFORE)))
+            in_window = reads & (~is_far | (distance < (window.size or MORE_THAN_ANY_DOCUMENT)))
             self._several(keys, in_window, to_sink)
 
     def _one_token(self, distance: Tensor, keys: Tensor, reads: Tensor, to_sink: Tensor) -> None:

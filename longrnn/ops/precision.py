@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-OFF: AbstractContextManager[None] = nullcontext()
+NO_CHANGE: AbstractContextManager[None] = nullcontext()
 # The setting of products of matrices on a GPU, and its value for float32, by the version of torch.
 CUBLAS = torch.backends.cuda.matmul
 TF32, EXACT = (
@@ -33,7 +33,7 @@ def own_precision(like: Tensor) -> AbstractContextManager[object]:
 
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast is off on the device of a tensor, and TF32 as it is set."""
-    return torch.autocast(like.device.type, enabled=False) if autocasts(like) else OFF
+    return torch.autocast(like.device.type, enabled=False) if autocasts(like) else NO_CHANGE
 
 
 @contextmanager

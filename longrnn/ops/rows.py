@@ -18,8 +18,8 @@ from longrnn.errors import UserError
 from longrnn.state import reset
 
 S = TypeVar("S")
-# More tokens than a document has: stands for a document that began before the call.
-BEFORE = 2**53
+# Stands for the tokens since the start of a document that began before the call.
+MORE_THAN_ANY_DOCUMENT = 2**53
 
 
 class Rows:
@@ -149,10 +149,10 @@ class Rows:
     def since_start(self) -> Tensor:
         """`(b, t')` int64, tokens of the same document before each token.
 
-        At least `BEFORE` where the document began before the call.
+        At least `MORE_THAN_ANY_DOCUMENT` where the document began before the call.
         """
         time = torch.arange(self.is_start.shape[1], device=self.count.device)
-        return time - time.where(self.is_start, -BEFORE).cummax(1).values
+        return time - time.where(self.is_start, -MORE_THAN_ANY_DOCUMENT).cummax(1).values
 
     def positions(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """Absolute positions of the tokens, and the position after the last token of each row.
@@ -165,7 +165,7 @@ class Rows:
         """
         time = torch.arange(self.is_start.shape[1], device=before.device)
         since = self.since_start
-        positions = torch.where(since < BEFORE, since, before[:, None] + time)
+        positions = torch.where(since < MORE_THAN_ANY_DOCUMENT, since, before[:, None] + time)
         positions = positions.masked_fill(self.is_padding, 0)
         last = positions.gather(1, (self.count - 1).clamp(min=0)[:, None])[:, 0]
         return positions, torch.where(self.count > 0, last + 1, before)

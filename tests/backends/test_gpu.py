@@ -30,7 +30,7 @@ from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan import mamba_ssm as mamba_ssm_scan
 from longrnn.ops.scan.definition import loop
 from longrnn.ops.scan.inputs import Decay, ScanInputs
-from longrnn.ops.scan.window import no_tokens, windowed
+from longrnn.ops.scan.window import initial_recent, windowed
 from tests.backends.test_operations import (
     assert_near,
     inputs_from,
@@ -207,7 +207,7 @@ def test_fla_computes_the_gated_delta_rule(
 def window_of_20(scan: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*given: Tensor) -> list[Tensor]:
         inputs = inputs_from(*given[:5])
-        return [windowed(inputs, no_tokens(inputs, len(inputs.x)), 20, scan=scan)[0]]
+        return [windowed(inputs, initial_recent(inputs, len(inputs.x)), 20, scan=scan)[0]]
 
     return compute
 

@@ -25,7 +25,7 @@ from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.definition import loop
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.limit import limited
-from longrnn.ops.scan.window import no_tokens, state_of
+from longrnn.ops.scan.window import initial_recent, state_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
@@ -167,7 +167,7 @@ def test_strided_inputs_of_several_dtypes(backend: str) -> None:
 
 def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     assert SCAN.windowed is not None
-    y, recent = SCAN.windowed(backend, inputs, no_tokens(inputs, len(state)), 13)
+    y, recent = SCAN.windowed(backend, inputs, initial_recent(inputs, len(state)), 13)
     return y, state_of(recent, inputs)
 
 

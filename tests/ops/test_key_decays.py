@@ -17,7 +17,7 @@ from longrnn.ops.delta import DELTA
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.inputs import Decay, ScanInputs
-from longrnn.ops.scan.window import no_tokens, state_of
+from longrnn.ops.scan.window import initial_recent, state_of
 from tests.backends.test_operations import assert_near, inputs_from, results, tensors_of
 from tests.contracts.subjects import BACKENDS
 
@@ -223,7 +223,7 @@ def test_a_window_is_a_sum_over_the_last_tokens_at_any_split(
     def ours(
         inputs: ScanInputs, state: Tensor, *, backend: str, lengths: Sequence[int] = (time,)
     ) -> tuple[Tensor, Tensor]:
-        recent, outputs, start = no_tokens(inputs, sizes.rows), [], 0
+        recent, outputs, start = initial_recent(inputs, sizes.rows), [], 0
         assert SCAN.windowed is not None
         for length in lengths:
             part = inputs.slice(start, start + length)

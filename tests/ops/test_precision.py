@@ -14,7 +14,7 @@ from longrnn.ops.precision import autocasts, own_precision
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.inputs import ScanInputs
-from longrnn.ops.scan.window import no_tokens
+from longrnn.ops.scan.window import initial_recent
 from tests.backends.test_operations import inputs_from, inputs_of, results, tensors_of
 from tests.contracts.builders import D_MODEL, GPU, assert_near, build_mixer
 
@@ -66,7 +66,7 @@ def limited(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, An
 
 def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
     assert SCAN.windowed is not None
-    return SCAN.windowed(backend, inputs, no_tokens(inputs, len(state)), 9)
+    return SCAN.windowed(backend, inputs, initial_recent(inputs, len(state)), 9)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -37,7 +37,7 @@ SEGMENT = 512
 # Up to this many tokens are computed one by one, which is faster than a chunk.
 FEW = 2
 # Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in every dtype.
-NEVER = -1e4
+LEAST_LOG_DECAY = -1e4
 # Tokens of a segment that is computed entry by entry, and the least number of entries for which
 # that is faster than chunks with decays per head; chosen on a CPU.
 ENTRY_SEGMENT = 64
@@ -149,7 +149,7 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
 
     u = grouped(cut(inputs.x.to(dtype) * inputs.gain.to(dtype)[..., None]), 3)  # b m j g r p
     B, C = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
-    total = cut(inputs.decay.log().double().clamp(min=NEVER)).cumsum(2)  # b m i h
+    total = cut(inputs.decay.log().double().clamp(min=LEAST_LOG_DECAY)).cumsum(2)  # b m i h
     last = total[:, :, -1]
 
     # Within a chunk: attention with the decay between j and i.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.definition import CHUNK, NEVER, SEGMENT, Scan, scan
+from longrnn.ops.scan.definition import CHUNK, LEAST_LOG_DECAY, SEGMENT, Scan, scan
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.transforms import in_vmap
 
@@ -191,7 +191,9 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     u = (inputs.x.double() * inputs.gain.double()[..., None]).transpose(1, 2)  # b h t p
     B = inputs.B.double().transpose(1, 2)  # b g t n
     groups = B.shape[1]
-    total = inputs.decay.log().double().clamp(min=NEVER).cumsum(1).transpose(1, 2)  # b h t
+    total = (
+        inputs.decay.log().double().clamp(min=LEAST_LOG_DECAY).cumsum(1).transpose(1, 2)
+    )  # b h t
     # Above the diagonal, where nothing is read, exp would overflow.
     between = (total[..., :, None] - total[..., None, :]).clamp(max=0).exp()
     alike = (B @ B.mT).repeat_interleave(u.shape[1] // groups, dim=1)

@@ -31,7 +31,7 @@ class Recent(NamedTuple):
 
 
 @dataclass
-class _Room:
+class _SharedMemory:
     """Memory of a `Recent`, `(b, tokens, …)` each, of which the first `used` tokens are written."""
 
     parts: list[Tensor]
@@ -39,14 +39,14 @@ class _Room:
 
 
 # The memory that `Recent.x` is a part of, and whose end it may reach.
-_ROOMS = WeakTensorKeyDictionary()
-_CLAIMING = Lock()
+_MEMORY_OF = WeakTensorKeyDictionary()
+_LOCK = Lock()
 
 
 def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
     """Remembers `count` more tokens, of which the inputs are to be written.
 
-    What a state holds is never written again: the tokens are behind the end of every state that
+    What a state holds is never written again: new tokens go after the end of every state that
     shares the memory. If another call has continued this state, its tokens are copied.
 
     Returns:
@@ -54,19 +54,19 @@ def extended(recent: Recent, count: int, w: int) -> tuple[list[Tensor], Recent]:
     """
     before = [history.entries for history in recent]
     known = before[0].shape[1]
-    with _CLAIMING:
-        room: _Room | None = _ROOMS.get(before[0])
-        start = 0 if room is None else int(before[0].storage_offset()) // before[0].shape[2]
+    with _LOCK:
+        memory: _SharedMemory | None = _MEMORY_OF.get(before[0])
+        start = 0 if memory is None else int(before[0].storage_offset()) // before[0].shape[2]
         stop = start + known + count
-        if room is None or room.used != start + known or stop > room.parts[0].shape[1]:
+        if memory is None or memory.used != start + known or stop > memory.parts[0].shape[1]:
             start, stop = 0, known + count
             capacity = stop + max(16, known // 4)
-            room = _Room([_copied(part, capacity) for part in before], stop)
-        room.used = stop
+            memory = _SharedMemory([_copied(part, capacity) for part in before], stop)
+        memory.used = stop
     first = max(start, stop - w)
-    after = Recent(*(History(part[:, first:stop]) for part in room.parts))
-    _ROOMS[after.x.entries] = room
-    return [part[:, start:stop] for part in room.parts], after
+    after = Recent(*(History(part[:, first:stop]) for part in memory.parts))
+    _MEMORY_OF[after.x.entries] = memory
+    return [part[:, start:stop] for part in memory.parts], after
 
 
 def _copied(part: Tensor, capacity: int) -> Tensor:

@@ -30,7 +30,7 @@ from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.decays import key_decays
-from longrnn.ops.scan.definition import NEVER, scan
+from longrnn.ops.scan.definition import LEAST_LOG_DECAY, scan
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.recent import Recent, extended
 from longrnn.ops.transforms import is_transformed
@@ -86,7 +86,7 @@ class TokenInputs(NamedTuple):
 
     def log_decay(self) -> Tensor:
         """`(b, l, h)` or, per key, `(b, l, h, n)`, finite."""
-        return self.decay.log().clamp(min=NEVER)
+        return self.decay.log().clamp(min=LEAST_LOG_DECAY)
 
     def flat(self) -> Recent:
         """As they are remembered."""
@@ -97,7 +97,7 @@ class TokenInputs(NamedTuple):
 Attend = Callable[[TokenInputs, Tensor, int], Tensor]
 
 
-def no_tokens(like: ScanInputs, rows: int) -> Recent:
+def initial_recent(like: ScanInputs, rows: int) -> Recent:
     """What is remembered before the first token; `like` gives sizes, dtypes and device."""
     return (
         TokenInputs.of(like)
