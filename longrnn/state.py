@@ -25,7 +25,8 @@ PyTree: TypeAlias = Any
 S = TypeVar("S")
 
 # What `save` writes.
-STATE_FORMAT = "longrnn-state-2"
+STATE_FORMAT = "longrnn-state-3"
+NO_FINGERPRINTS = {"fingerprint": "", "weights": ""}
 # The position of one row.
 POSITION = torch.empty((), dtype=torch.int64, device="meta")
 
@@ -107,6 +108,22 @@ def map_histories(function: Callable[[Tensor], Tensor], tree: S) -> S:
     return unflatten(tree, [function(leaf) if path in growing else leaf for path, leaf in pairs])
 
 
+def recurrent(layers: PyTree) -> list[Tensor]:
+    """The leaves of layers that are numbers of a recurrence or convolution, not keys or flags."""
+    keys, pairs = histories(layers), leaves(layers)
+    return [leaf for path, leaf in pairs if path not in keys and leaf.is_floating_point()]
+
+
+def with_recurrent(layers: S, values: Iterable[Tensor]) -> S:
+    """Layers with other tensors in place of those that `recurrent` returns."""
+    keys, ordered = histories(layers), iter(values)
+    replaced = [
+        next(ordered) if path not in keys and leaf.is_floating_point() else leaf
+        for path, leaf in leaves(layers)
+    ]
+    return unflatten(layers, replaced)
+
+
 def detach(state: S) -> S:
     """The same values, cut from the autograd graph."""
     return tree_map(Tensor.detach, state)
@@ -154,15 +171,30 @@ def nbytes(state: PyTree) -> int:
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))
 
 
-def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> None:
+def fingerprints(model: Any) -> dict[str, str]:
+    """What a file of a state records about its model: one hash for `load`, one for `load_start`."""
+    plain = model.starting_from(None)
+    weights = plain.weights_fingerprint(rounded=True)
+    return {"fingerprint": plain.fingerprint(), "weights": weights}
+
+
+def save(
+    state: LMState,
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    recorded: Mapping[str, str] | None = None,
+) -> None:
     """Writes a state as safetensors, beside the target first and then renamed over it.
 
     The file carries a SHA-256 of its content, which `load` verifies.
 
     Args:
+        state: any number of rows; `load_start` takes one.
         path: the file to write.
-        model: where given, its `fingerprint()` is recorded, and `load` then refuses the state for
+        model: where given, its fingerprints are recorded, and `load` then refuses the state for
             any other model or mitigation.
+        recorded: these fingerprints, instead of a model.
 
     Raises:
         UserError: the file cannot be written.
@@ -171,22 +203,23 @@ def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> 
 
     from longrnn.files import one_line, write_atomic
 
+    if recorded is None:
+        recorded = NO_FINGERPRINTS if model is None else fingerprints(model)
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
-    metadata = _metadata(tensors, model.fingerprint() if model is not None else "")
     try:
-        write_atomic(Path(path), serialized(tensors, metadata))
+        write_atomic(Path(path), serialized(tensors, _metadata(tensors, recorded)))
     except (OSError, ValueError) as error:
         raise UserError(
             f"the state cannot be written to {str(path)!r} ({one_line(error)}): give another path"
         ) from error
 
 
-def _metadata(tensors: dict[str, Tensor], fingerprint: str) -> dict[str, str]:
+def _metadata(tensors: dict[str, Tensor], recorded: Mapping[str, str]) -> dict[str, str]:
     """The metadata of a state file, with the SHA-256 of its content."""
     from safetensors.torch import save as serialized
 
-    digest = hashlib.sha256(serialized(tensors)).hexdigest()
-    return {"format": STATE_FORMAT, "fingerprint": fingerprint, "sha256": digest}
+    content = serialized(tensors) + "/".join(recorded.values()).encode()
+    return {"format": STATE_FORMAT, **recorded, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def load(path: str | os.PathLike[str], like: Any) -> LMState:
@@ -200,6 +233,42 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
     Raises:
         UserError: no such file, not a state, damaged, or the state of another model.
     """
+    tensors, recorded = _read(path)
+    example = like
+    if not isinstance(like, LMState):
+        _refuse_other(path, recorded["fingerprint"], like.starting_from(None).fingerprint())
+        example = like.zero_state(1)
+    rows = tensors["position"].numel() if "position" in tensors else 0
+    return fitted(tensors, example, rows, str(path))
+
+
+def load_start(path: str | os.PathLike[str], model: Any, *, is_own: bool = False) -> LMState:
+    """Reads the state from which a model is to start (`LanguageModel.starting_from`).
+
+    Args:
+        path: the file, of one row.
+        model: of the same weights in any dtype, which the state gets, and under any mitigation.
+        is_own: whether the file is part of the checkpoint of the model.
+
+    Raises:
+        UserError: as `load`.
+    """
+    tensors, recorded = _read(path)
+    if not is_own:
+        _refuse_other(path, recorded["weights"], model.weights_fingerprint(rounded=True))
+    return start_of(tensors, model, str(path))
+
+
+def start_of(tensors: Mapping[str, Tensor], model: Any, source: str) -> LMState:
+    """Leaves by name as a state of one row, in the dtypes of a model; see `fitted`."""
+    zero = model.zero_state(1)
+    dtypes = {name: leaf.dtype for name, leaf in leaves(zero)}
+    cast = {name: leaf.to(dtypes.get(name, leaf.dtype)) for name, leaf in tensors.items()}
+    return fitted(cast, zero, 1, source)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a state file by name, and the fingerprints that it records."""
     from safetensors import safe_open
 
     # Not `Path.is_file`, which raises for a name that is too long and in a folder without access.
@@ -211,23 +280,28 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception:  # a SafetensorError, or what torch raises for a dtype it lacks
         metadata, tensors = {}, {}
-    recorded = metadata.get("fingerprint", "")
+    recorded = {name: metadata.get(name, "") for name in NO_FINGERPRINTS}
     if metadata != _metadata(tensors, recorded):
         raise UserError(
             f"{path} is truncated, damaged or not a state file: save the state again with "
             "`state.save`"
         )
-    example = like
-    if not isinstance(like, LMState):
-        if recorded and recorded != like.fingerprint():
-            raise UserError(
-                f"{path} is the state of another model (fingerprint {recorded}, this model has "
-                f"{like.fingerprint()}): load the checkpoint that made it"
-            )
-        example = like.init_state(1)
-    rows = tensors["position"].numel() if "position" in tensors else 0
-    check_leaves(tensors, tree_map(lambda leaf: leaf[0], example), rows, str(path))
-    return unflatten(example, [tensors[name].to(leaf.device) for name, leaf in leaves(example)])
+    return tensors, recorded
+
+
+def _refuse_other(path: str | os.PathLike[str], recorded: str, fingerprint: str) -> None:
+    """Refuses the file of another model; one without a fingerprint may be of any model."""
+    if recorded not in ("", fingerprint):
+        raise UserError(
+            f"{path} is the state of another model (fingerprint {recorded}, this model has "
+            f"{fingerprint}): load the checkpoint that made it"
+        )
+
+
+def fitted(tensors: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> LMState:
+    """Leaves by name as a state like another one, on its device; see `check_leaves`."""
+    check_leaves(tensors, tree_map(lambda leaf: leaf[0], like), rows, source)
+    return unflatten(like, [tensors[name].to(leaf.device) for name, leaf in leaves(like)])
 
 
 def check(state: LMState, like: PyTree, batch_size: int) -> None:

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from longrnn.checkpoints.folder import build_model, cast_weights
 from longrnn.checkpoints.layouts import LAYOUTS, as_hugging_face
-from longrnn.checkpoints.names import ADAPTER, ADAPTER_RECORD, ADAPTER_WEIGHTS, base_of
+from longrnn.checkpoints.names import (
+    ADAPTER,
+    ADAPTER_RECORD,
+    ADAPTER_WEIGHTS,
+    INITIAL_STATE,
+    base_of,
+)
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest, require
 from longrnn.files import read_json, regular, write_atomic
@@ -102,9 +108,9 @@ def add_adapters(
             parameter.requires_grad_(True)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` has changed the model."""
-    return hasattr(model, "peft_config")
+def has_adapters(model: TrainableLM) -> bool:
+    """Whether a base is trained by what is added to it: adapters, an initial state, or both."""
+    return bool(model.base_fingerprint)
 
 
 def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
@@ -115,8 +121,14 @@ def read_weights(model: TrainableLM, folder: Path) -> dict[str, Tensor]:
     """
     _check_base(folder, model.base_fingerprint)
     ours = {_saved_name(model, name): name for name, _ in model.named_parameters()}
-    stored = load_file(regular(folder / ADAPTER_WEIGHTS))
-    return {ours.get(name, name): tensor for name, tensor in stored.items()}
+    return {ours.get(name, name): tensor for name, tensor in _stored(folder).items()}
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    """The weights of an adapter; none where only the initial state was trained."""
+    path = folder / ADAPTER_WEIGHTS
+    has_weights = path.exists() or not (folder / INITIAL_STATE).is_file()
+    return load_file(regular(path)) if has_weights else {}
 
 
 def save_adapter(model: TrainableLM, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -131,17 +143,18 @@ def save_adapter(model: TrainableLM, folder: Path, weights: Mapping[str, Tensor]
     tensors = {
         _saved_name(model, name): weights[name].contiguous() for name in weights if name in trained
     }
-    local = Path(model.base_name)
-    config = getattr(model, "peft_config")["default"].to_dict() | {  # noqa: B009
+    local, added = Path(model.base_name), getattr(model, "peft_config", None)
+    config = ({} if added is None else added["default"].to_dict()) | {
         "base_model_name_or_path": str(local.resolve()) if local.is_dir() else model.base_name,
         "inference_mode": True,
     }
     layout = LAYOUTS.get(str(model.base_layout))
-    if layout is not None:
+    if layout is not None and added is not None:
         config["target_modules"] = sorted(map(layout.renamed, config["target_modules"]))
     record = {"fingerprint": model.base_fingerprint, "mitigation": model.trained_under}
     remove_checksums(folder)
-    write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    if added is not None:
+        write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / ADAPTER, json.dumps(config, indent=2, default=sorted) + "\n")  # of sets
     write_atomic(folder / ADAPTER_RECORD, json.dumps(record, indent=2) + "\n")
     write_checksums(folder)
@@ -171,13 +184,15 @@ def merge_adapter(
         UserError: PEFT is not installed, or the adapter is of other weights.
         Exception: of PEFT, torch and safetensors, for damaged files.
     """
-    require("peft", "an adapter")
-    known = _check_base(folder, base.fingerprint())
-    weights = load_file(regular(folder / ADAPTER_WEIGHTS))
+    known = _check_base(folder, base.weights_fingerprint())
+    weights = _stored(folder)
+    if weights:
+        require("peft", "an adapter")
     if not isinstance(base, RecurrentLM):
         from longrnn.hf.foreign import MITIGATION_KEY
 
-        _merge(folder, weights, base.model)
+        if weights:
+            _merge(folder, weights, base.model)
         if dtype is not None:
             cast_weights(base, dtype)
         setattr(base.model.config, MITIGATION_KEY, known.get("mitigation"))
@@ -186,7 +201,7 @@ def merge_adapter(
         theirs = as_hugging_face(base)
         _merge(folder, weights, theirs)
         base = build_model(base.config, LAYOUTS["hf"].rename(theirs.state_dict(), to_ours=True))
-    else:
+    elif weights:
         # `LongRNNForCausalLM` names the weights of the model that it holds so.
         is_held = any(name.startswith(f"{PREFIX}model.") for name in weights)
         _merge(folder, weights, nn.ModuleDict({"model": base}) if is_held else base)

@@ -10,7 +10,7 @@ from longrnn.checkpoints import layouts
 from longrnn.checkpoints.folder import read_config
 from longrnn.checkpoints.layouts import LAYOUTS, OURS
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import CheckpointName, base_folder
+from longrnn.checkpoints.names import INITIAL_STATE, CheckpointName, base_folder
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
@@ -18,6 +18,8 @@ from longrnn.hf.tokenizer import TOKENIZER_FILES, HFTokenizer, byte_level
 from longrnn.mitigations.spec import NONE
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold
+from longrnn.models.trainable import OF_CHECKPOINT
+from longrnn.state import save
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
@@ -73,9 +75,16 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
             f"no mitigation: {'' if is_hybrid else 'convert it to ours, which does, or '}load "
             f"{checkpoint}+MITIGATION with longrnn; {checkpoint}+{NONE} leaves it out"
         )
+    if model.start is not None and to != OURS and not is_hybrid:
+        raise UserError(
+            f"{checkpoint} starts from a state, which the layout {to} does not have: convert it to "
+            "ours, or convert the checkpoint without a state"
+        )
     folder = base_folder(checkpoint)
     with complete_folder(destination, "choose another folder") as draft:
         tokenizer = _write_tokenizer(folder, draft, bytes_too=to != OURS)
+        if model.start is not None:
+            save(model.start, draft / INITIAL_STATE, recorded=OF_CHECKPOINT)
         if is_hybrid:
             from longrnn.hf.hybrid.trainable import write_hybrid
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from longrnn.mitigations.spec import ATTENTION_WINDOW, BEYOND, NONE, ROPE, parse
 from longrnn.models.base import require_cells
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.programs import is_out_of_memory
+from longrnn.state import load_start
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
@@ -67,7 +69,9 @@ def load(
             transformers, or any other causal Hugging Face language model; `organisation/model` on
             the Hub; or a GGUF file, whose weights are dequantized. A mitigation may follow after a
             plus, `CHECKPOINT+MITIGATION`, and before it a dtype, `CHECKPOINT+float32`, unless a
-            path with that whole name exists. `+bos` and `+no_bos` are for `load_tokenizer`.
+            path with that whole name exists. `+state(FILE)` names a file of `state.save` or
+            `longrnn train`, from whose state the model starts, at the beginning of every document.
+            `+bos` and `+no_bos` are for `load_tokenizer`.
         backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU.
         dtype: also by its name; None for that of the checkpoint, and float32 for an adapter. The
@@ -110,7 +114,12 @@ def load(
         recorded = getattr(stored.config, MITIGATION_KEY, None)
         parts = split(recorded) if parts is None and recorded else parts
         parts = parts and [part for part in parts if not is_rope(part)]
-    return model if parts is None else mitigated(model, parts)
+    model = model if parts is None else mitigated(model, parts)
+    own = os.path.join(folder, names.INITIAL_STATE)  # of no GGUF file
+    is_own = name.start is None and os.path.isfile(own)
+    if name.start is None and not is_own:
+        return model
+    return model.starting_from(load_start(name.start or own, model, is_own=is_own))
 
 
 def _dtype_of(name: names.CheckpointName, dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -25,6 +25,8 @@ from longrnn.options import Tokens, validated
 
 # In place of a mitigation: whether texts begin with BOS, where the tokenizer's files say otherwise.
 BOS_NAMES = {"bos": True, "no_bos": False}
+# Likewise: the file of the state from which the model starts, as `state(FILE)`.
+FROM_STATE = "state"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -33,6 +35,8 @@ GGUF = ".gguf"
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
+# The state from which the model of a folder starts.
+INITIAL_STATE = "initial_state.safetensors"
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -67,12 +71,14 @@ class CheckpointName(NamedTuple):
         dtype: of the weights; None for that of the checkpoint.
         mitigation: its parts; None for that which the checkpoint records.
         bos: whether texts begin with BOS; None for what the tokenizer does by default.
+        start: the file of the state from which the model starts; None for that of the checkpoint.
     """
 
     checkpoint: str
     dtype: torch.dtype | None = None
     mitigation: tuple[str, ...] | None = None
     bos: bool | None = None
+    start: str | None = None
 
     @classmethod
     def parse(cls, name: str | Path | CheckpointName) -> CheckpointName:
@@ -86,12 +92,14 @@ class CheckpointName(NamedTuple):
         return cls(checkpoint, DTYPE_NAMES[first]).under(rest if plus else None)
 
     def under(self, mitigation: str | None) -> CheckpointName:
-        """Return the name of the same model under a further mitigation, or with another BOS."""
+        """Return the name of the same model under a mitigation, with another BOS or start."""
         parts = [] if mitigation is None else split(mitigation)
         named = self
         for part in parts:
             if part in BOS_NAMES:
                 named = named._replace(bos=BOS_NAMES[part])
+            elif part.startswith(f"{FROM_STATE}(") and part.endswith(")"):
+                named = named._replace(start=part[len(FROM_STATE) + 1 : -1])
             else:
                 named = named._replace(mitigation=(*(named.mitigation or ()), part))
         return named

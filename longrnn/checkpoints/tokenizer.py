@@ -48,7 +48,8 @@ def load_tokenizer(
     Raises:
         UserError: the tokenizer is missing or damaged.
     """
-    name, _, _, named_bos = CheckpointName.parse(str(name_or_path))
+    parsed = CheckpointName.parse(str(name_or_path))
+    name, named_bos = parsed.checkpoint, parsed.bos
     add_bos_token = named_bos if add_bos_token is None else add_bos_token
     path = embedded().get(name, Path(name))
     if name != "bytes" and not os.path.exists(path):

@@ -133,8 +133,8 @@ class ForeignLM(LanguageModel):
             # The other implementations are not written for it.
             self.model.config._experts_implementation = "eager"
 
-    def init_state(self, batch_size: int) -> LMState:
-        """Return the state before the first token, with empty histories."""
+    def zero_state(self, batch_size: int) -> LMState:
+        """See `LanguageModel`; with empty histories."""
         zeros = partial(torch.zeros, device=self.model.device)
         layers = states.tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
         return LMState(zeros(batch_size, dtype=torch.long), layers)
@@ -214,7 +214,8 @@ class ForeignLM(LanguageModel):
             UserError: ids outside the vocabulary, a state of another model or batch size, more
                 tokens than `max_length`, or, without an `attention_window`, padded or packed rows.
         """
-        if rows is not None and not self._reads_rows:
+        starts_anew = rows is not None and rows.has_starts and self.start is not None
+        if rows is not None and (starts_anew or not self._reads_rows):
             raise UserError(
                 f"this {self.kind} is run through transformers, where padding and packed documents "
                 "would enter its cache: give rows of one document and of one length"
@@ -339,11 +340,11 @@ class ForeignLM(LanguageModel):
         weight = self.model.get_input_embeddings().weight
         return weight.new_zeros(batch_size, 0, self.vocab_size)
 
-    def weights_fingerprint(self) -> str:
+    def weights_fingerprint(self, *, rounded: bool = False) -> str:
         """See `LanguageModel`."""
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        weights = hash_weights(kept, self.model.state_dict())
+        weights = hash_weights(kept, self.model.state_dict(), rounded=rounded)
         if self.attention is None:
             return weights
         return hash_weights({"model": weights, "attention": self.attention.window}, {})

@@ -21,7 +21,15 @@ from longrnn.mitigations.spec import MitigationSpec
 from longrnn.mitigations.spec import mitigation as build_mitigation
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
-from longrnn.state import LMState, PyTree, described
+from longrnn.state import (
+    LMState,
+    PyTree,
+    described,
+    leaves,
+    start_of,
+    tree_map,
+    with_recurrent,
+)
 
 # Logits, over all rows and tokens, that one call of `token_losses` may hold.
 MAX_LOGITS = 2**25
@@ -43,12 +51,17 @@ class LanguageModel(nn.Module, ABC):
         edits: the changes of the recurrence of each cell, None for no change; see `under`.
         mitigation: what they come from; None without.
         mitigated_heads: per part of the mitigation and layer, the changed heads, `(h,)` bool.
+        start: the state of one row with which every document begins; None for zeros.
+        learned: what is trained of it: the leaves of `state.recurrent`, without batch axis. Only a
+            model in training that learns its initial state has it.
     """
 
     vocab_size: int
     max_length: int | None = None
     mitigation: Chain | None = None
     mitigated_heads: Sequence[Sequence[Tensor]] = ()
+    start: LMState | None = None
+    learned: nn.ParameterList
     _edits: Sequence[Edit | None] | None = None
 
     @property
@@ -62,8 +75,33 @@ class LanguageModel(nn.Module, ABC):
         return [None] * len(self.cells) if self._edits is None else self._edits
 
     @abstractmethod
+    def zero_state(self, batch_size: int) -> LMState:
+        """The state of `batch_size` rows that have read nothing."""
+
     def init_state(self, batch_size: int) -> LMState:
-        """The state before the first token of `batch_size` rows."""
+        """The state before the first token of `batch_size` rows: zeros, or see `starting_from`."""
+        zero, start = self.zero_state(batch_size), self.start
+        if start is None:
+            return zero
+        if "learned" in self._modules:
+            start = start._replace(
+                layers=with_recurrent(start.layers, [x[None] for x in self.learned])
+            )
+        return tree_map(lambda x, like: x.to(like).repeat_interleave(batch_size, 0), start, zero)
+
+    def starting_from(self, state: LMState | None) -> Self:
+        """The model whose documents begin with a state: a copy that shares all weights.
+
+        Args:
+            state: of one row, such as that after a prompt, or of a file that `load_start` reads;
+                None for zeros.
+
+        Raises:
+            UserError: the state does not fit the model.
+        """
+        copied = copy.copy(self)
+        copied.start = state and start_of(dict(leaves(state)), copied, "the initial state")
+        return copied
 
     @abstractmethod
     def forward(
@@ -88,8 +126,12 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def weights_fingerprint(self) -> str:
-        """`fingerprint` without the mitigation: a hash of configuration and weights."""
+    def weights_fingerprint(self, *, rounded: bool = False) -> str:
+        """`fingerprint` without mitigation and initial state: a hash of configuration and weights.
+
+        Args:
+            rounded: whether weights are rounded to bfloat16, so that dtypes do not matter.
+        """
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """The state of each cell."""
@@ -140,7 +182,7 @@ class LanguageModel(nn.Module, ABC):
         copied = copy.copy(self)
         if mitigation is None:
             vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
-            return copied
+            return copied.starting_from(self.start)
         require_cells(self)
         whole = build_mitigation([self.mitigation or (), mitigation])
         # The plain model is what numbers are calibrated for.
@@ -151,13 +193,16 @@ class LanguageModel(nn.Module, ABC):
             mitigation=bound.mitigation if whole.parts else None,
             mitigated_heads=bound.heads,
         )
-        return copied
+        return copied.starting_from(self.start)
 
     def fingerprint(self) -> str:
-        """A short hash of configuration, weights, mitigation and the files of classes of users.
+        """A short hash of all that a model computes with, also of the files of classes of users.
 
-        Equal hashes mean equal models.
+        Equal hashes mean equal models: configuration, weights, mitigation and initial state.
         """
+        if self.start is not None:
+            plain = self.starting_from(None).fingerprint()
+            return hash_weights({"model": plain}, dict(leaves(self.start)))
         weights = self.weights_fingerprint()
         if self.mitigation is None:
             return weights
@@ -187,10 +232,13 @@ def require_cells(model: LanguageModel, name: str = "this model") -> None:
         )
 
 
-def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+def hash_weights(
+    config: Mapping[str, Any], weights: Mapping[str, Any], *, rounded: bool = False
+) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, weight in sorted(weights.items()):
+        weight = weight.bfloat16() if rounded and weight.is_floating_point() else weight
         raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
         digest.update(raw.numpy())

@@ -95,8 +95,8 @@ class RecurrentLM(TrainableLM):
         """The cells, first layer first."""
         return [own(block.mixer) for block in self.blocks]  # type: ignore[misc,arg-type]
 
-    def init_state(self, batch_size: int) -> LMState:
-        """The state of `batch_size` rows before the first token."""
+    def zero_state(self, batch_size: int) -> LMState:
+        """See `LanguageModel`."""
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         pairs = zip(self.cells, self.edits, strict=True)
@@ -180,7 +180,7 @@ class RecurrentLM(TrainableLM):
         tokens = max(least, tokens // max(1, batch_size))
         return max(1, tokens // block) * block
 
-    def weights_fingerprint(self) -> str:
+    def weights_fingerprint(self, *, rounded: bool = False) -> str:
         """See `LanguageModel`."""
         config = asdict(self.config)
         # It changes the speed of a model and not its outputs.
@@ -190,4 +190,4 @@ class RecurrentLM(TrainableLM):
                 del config[name]
         if users := hash_of_users([type(self.position), *map(type, self.cells)]):
             config["users"] = users
-        return hash_weights(config, self.state_dict())
+        return hash_weights(config, self.state_dict(), rounded=rounded)

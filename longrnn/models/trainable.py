@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -18,13 +19,15 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.ops.hooks import own_weight
-from longrnn.ops.rows import Rows
-from longrnn.state import LMState, PyTree, check
+from longrnn.ops.rows import Rows, run_documents
+from longrnn.state import NO_FINGERPRINTS, LMState, PyTree, check
 
 OFFLOADED = (
     "weights of this model are offloaded to the disk or the CPU, where its recurrence cannot read "
     "them: load it without device_map, max_memory and cpu_offload"
 )
+# The file of an initial state records this where it fits the weights in its folder alone.
+OF_CHECKPOINT = dict.fromkeys(NO_FINGERPRINTS, "that of the checkpoint beside it")
 
 
 def _refuse_quantization(model: Any, value: Any) -> None:
@@ -44,8 +47,9 @@ class TrainableLM(LanguageModel):
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
         has_unused_weights: whether a call may leave weights without a gradient.
         trained_under: the spec of the mitigation under which the model was trained; None without.
-        base_name: of the checkpoint that adapters were added to.
-        base_fingerprint: of the weights before adapters were added.
+        base_name: of the checkpoint that adapters or a learned initial state were added to.
+        base_fingerprint: of its weights; empty where the weights themselves are trained.
+        start_fingerprints: what the file of the initial state records of its model.
         base_layout: the layout of that checkpoint; None for a Hugging Face model's own.
     """
 
@@ -57,6 +61,7 @@ class TrainableLM(LanguageModel):
     trained_under: str | None = None
     base_name: str = ""
     base_fingerprint: str = ""
+    start_fingerprints: Mapping[str, str] = OF_CHECKPOINT
     base_layout: str | None = None
     # torch.ao.quantization sets it in every model that it is given.
     qconfig = property(lambda model: None, _refuse_quantization)
@@ -147,7 +152,7 @@ class TrainableLM(LanguageModel):
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]
             part_rows = None if part_of is None else part_of.slice(start, start + width)
-            vectors, after = self.segment(part, after, part_rows, observe)
+            vectors, after = self._documents(part, after, part_rows, observe)
             if start + width > first:  # even an empty view would hold the segment's memory
                 kept.append(vectors[:, max(0, first - start) :])
         if not kept:
@@ -162,6 +167,24 @@ class TrainableLM(LanguageModel):
         if observe is not None:
             observe[:] = [rows.restore(vectors, keep) for vectors in observe]
         return rows.restore(hidden, keep), after
+
+    def _documents(
+        self, tokens: Tensor, state: LMState, rows: Rows | None, observe: list[Tensor] | None
+    ) -> tuple[Tensor, LMState]:
+        """`segment`, in which documents begin with the initial state, whatever that is."""
+        if rows is None or not rows.has_starts or self.start is None:
+            return self.segment(tokens, state, rows, observe)
+        seen: list[list[Tensor]] = []
+
+        def run(part: Tensor, before: LMState) -> tuple[Tensor, LMState]:
+            seen.append([])
+            return self.segment(part, before, None, None if observe is None else seen[-1])
+
+        initial = self.init_state(len(tokens))
+        vectors, state = run_documents(run, tokens, state, initial, rows)
+        if observe is not None:
+            observe += [torch.cat(layer, 1) for layer in zip(*seen, strict=True)]
+        return vectors, state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `(b, t, v)` of what `hidden` returns."""

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from longrnn import processes
+from longrnn.checkpoints.names import INITIAL_STATE
 from longrnn.checksums import refuse_damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
 from longrnn.files import new_folder, partial_path, regular, remove, sync_folder, write_atomic
@@ -62,7 +63,7 @@ def check(folder: Path) -> None:
     if not folder.is_dir():
         known = [str(path) for path in checkpoints(folder.parent)]
         raise UserError(f"there is no checkpoint {folder}: {nearest(str(folder), known)}")
-    refuse_damage(folder, REMEDY, ("*.pt", "adapter*"))
+    refuse_damage(folder, REMEDY, ("*.pt", "adapter*", INITIAL_STATE))
 
 
 def clean(output_dir: Path) -> None:

@@ -99,8 +99,8 @@ class TrainConfig(Options, validate_default=True):
     length: RowLength = Field(default_factory=RowLength)
     """Lengths of rows."""
     initial_state: StateOptions = Field({"kind": "zero"})
-    """From which state rows start: `{kind: zero | carry | pass | fitted_noise | random_noise,
-    option: value, …}`."""
+    """From which state rows start: `{kind: zero | learned | carry | pass | fitted_noise |
+    random_noise, option: value, …}`; `learned` trains it for `init_from`, whose weights stay."""
     attention_window: Tokens | None = None
     """Only for hybrids: how many tokens attention reads, the last ones; saved with the model. By
     default `length.max` with a carried state, so that no distance is larger than in the first
@@ -218,12 +218,22 @@ class TrainConfig(Options, validate_default=True):
             raise UserError(
                 f"init_from={self.init_from} brings its own model: leave out the keys of model"
             )
-        if self.peft is not None and (self.init_from is None or self.fill):
+        if self.freezes and (self.init_from is None or self.fill):
             raise UserError(
-                "peft trains adapters of a checkpoint, whose weights stay: set init_from to that "
-                "checkpoint, and leave out fill"
+                "peft and a learned initial state are trained for a checkpoint, whose weights "
+                "stay: set init_from to that checkpoint, and leave out fill"
             )
         return self
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the weights of `init_from` stay, and something added to them is trained."""
+        return self.peft is not None or self.learns_state
+
+    @property
+    def learns_state(self) -> bool:
+        """Whether the initial state is trained."""
+        return self.initial_state["kind"] == "learned"
 
     @property
     def carries(self) -> bool:

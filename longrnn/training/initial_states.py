@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from longrnn.data import Batch
 from longrnn.options import Share
 from longrnn.registry import Registry
 from longrnn.seeds import mix, seeded
-from longrnn.state import LMState, PyTree
+from longrnn.state import LMState
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,7 +37,7 @@ class Context(NamedTuple):
     """What a policy knows about its run.
 
     Attributes:
-        init_state: returns the zero states of a number of rows, on the run's device.
+        init_state: of the model: zero states, or those from which it starts.
         seed: of the run.
         rank: of this process; each process has the same number of rows.
         mean: of a tensor over processes.
@@ -56,9 +56,11 @@ class InitialState(ABC):
 
     Attributes:
         streams: whether rows are streams: consecutive segments of documents.
+        is_initial: whether rows start from `init_state` of the model, also while that is trained.
     """
 
     streams = False
+    is_initial = False
 
     def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         self.context, self.zero_share = context, zero_share
@@ -109,13 +111,20 @@ INITIAL_STATES: Registry[InitialState] = Registry("initial state")
 
 @INITIAL_STATES.register("zero")
 class Zero(InitialState):
-    """Every row starts from zero."""
+    """Every row starts from zero, or from the state of the model in `init_from`."""
+
+    is_initial = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, zero_share=1.0)
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         return zero
+
+
+@INITIAL_STATES.register("learned")
+class LearnedState(Zero):
+    """Every row, and every document in it, starts from a state that is trained (2604.01168)."""
 
 
 class Remembering(InitialState):
@@ -207,7 +216,7 @@ class FittedNoise(InitialState):
         self.moments: Tensor | None = None
 
     def after(self, state: LMState, micro: int) -> None:
-        moments = [_moments(leaf.detach()).flatten() for leaf in _recurrent(state.layers)]
+        moments = [_moments(leaf.detach()).flatten() for leaf in states.recurrent(state.layers)]
         flat = self.context.mean(torch.cat([*moments, moments[0].new_ones(1)]))
         if bool(flat.isfinite().all()):  # the moments of a failed step are not used
             before = torch.zeros_like(flat) if self.moments is None else self.moments
@@ -217,7 +226,7 @@ class FittedNoise(InitialState):
         return {} if self.moments is None else {"moments": self.moments.cpu()}
 
     def restore(self, content: Mapping[str, Any], rows: int, micros: int) -> None:
-        like = _recurrent(self.context.init_state(1).layers)
+        like = states.recurrent(self.context.init_state(1).layers)
         moments = torch.cat([*map(_moments, like)], 1).flatten()
         if content and content["moments"].shape != (len(moments) + 1,):
             raise ValueError(f"{len(moments)} moments and their weight were expected")
@@ -227,13 +236,13 @@ class FittedNoise(InitialState):
         if self.moments is None:
             return zero
         left, drawn = self.moments[:-1] / self.moments[-1], []
-        for noise in _noise(_recurrent(zero.layers), seeds):
+        for noise in _noise(states.recurrent(zero.layers), seeds):
             units = noise.shape[_unit_axis(noise)]
             (mean, square), left = left[: 2 * units].view(2, units), left[2 * units :]
             deviation = (square - mean.square()).clamp(min=0).sqrt()
             shape = (-1, 1, 1) if noise.ndim == 4 else (-1,)
             drawn.append(noise * deviation.view(shape).to(noise) + mean.view(shape).to(noise))
-        return zero._replace(layers=_with_recurrent(zero.layers, drawn))
+        return zero._replace(layers=states.with_recurrent(zero.layers, drawn))
 
 
 @INITIAL_STATES.register("random_noise")
@@ -251,8 +260,8 @@ class RandomNoise(InitialState):
         self.std = std
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
-        drawn = [self.std * noise for noise in _noise(_recurrent(zero.layers), seeds)]
-        return zero._replace(layers=_with_recurrent(zero.layers, drawn))
+        drawn = [self.std * noise for noise in _noise(states.recurrent(zero.layers), seeds)]
+        return zero._replace(layers=states.with_recurrent(zero.layers, drawn))
 
 
 def _noise(like: list[Tensor], seeds: Sequence[int]) -> list[Tensor]:
@@ -263,22 +272,6 @@ def _noise(like: list[Tensor], seeds: Sequence[int]) -> list[Tensor]:
         return states.tree_map(lambda leaf: torch.empty_like(leaf[0]).normal_(generator=draw), like)
 
     return states.tree_map(lambda *drawn: torch.stack(drawn), *map(row, seeds))
-
-
-def _recurrent(layers: PyTree) -> list[Tensor]:
-    """The leaves of layers that are numbers of a recurrence or convolution, not keys or flags."""
-    keys, pairs = states.histories(layers), states.leaves(layers)
-    return [leaf for path, leaf in pairs if path not in keys and leaf.is_floating_point()]
-
-
-def _with_recurrent(layers: PyTree, drawn: Iterable[Tensor]) -> PyTree:
-    """Layers with other tensors in place of those that `_recurrent` returns."""
-    keys, ordered = states.histories(layers), iter(drawn)
-    values = [
-        next(ordered) if path not in keys and leaf.is_floating_point() else leaf
-        for path, leaf in states.leaves(layers)
-    ]
-    return states.unflatten(layers, values)
 
 
 def _unit_axis(leaf: Tensor) -> int:

@@ -10,14 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from longrnn import state as states
 from longrnn.checkpoints import adapters
 from longrnn.checkpoints.folder import check_weights, read_config
 from longrnn.checkpoints.layouts import layout_of, save_model
 from longrnn.checkpoints.load import load, mitigated
-from longrnn.checkpoints.names import CheckpointName, base_folder, resolve, split_spec
+from longrnn.checkpoints.names import (
+    INITIAL_STATE,
+    CheckpointName,
+    base_folder,
+    resolve,
+    split_spec,
+)
 from longrnn.checkpoints.tokenizer import load_tokenizer
+from longrnn.checksums import remove_checksums
 from longrnn.data import SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
@@ -28,6 +36,9 @@ from longrnn.options import validated
 from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 from longrnn.training.optim import fill
+
+# How the names of the parameters of a learned initial state begin.
+LEARNED = "learned."
 
 
 def build(config: TrainConfig, task: Task, origin: Path | None = None) -> TrainableLM:
@@ -50,26 +61,47 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         plain = RecurrentLM(validated(RecurrentConfig, options, "model"))
         model: Any = mitigated(plain, split(config.mitigation or NONE))
     else:
-        begins = origin is None or config.peft is not None
+        begins = origin is None or config.freezes
         name = CheckpointName.parse(config.init_from if begins else str(origin))
         if config.mitigation is not None:
             name = name._replace(mitigation=tuple(split(config.mitigation)))
         loaded = load(name)
         model = _trainable(loaded, config.init_from)
     check_vocabulary(model.vocab_size, task)
-    if config.peft is not None:
+    if config.freezes:
         model.base_name = str(config.init_from)
         folder = base_folder(split_spec(model.base_name)[0])
         model.base_layout = layout_of(read_config(folder))
+    if config.peft is not None:
         adapters.add_adapters(model, **config.peft.model_dump())
+    elif config.learns_state:
+        model.base_fingerprint = model.weights_fingerprint()
+        model.requires_grad_(False)
     model = _with_window(model, loaded, config)
+    if config.learns_state:
+        _learn_start(model, is_alone=config.peft is None)
     if origin is None:
         fill(model, config.fill)
-    elif loaded is None or config.peft is not None:
+    elif loaded is None or config.freezes:
         _load_weights(model, origin)
     model.trained_under = model.spec
     model.gradient_checkpointing_enable(config.gradient_checkpointing == "block")
     return model
+
+
+def _learn_start(model: TrainableLM, *, is_alone: bool) -> None:
+    """Makes the recurrent part of the initial state parameters, in the dtype of the weights.
+
+    Args:
+        model: changed in place.
+        is_alone: whether the weights stay those of its checkpoint.
+    """
+    if is_alone:
+        model.start_fingerprints = states.fingerprints(model)
+    model.start = states.detach(model.init_state(1))
+    dtype = model.head.weight.dtype
+    leaves = states.recurrent(model.start.layers)
+    model.learned = nn.ParameterList([leaf[0].to(dtype) for leaf in leaves])
 
 
 def _trainable(loaded: Any, name: str) -> Any:
@@ -86,6 +118,12 @@ def _load_weights(model: TrainableLM, folder: Path) -> None:
     """Loads what was trained of a model from a checkpoint of its run."""
     is_adapted, target = adapters.has_adapters(model), model.state_dict()
     read = adapters.read_weights(model, folder) if is_adapted else load(folder).state_dict()
+    if any(name.startswith(LEARNED) for name in target):
+        start = states.load_start(folder / INITIAL_STATE, model, is_own=True)
+        learned = states.recurrent(start.layers)
+        read |= {
+            f"{LEARNED}{n}": leaf[0].to(target[f"{LEARNED}{n}"]) for n, leaf in enumerate(learned)
+        }
     expected = {name: like for name, like in target.items() if name in read or not is_adapted}
     try:
         check_weights(expected, read)
@@ -169,7 +207,7 @@ def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
 def save(
     model: TrainableLM, folder: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Writes a model with its tokenizer, so that the folder can be moved; of adapters, only them.
+    """Writes a model with its tokenizer, so that the folder can be moved; of additions, only them.
 
     Args:
         model: the model.
@@ -177,6 +215,15 @@ def save(
         weights: the whole state dict.
         tokenizer: of the model.
     """
+    learned = [weight[None] for name, weight in weights.items() if name.startswith(LEARNED)]
+    if model.start is not None:
+        start = model.start
+        if learned:
+            start = start._replace(layers=states.with_recurrent(start.layers, learned))
+            start = states.start_of(dict(states.leaves(start)), model, "the learned state")
+        remove_checksums(folder)
+        states.save(start, folder / INITIAL_STATE, recorded=model.start_fingerprints)
+    weights = {name: w for name, w in weights.items() if not name.startswith(LEARNED)}
     if adapters.has_adapters(model):
         adapters.save_adapter(model, folder, weights)
         return

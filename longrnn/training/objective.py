@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from longrnn.data import Batch
 from longrnn.models import TrainableLM
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, clone, reset
+from longrnn.state import LMState, clone, leaves, reset, tree_map, unflatten
 from longrnn.training.repeat import read_repeatedly
 
 # Up to this many segments, the state before each is kept for the backward pass. Of more, those
@@ -68,6 +68,24 @@ def objective_class(name: str) -> type[Objective]:
     return getattr(import_module(module), target)
 
 
+def _recomputed(
+    read: Callable[[Sequence[Batch], LMState], StepOutput],
+    segments: Sequence[Batch],
+    state: LMState,
+) -> StepOutput:
+    """`read(segments, state)`, which the backward pass computes again from the state."""
+    structure = tree_map(lambda leaf: None, state)
+
+    def run(*values: Tensor) -> StepOutput:
+        return read(segments, unflatten(structure, values))
+
+    # Only tensors that are arguments themselves are dropped where one recomputation is in another.
+    values = [leaf for _, leaf in leaves(state)]
+    output: Any = checkpoint(run, *values, use_reentrant=False)
+    # Where the state was allocated, it would divide the memory that is now free.
+    return output._replace(state=clone(output.state))
+
+
 class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
@@ -84,20 +102,22 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.recomputes = model, recomputes
 
-    def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+    def forward(self, segments: Sequence[Batch], state: LMState | None) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
 
         Args:
             segments: of the same rows.
-            state: from which the first segment starts, also in rows that begin a document. In the
-                other segments, rows that begin a document start from zero.
+            state: from which the first segment starts, also in rows that begin a document; None for
+                the initial state of the model, from which all other documents start.
         """
+        if state is None:
+            state = self.model.init_state(len(segments[0].tokens))
         first, *others = segments
         output = self._read([first.continued(), *others], state)
         return output._replace(loss=output.loss.mean())
 
     def _read(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
-        """`forward` with the loss of each segment, in which rows that begin start from zero."""
+        """`forward` with the loss of each segment, in which rows that begin are started."""
         count = len(segments)
         size = math.isqrt(count) if self.recomputes and count > MAX_KEPT_STATES else 1
         losses: list[Tensor] = []
@@ -106,10 +126,7 @@ class Objective(nn.Module):
             group = segments[start : start + size]
             read = self._segment if size == 1 else self._read
             if self.recomputes and torch.is_grad_enabled():
-                output: Any = checkpoint(read, group, state, use_reentrant=False)
-                # Where the state was allocated, it would divide the memory that is now free.
-                loss, state, predicted = output._replace(state=clone(output.state))
-                del output
+                loss, state, predicted = _recomputed(read, group, state)
             else:
                 loss, state, predicted = read(group, state)
             losses.append(loss)
@@ -117,14 +134,14 @@ class Objective(nn.Module):
         return StepOutput(torch.cat(losses), state, predictions)
 
     def token_losses(
-        self, tokens: Tensor, targets: Tensor, state: LMState, rows: Rows | None = None
+        self, tokens: Tensor, targets: Tensor, state: LMState | None, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, LMState]:
         """The loss of each token, without gradients.
 
         Args:
             tokens: `(b, t)`.
             targets: `(b, t)`; the loss is 0 where they are negative.
-            state: before the first token.
+            state: before the first token; None for the initial state of the model.
             rows: where documents and padding begin.
 
         Returns:

@@ -14,7 +14,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.training.config import TrainConfig
 
 # Never decayed, however many axes they have: what sets time scales, what scales, what shifts.
-UNDECAYED = ("*A_log", "*dt_bias", "*.D", "*norm.weight", "*bias*")
+UNDECAYED = ("*A_log", "*dt_bias", "*.D", "*norm.weight", "*bias*", "learned.*")
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

@@ -101,6 +101,8 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
     new = configured(old, overrides)
     # The base of an adapter is read again, and may be in another place.
     fixed = ["peft"] if new.peft and old.peft else ["peft", "init_from", "tokenizer", "fill"]
+    if new.learns_state != old.learns_state:
+        fixed.append("initial_state")
     for key in fixed:
         if getattr(new, key) != getattr(old, key):
             raise UserError(

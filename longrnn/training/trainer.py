@@ -145,7 +145,8 @@ class Trainer:
         count = self.config.gradient_accumulation_steps
         on_host = segments(self.task, self.config, self.step, micro)
         on_device = [batch.to(self.accelerator.device) for batch in on_host]
-        start = self.starts.before(on_device[0], self.step, micro)
+        is_initial = self.starts.is_initial
+        start = None if is_initial else self.starts.before(on_device[0], self.step, micro)
         # Gradients are reduced over processes once, after the last micro-batch.
         is_last = micro == count - 1
         with nullcontext() if is_last else self.accelerator.no_sync(self.objective):

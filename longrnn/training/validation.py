@@ -2,7 +2,7 @@
 
 Notable choices:
 - Rows are drawn once, from a seed that is not that of the run: runs with different seeds are
-  compared on the same rows. Every row starts from the zero state.
+  compared on the same rows. Every row starts from the initial state of the model.
 - A position is that of a token in its document: rows may hold several documents.
 - Every process reads every row, so that one process and two compute the same.
 - Rows are read in pieces, and only some logits (`longrnn.ops.loss`) exist at a time: memory does
@@ -90,7 +90,7 @@ class Validation:
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
-        state = objective.model.init_state(len(batch.tokens))
+        state = None
         nats, predictions = [], []
         for start in range(0, batch.tokens.shape[1], TOKENS_AT_ONCE):
             part = slice(start, start + TOKENS_AT_ONCE)

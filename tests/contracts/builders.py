@@ -163,10 +163,10 @@ class Scripted(LanguageModel):
         super().__init__()
         self.vocab_size, self.logits = vocab_size, logits
 
-    def weights_fingerprint(self) -> str:
+    def weights_fingerprint(self, *, rounded: bool = False) -> str:
         return "scripted"
 
-    def init_state(self, batch_size: int) -> LMState:
+    def zero_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())
 
     def forward(

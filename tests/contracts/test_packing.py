@@ -13,7 +13,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn import state as states
 from longrnn.errors import UserError
@@ -90,6 +90,22 @@ def test_documents_are_those_of_separate_rows(subject: Subject, dtype: torch.dty
         logits, after = read(model, tokens, state, [TIME], masks)
     found = {"logits": logits, "position": after.position, **cell_leaves(model, after)}
     assert_same(found, {name: expected[name].detach() for name in found}, dtype)
+
+
+@every_kind
+def test_documents_begin_with_the_state_of_their_model(subject: Subject) -> None:
+    """One that is trained; it gets its gradient from every document."""
+    plain = subject.build()
+    model = plain.starting_from(started(plain, 1, seed=4))
+    assert model.start is not None
+    leaves = states.recurrent(model.start.layers)
+    model.learned = nn.ParameterList([leaf[0] + 0.1 for leaf in leaves])
+    masks = random_masks(2, TIME, seed=2)
+    tokens, state = packed_tokens(masks[0], 2), started(model, 2)
+    found = outcome(model, tokens, state, [2, 68], masks)
+    with small_chunks(16):
+        assert_same(found, one_by_one(model, tokens, state, masks), torch.float64)
+    assert found["gradient of parameter learned.0"].any()
 
 
 @pytest.mark.slow

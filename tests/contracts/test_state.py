@@ -202,6 +202,48 @@ def test_load_refuses_the_state_of_another_model(model: RecurrentLM, tmp_path: P
     assert "fingerprint" in refused(path, model)
 
 
+def test_a_model_starts_from_the_state_of_a_file(model: RecurrentLM, tmp_path: Path) -> None:
+    """It computes what a call with this state computes, and has another fingerprint."""
+    path, tokens = tmp_path / "state", random_tokens(2, 9)
+    state = started(model, 1)
+    states.save(state, path, model=model)
+    starting = model.starting_from(states.load_start(path, model))
+    expected = model(tokens, states.expand(state, 2))
+    assert torch.equal(starting(tokens).logits, expected.logits)
+    assert_trees_equal(starting.init_state(2), states.expand(state, 2))
+    assert starting.fingerprint() != model.fingerprint()
+    assert starting.starting_from(None).fingerprint() == model.fingerprint()
+    # States of the two models are those of one model.
+    states.save(starting(tokens).state, path, model=starting)
+    assert_trees_equal(states.load(path, model), expected.state)
+
+
+def test_a_start_fits_its_weights_in_any_dtype_alone(tmp_path: Path) -> None:
+    """Under any mitigation without a window; other weights and several rows are refused."""
+    model, path, tokens = build_model("mamba2"), tmp_path / "state", random_tokens(2, 9)
+    state = started(model, 1)
+    states.save(state, path, model=model)
+    for dtype in (torch.float32, torch.bfloat16):
+        other = build_model("mamba2").to(dtype)
+        found = other.starting_from(states.load_start(path, other))(tokens).logits
+        assert_near(
+            found,
+            model(tokens, states.expand(state, 2)).logits,
+            1e-5 if dtype == torch.float32 else 0.1,
+        )
+    limited = model.under(mitigation("state_norm(threshold=1)"))
+    limited.starting_from(states.load_start(path, limited))(tokens)
+    windowed = model.under(mitigation(WINDOW))
+    for refusing in (windowed, build_model("mamba2", seed=1)):
+        with pytest.raises(UserError, match="state of another model"):
+            states.load_start(path, refusing)
+    with pytest.raises(UserError, match="state of another model"):
+        model.starting_from(state).under(mitigation(WINDOW))
+    states.save(states.expand(state, 2), path, model=model)
+    with pytest.raises(UserError, match="2 rows"):
+        states.load_start(path, model)
+
+
 def test_load_refuses_other_structures(model: RecurrentLM, tmp_path: Path) -> None:
     """Without a fingerprint, structure, shapes and dtypes are compared."""
     path, kind = tmp_path / "state", model.config.mixer["kind"]

@@ -127,6 +127,7 @@ def test_a_run_is_that_of_an_own_loop(
         assert_near(trained[name], weight, tolerance, name)
 
 
+LEARNED = {"initial_state": {"kind": "learned"}}
 ADAPTERS = {"r": 2, "targets": ["in_proj", "q_proj"], "full": ["A_log", "dt_bias", "conv1d"]}
 
 
@@ -134,7 +135,7 @@ ADAPTERS = {"r": 2, "targets": ["in_proj", "q_proj"], "full": ["A_log", "dt_bias
     ("number", "changes"),
     [
         (signal.SIGTERM, {"mitigation": "state_norm(threshold=1)"}),
-        (signal.SIGKILL, {"peft": ADAPTERS}),
+        (signal.SIGKILL, {"peft": ADAPTERS, "segments_per_step": 1, **LEARNED}),
     ],
 )
 def test_resume_is_exact(number: signal.Signals, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def trained(config: TrainConfig, folder: Path, flags: tuple[str, ...] = CPU2) ->
     begun = (output / "train.yaml").exists()
     words = ["--resume", output, f"max_steps={config.max_steps}"] if begun else [path]
     done = launched("train", *words, processes=2, flags=flags)
-    assert (output / "model.safetensors").is_file() or config.peft, done.stderr
+    assert (output / "model.safetensors").is_file() or config.freezes, done.stderr
 
 
 def assert_alike(one: Path, two: Path, rel: float = 1e-4) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from longrnn.checkpoints.names import INITIAL_STATE
 from longrnn.errors import UserError
 from longrnn.hf.auto.generation import StateCache, cache_of
 from longrnn.hf.auto.inputs import Backbone, check_arguments, predicted_labels, rows_of
-from longrnn.models.trainable import OFFLOADED, TrainableLM
-from longrnn.state import LMState
+from longrnn.models.trainable import OF_CHECKPOINT, OFFLOADED, TrainableLM
+from longrnn.state import LMState, save
 
 
 class RecurrentForward:
@@ -33,6 +35,12 @@ class RecurrentForward:
     def base_model(self) -> Any:
         """The model without its head, as libraries call it that compute the loss themselves."""
         return Backbone(self)
+
+    def save_start(self, folder: Path) -> None:
+        """Writes the state from which the model starts, if it has one, beside its weights."""
+        start = self.language_model.start
+        if start is not None:
+            save(start, folder / INITIAL_STATE, recorded=OF_CHECKPOINT)
 
     def forward(
         self,

@@ -107,3 +107,5 @@ class HybridForCausalLM(  # pyright: ignore
         setattr(self.config, MITIGATION_KEY, self.language_model.spec)
         remove_checksums(Path(save_directory))
         self.language_model.model.save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.save_start(Path(save_directory))

@@ -9,6 +9,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,14 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from longrnn.checkpoints.folder import OPTIONS, read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import ADAPTER, ADAPTER_RECORD, base_folder, is_adapter, resolve
+from longrnn.checkpoints.names import (
+    ADAPTER,
+    ADAPTER_RECORD,
+    INITIAL_STATE,
+    base_folder,
+    is_adapter,
+    resolve,
+)
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import read_json
@@ -135,12 +143,13 @@ class LongRNNForCausalLM(  # pyright: ignore
         subfolder = kwargs.get("subfolder") or ""
         if (place := adapter or name) is not None:
             refuse_missing_of(Path(place) / subfolder)
-        if adapter or (name is not None and not isinstance(config, LongRNNConfig)):
-            revision = options.get("revision") if adapter else kwargs.get("revision")
-            hub = {option: kwargs[option] for option in HUB & kwargs.keys()}
-            folder = resolve(adapter or name, revision, **hub) / subfolder
-            if _is_read_by_load(folder):
-                return cls._load(folder, kwargs)
+            starts = os.path.isfile(os.path.join(place, subfolder, INITIAL_STATE))
+            if adapter or starts or not isinstance(config, LongRNNConfig):
+                revision = options.get("revision") if adapter else kwargs.get("revision")
+                hub = {option: kwargs[option] for option in HUB & kwargs.keys()}
+                folder = resolve(place, revision, **hub) / subfolder
+                if _is_read_by_load(folder):
+                    return cls._load(folder, kwargs)
         return super().from_pretrained(name, *args, config=config, **kwargs)
 
     @classmethod
@@ -166,6 +175,8 @@ class LongRNNForCausalLM(  # pyright: ignore
         folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
         remove_checksums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if is_main:
+            self.save_start(folder)
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
         if is_main and self.config.tokenizer == "bytes" and not has_tokenizer:
             byte_level().save(folder)
@@ -223,6 +234,8 @@ class LongRNNForCausalLM(  # pyright: ignore
 
 def _is_read_by_load(folder: Path) -> bool:
     """Whether `load` reads a folder, and not transformers: of another kind, or such an adapter."""
+    if (folder / INITIAL_STATE).is_file():
+        return True
     if not is_adapter(folder):
         return read_config(folder).get("model_type") != "longrnn"
     config = read_json(folder / ADAPTER)

@@ -122,7 +122,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
             # A window has a state of its own.
             layers[number] = layers[number]._replace(cell=cell.like(edit))
         other._like = self._like[0], tuple(layers)
-        return other
+        return other.starting_from(other.start)
 
     @property
     def attends_to_all(self) -> bool:

@@ -39,7 +39,8 @@ def trainable(model: HybridLM) -> HybridLM:
             f"this {model.kind} has quantized weights, which cannot be trained: give the "
             "checkpoint with weights in bfloat16 or float32"
         )
-    model = HybridLM(model.model.float()).under(model.mitigation).train()
+    start = model.start
+    model = HybridLM(model.model.float()).under(model.mitigation).starting_from(start).train()
     tokens = torch.arange(8).view(2, 4) % model.vocab_size
     weights = list(model.parameters())
     try:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import AutoModelForCausalLM, TextStreamer
 
+from longrnn import load
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM, StateCache
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import generate
 from longrnn.state import clone, expand, take
-from tests.contracts.builders import VOCAB, assert_trees_equal, mitigation_spec, random_tokens
+from tests.contracts.builders import (
+    VOCAB,
+    assert_near,
+    assert_trees_equal,
+    mitigation_spec,
+    random_tokens,
+)
 from tests.hf.foreign import architecture, build_auto
 
 KINDS = ["lstm", "mamba2"]
@@ -55,6 +63,30 @@ def test_a_beam_as_wide_as_the_tree_finds_the_most_likely_continuation(kind: str
             for pair in product(range(VOCAB), repeat=2)
         }
         assert tuple(ids) == max(scores, key=lambda pair: scores[pair])
+
+
+@pytest.mark.parametrize("kind", ["lstm", "hybrid"])
+def test_texts_begin_with_the_state_of_the_model(kind: str, tmp_path: Path) -> None:
+    """After padding and in packed documents, and in a saved model."""
+    ours: Any = open_hugging_face(architecture("falcon_h1")) if kind == "hybrid" else None
+    ours = build_auto(kind).model if ours is None else ours
+    prefix, tokens = random_tokens(1, 4, seed=1), random_tokens(2, 6)
+    started = ours.starting_from(ours(prefix).state)
+    whole = torch.cat([prefix.expand(2, -1), tokens], 1)
+    expected = ours(whole).logits[:, 4:]
+    model = LongRNNForCausalLM.of(started)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[:, :2] = 0
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), tokens], 1)
+    wanted = generate(ours, whole, max_new_tokens=5).tokens
+    assert new_tokens(model, padded, 5, attention_mask=mask).tolist() == wanted
+    packed = {"input_ids": tokens.flatten()[None], "position_ids": torch.arange(6).repeat(2)[None]}
+    assert_near(model(**packed).logits[0], expected.flatten(0, 1), 1e-5)
+    model.save_pretrained(tmp_path)
+    opened = [load(tmp_path), LongRNNForCausalLM.from_pretrained(tmp_path)]
+    opened += [AutoModelForCausalLM.from_pretrained(tmp_path)] if kind == "lstm" else []
+    for other in opened:
+        assert_near(other(tokens).logits, expected, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

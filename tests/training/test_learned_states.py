@@ -1,0 +1,114 @@
+"""A run that trains the initial state of a checkpoint, whose weights stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn import train as train_run
+from longrnn.checkpoints.layouts import save_model
+from longrnn.checkpoints.opened import open_checkpoint
+from longrnn.errors import UserError
+from longrnn.models import generate
+from longrnn.training.config import TrainConfig
+from tests.texts import TEXTS
+from tests.training.runs import (
+    MAMBA2,
+    assert_same_run,
+    crash,
+    last_checkpoint,
+    metrics,
+    tiny,
+    train,
+)
+from tests.training.test_processes import FSDP2, assert_alike, trained
+
+LEARNED: dict[str, Any] = {
+    "initial_state": {"kind": "learned"},
+    "task": {"kind": "text", "data": TEXTS},
+    "length": {"max": 64},
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "warmup_steps": 0,
+}
+STATE = "initial_state.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("learned") / "base"
+    save_model(RecurrentLM(RecurrentConfig(**MAMBA2)), folder)
+    return folder
+
+
+# What rows that do not continue have.
+FIXED: dict[str, Any] = {"segments_per_step": 1, "gradient_accumulation_steps": 1}
+
+
+def config(base: Path, output: Path, **changes: Any) -> TrainConfig:
+    return tiny("streams", output, init_from=str(base), **FIXED | LEARNED | changes)
+
+
+def test_only_the_state_is_trained(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights stay, the loss falls below that from zero, and what is written is the state. A
+    run that was stopped ends with the same bits."""
+    held_out: dict[str, Any] = {
+        "validation": "held_out",
+        "eval_steps": 5,
+        "eval_samples": 2,
+        "eval_length": 96,
+    }
+    train(config(base, tmp_path / "one", **held_out))
+    losses = [row["eval_loss"] for row in metrics(tmp_path / "one") if "eval_loss" in row]
+    assert losses[1] < losses[0]
+    assert [path.name for path in (tmp_path / "one").glob("*.safetensors")] == [STATE]
+    model, before, tokens = load(tmp_path / "one"), load(base), torch.arange(9)[None]
+    assert model.starting_from(None).fingerprint() == before.fingerprint()
+    named = open_checkpoint(f"{base}+state({tmp_path / 'one' / STATE})")
+    assert named.model.fingerprint() == model.fingerprint() != before.fingerprint()
+    texts = [generate(one, tokens, max_new_tokens=8).tokens for one in (model, named.model, before)]
+    assert texts[0] == texts[1] != texts[2]
+    part = config(base, tmp_path / "two", **held_out)
+    crash(part, 6, monkeypatch)
+    train(part, resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert load(last_checkpoint(tmp_path / "two")).fingerprint() == model.fingerprint()
+    with pytest.raises(UserError, match="initial_state"):
+        train_run(None, "initial_state.kind=zero", resume=tmp_path / "two")
+
+
+def test_training_goes_on_from_a_state(base: Path, tmp_path: Path) -> None:
+    """A run that starts from a learned state goes on with it: as the trained state, or beside
+    weights that are trained, in whose checkpoint it is then."""
+    train(config(base, tmp_path / "one", max_steps=2))
+    name = f"{base}+state({tmp_path / 'one' / STATE})"
+    rate: dict[str, Any] = {"max_steps": 1, "learning_rate": 1e-9}
+    train(config(Path(name), tmp_path / "two", **rate))
+    carry: dict[str, Any] = {"initial_state": {"kind": "carry"}}
+    train(config(Path(name), tmp_path / "weights", **rate, **carry))
+    started = load(name)
+    tokens = torch.arange(9)[None]
+    for folder in ("two", "weights"):
+        found = load(tmp_path / folder)
+        torch.testing.assert_close(found(tokens).logits, started(tokens).logits, atol=1e-4, rtol=0)
+    assert (tmp_path / "weights/model.safetensors").is_file()
+    with pytest.raises(UserError, match="checkpoint beside it"):
+        load(f"{base}+state({tmp_path / 'weights' / STATE})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [None, FSDP2], ids=["copies", "shards"])
+def test_two_processes_train_like_one(flags: Any, base: Path, tmp_path: Path) -> None:
+    short: dict[str, Any] = {"max_steps": 4, "save_steps": 3}
+    train(config(base, tmp_path / "one", per_device_train_batch_size=4, **short))
+    two = config(base, tmp_path / "two", per_device_train_batch_size=2, **short)
+    trained(two, tmp_path, *([] if flags is None else [flags]))
+    assert_alike(tmp_path / "one", tmp_path / "two")
