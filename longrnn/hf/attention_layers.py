@@ -174,4 +174,6 @@ def _of_pairs(frequencies: Tensor, pairs: Tensor, width: int, direction: float) 
     frequency[left] = frequency[right] = frequencies
     partner[left], partner[right] = right, left
     sign[left], sign[right] = -direction, direction
-    return Rotation(frequency, partner, sign)
+    half = width // 2
+    is_rolled = torch.equal(partner, torch.arange(width, device=partner.device).roll(half))
+    return Rotation(frequency, partner, sign, half if is_rolled else None)

@@ -17,7 +17,7 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.rows import MORE_THAN_ANY_DOCUMENT, Rows, positions_of
+
+# Fewer tokens are not read apart from others: products of few rows are slow.
+LEAST_BLOCK = 128
 
 
 class AttentionWindow(NamedTuple):
@@ -58,11 +61,13 @@ class Rotation(NamedTuple):
         frequency: f, `(d,)` float64; 0 for a dimension that is not rotated.
         partner: the other dimension of each pair, `(d,)` int64.
         sign: s, `(d,)` float64.
+        shift: by how many places a roll moves each partner to its dimension; None if none does.
     """
 
     frequency: Tensor
     partner: Tensor
     sign: Tensor
+    shift: int | None = None
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos(p f) and s sin(p f) of positions `(b, t)`, each `(b, 1, t, d)`."""
@@ -73,7 +78,23 @@ class Rotation(NamedTuple):
     def apply(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate `(b, h, t, d)`."""
         cos, sin = tables
-        return torch.addcmul(x * cos, x[..., self.partner.to(x.device)], sin)
+        if self.shift is not None:  # much faster
+            return torch.addcmul(x * cos, x.roll(self.shift, -1), sin)
+        return torch.addcmul(x * cos, x.gather(-1, self.partner.to(x.device).expand_as(x)), sin)
+
+
+class Block(NamedTuple):
+    """Tokens of a call whose attention is computed together.
+
+    Attributes:
+        tokens: which.
+        keys: those that they can read, beside far sinks.
+        mask: `(b or 1, 1, t, n + k)` bool, which of n far sinks and these keys each token reads.
+    """
+
+    tokens: slice
+    keys: slice
+    mask: Tensor
 
 
 class WindowCall:
@@ -84,10 +105,6 @@ class WindowCall:
         before: `(b,)` int64, how many tokens of its document each row has read.
         time: tokens of this call in each row.
         rows: where documents and padding begin; None for rows of one document.
-
-    Attributes:
-        mask: `(b or 1, 1, t, n)` bool, which of the n keys of `attend` each token reads; None if
-            each reads all.
     """
 
     def __init__(
@@ -127,7 +144,7 @@ class WindowCall:
         self._key_positions = -torch.where(to_sink[:, 0], far, distance[:, 0])
         self._sinks = self._sink_positions = None
         # All stored keys are inside the window, or sinks.
-        self.mask = None if self._is_even else reads[:, None]
+        self._mask = None if self._is_even else reads[:, None]
 
     def _several(self, keys: Tensor, in_window: Tensor, to_sink: Tensor) -> None:
         """Rotate keys and tokens by their distance from the first token."""
@@ -141,7 +158,7 @@ class WindowCall:
             self._sink_positions = keys.gather(1, self._sinks) - self.window.reach
             far = to_sink.gather(2, self._sinks[:, None].expand(-1, to_sink.shape[1], -1))
             in_window = torch.cat([far, in_window], 2)
-        self.mask = in_window[:, None]
+        self._mask = in_window[:, None]
 
     def attend(
         self,
@@ -149,16 +166,16 @@ class WindowCall:
         key: Tensor,
         value: Tensor,
         rotation: Rotation | None,
-        attention: Callable[[Tensor, Tensor, Tensor], Any],
-    ) -> Any:
-        """Return what `attention` returns for the rotated queries and keys.
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor:
+        """Return the outputs `(b, t, h, d')` of `attention` for the rotated queries and keys.
 
         Args:
             query: `(b, h, t, d)` of the last t tokens, not rotated, like the keys.
             key: `(b, h', k, d)`, of the state and of this call.
             value: `(b, h', k, d')`.
             rotation: of the layer; None for none.
-            attention: of the model, which `mask` is given to.
+            attention: of the model; its last argument is added to the scores.
         """
         near, rotated = key, query
         if rotation is not None:
@@ -168,17 +185,68 @@ class WindowCall:
                 cos, sin = (table[..., -query.shape[2] :, :] for table in tables)
                 rotated = rotation.apply(query, (cos, sin))
         if self._sinks is None:
-            return attention(rotated, near, value)
+            return self._in_blocks(rotated, near, value, None, attention)
         far = _gather(key, self._sinks)
         if rotation is not None:
             far = rotation.apply(far, self._table(rotation, "_sink_positions", key.dtype))
         number, groups = far.shape[2], query.shape[1] // key.shape[1]
         product = query.unflatten(1, (-1, groups)) @ far.transpose(-1, -2)[:, :, None]
         unit = torch.eye(number, dtype=key.dtype, device=key.device)
-        unit = unit.expand(*far.shape[:2], -1, -1)
-        keys = torch.cat([F.pad(unit, (key.shape[-1], 0)), F.pad(near, (0, number))], 2)
-        values = torch.cat([_gather(value, self._sinks), value], 2)
-        return attention(torch.cat([rotated, product.flatten(1, 2)], -1), keys, values)
+        unit = F.pad(unit, (key.shape[-1], 0)).expand(*far.shape[:2], -1, -1)
+        # Of equal width, which the fast kernels of torch need.
+        wider = max(0, unit.shape[-1] - value.shape[-1])
+        values, sinks = F.pad(value, (0, wider)), F.pad(_gather(value, self._sinks), (0, wider))
+        queries = torch.cat([rotated, product.flatten(1, 2)], -1)
+        keys = F.pad(near, (0, number))
+        output = self._in_blocks(queries, keys, values, (unit, sinks), attention)
+        return output[..., : value.shape[-1]].contiguous()  # models view it
+
+    def _in_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: tuple[Tensor, Tensor] | None,
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor:
+        """`attend` for rotated tensors, with the keys and values of far sinks apart."""
+        if self._mask is None:
+            return attention(query, key, value, None)
+        blocks = self._blocks
+        if query.shape[2] < self._mask.shape[2]:  # of a layer that computes the last tokens only
+            mask = self._mask[:, :, -query.shape[2] :]
+            blocks = [Block(slice(None), slice(None), mask)]
+        outputs = []
+        for block in blocks:
+            keys, values = key[:, :, block.keys], value[:, :, block.keys]
+            if sinks is not None:
+                keys, values = torch.cat([sinks[0], keys], 2), torch.cat([sinks[1], values], 2)
+            mask = self._added(block.mask, query.dtype)
+            outputs.append(attention(query[:, :, block.tokens], keys, values, mask))
+        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        """Blocks of a size at which most keys that are read are those of the window."""
+        assert self._mask is not None
+        sinks = 0 if self._sinks is None else self._sinks.shape[1]
+        time, blocks = self._mask.shape[2], []
+        size = min(max(LEAST_BLOCK, self.window.reach // 2), time)
+        for first in range(0, time, size):
+            stop = min(time, first + size)
+            keys = slice(max(0, self._stored + first - self.window.reach), self._stored + stop)
+            mask = self._mask[:, :, first:stop]
+            near = mask[..., sinks + keys.start : sinks + keys.stop]
+            mask = torch.cat([mask[..., :sinks], near], -1)
+            blocks.append(Block(slice(first, stop), keys, mask))
+        return blocks
+
+    def _added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """A mask to be added to scores, which is made once."""
+        key = id(mask), dtype
+        if key not in self._tables:
+            self._tables[key] = mask, added_mask(mask, dtype)
+        return self._tables[key][1]
 
     def _table(self, rotation: Rotation, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key = id(rotation), name, dtype
@@ -232,6 +300,12 @@ def window_call(
     if rows is None and min(read) == max(read):
         return _even_call(window, window.kept(read[0]), time, before.device)
     return WindowCall(window, before, time, rows)
+
+
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to scores, from a bool mask of the keys that are read."""
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _gather(entries: Tensor, slots: Tensor) -> Tensor:

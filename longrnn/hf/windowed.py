@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
@@ -131,7 +130,6 @@ class WindowedCall:
         self._implementation = masked_implementation(attention.model)
         calls = {window: window_call(window, before, time, rows) for window in {*attention.windows}}
         self.calls: list[WindowCall] = [calls[window] for window in attention.windows]
-        self._masks: dict[int, Tensor] = {}
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which the model attends so."""
@@ -145,24 +143,11 @@ class WindowedCall:
         call, function = self.calls[number], implementation_of(layer, self._implementation)
         if options.get("scaling") is None:
             options["scaling"] = query.shape[-1] ** -0.5
-        mask = self._mask(call, query.dtype)
-        if mask is not None:  # some layers are computed for the last tokens only
-            mask = mask[:, :, -query.shape[2] :]
-        return call.attend(
-            query,
-            key,
-            value,
-            rotation,
-            lambda query, key, value: function(layer, query, key, value, mask, **options),
-        )
 
-    def _mask(self, call: WindowCall, dtype: torch.dtype) -> Tensor | None:
-        """The mask of a call, as the model's implementation of attention takes it."""
-        if call.mask is None or self._implementation != "eager":
-            return call.mask
-        if id(call) not in self._masks:
-            self._masks[id(call)] = added_mask(call.mask, dtype)
-        return self._masks[id(call)]
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return function(layer, query, key, value, mask, **options)[0]
+
+        return call.attend(query, key, value, rotation, attention), None
 
 
 def masked_implementation(model: Any) -> str:
@@ -178,12 +163,6 @@ def masked_implementation(model: Any) -> str:
             f"padding and rows of different lengths need: load the model with {MASKED[0]}"
         )
     return implementation
-
-
-def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores, from a bool mask of the keys that are read."""
-    zeros = torch.zeros_like(mask, dtype=dtype)
-    return zeros.masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def implementation_of(layer: Any, name: str) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import cache_utils
 
 from longrnn.cells import Edit
-from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.attention_window import AttentionWindow, added_mask
 from longrnn.hf.cache import LayerCache, UncutCache, kept_of_window, restore_keys
-from longrnn.hf.windowed import WindowedCall, added_mask, masked_implementation
+from longrnn.hf.windowed import WindowedCall, masked_implementation
 from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
 
