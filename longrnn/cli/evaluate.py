@@ -14,7 +14,6 @@ from longrnn.cli.options import Model, Models, Output, pick_device
 from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.evaluation.options import EVALUATIONS, HarnessOptions, LongTasks
-from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.options import Options
 from longrnn.processes import start
 
@@ -107,6 +106,8 @@ def with_windows(
 
     A model whose attention cannot have a window is reported.
     """
+    from longrnn.mitigations.spec import ATTENTION_WINDOW
+
     lengths = [getattr(evaluation.options, "lengths", None) or [0] for evaluation in evaluations]
     longest, names, complete = max(map(max, lengths)), {model.name for model in models}, []
     for opened in models:

@@ -165,21 +165,21 @@ class ForeignLM(LanguageModel):
             UserError: a size that is not valid for this model, or a model whose attention cannot
                 be limited; see `longrnn.hf.windowed`.
         """
+        size = checked_window(self, window, sinks)
         was_training = self.model.training
         self.model.eval()
         try:
             reason = probe(self.attending(AttentionWindow()))
             if reason is not None:
                 raise no_window(self, reason)
-            other = self.attending(checked_window(self, window, sinks))
+            return self.attending(size)
         finally:
             self.model.train(was_training)
-        other.max_length = None
-        return other
 
     def attending(self, window: AttentionWindow) -> Self:
-        """Return a model with this window, unchecked."""
+        """Return a model with this window, unchecked, and without `max_length`."""
         other = copy.copy(self)
+        other.max_length = None
         other.attention = WindowedAttention(self, window)
         other._like = None, ()
         return other
