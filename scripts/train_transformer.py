@@ -104,6 +104,7 @@ def train_on_passkeys(model: Any, args: Namespace) -> int:
             step, rows, of=PASSKEY_ROWS, length=length, seed=args.seed, carried=False
         )
         seen += drawn.tokens.numel()
+        assert drawn.weights is not None
         return drawn.tokens, drawn.targets.clamp(min=0), drawn.weights
 
     def rate(step: int) -> float:
@@ -153,6 +154,7 @@ def share_recalled(model: Any, count: int) -> float:
     task = TASKS.build({"kind": "passkey"})
     drawn = task.batch(10**7, range(count), of=count, length=LENGTH, seed=1, carried=False)
     found = model(drawn.tokens).logits.argmax(-1)
+    assert drawn.answer is not None
     return float(((found == drawn.targets) | ~drawn.answer).all(1).float().mean())
 
 
