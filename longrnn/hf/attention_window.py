@@ -83,7 +83,7 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * cos, x.gather(-1, self.partner.to(x.device).expand_as(x)), sin)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Tokens of a call whose attention is computed together.
 
     Attributes:
@@ -215,7 +215,7 @@ class WindowCall:
         blocks = self._blocks
         if query.shape[2] < self._mask.shape[2]:  # of a layer that computes the last tokens only
             mask = self._mask[:, :, -query.shape[2] :]
-            blocks = [Block(slice(None), slice(None), mask)]
+            blocks = [QueryBlock(slice(None), slice(None), mask)]
         outputs = []
         for block in blocks:
             keys, values = key[:, :, block.keys], value[:, :, block.keys]
@@ -226,7 +226,7 @@ class WindowCall:
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
     @cached_property
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[QueryBlock]:
         """Blocks of a size at which most keys that are read are those of the window."""
         assert self._mask is not None
         sinks = 0 if self._sinks is None else self._sinks.shape[1]
@@ -238,7 +238,7 @@ class WindowCall:
             mask = self._mask[:, :, first:stop]
             near = mask[..., sinks + keys.start : sinks + keys.stop]
             mask = torch.cat([mask[..., :sinks], near], -1)
-            blocks.append(Block(slice(first, stop), keys, mask))
+            blocks.append(QueryBlock(slice(first, stop), keys, mask))
         return blocks
 
     def _added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.trainable import write_hybrid
 from longrnn.hf.memory import with_memory
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.hf.windowed import checked_window
 from longrnn.mitigations.spec import ATTENTION_WINDOW, NONE
 from longrnn.models import RecurrentLM
 from longrnn.processes import on_main
@@ -153,6 +154,12 @@ def write_start(model: str, folder: Path, *, window: int, sinks: int, length: in
     loaded: Any = load(name)
     if isinstance(loaded, RecurrentLM) or loaded.cells:
         raise UserError(f"{model} has recurrent layers already: give a transformer")
+    checked_window(loaded, window, sinks)
+    if loaded.max_length is not None and length > loaded.max_length:
+        raise UserError(
+            f"{model} was made for at most {loaded.max_length:,} tokens, and cannot teach rows of "
+            f"{length:,}: give a smaller --length"
+        )
     tokenizer = load_tokenizer(name.tokenizer)
     whole = with_memory(loaded.model, shortest=window, longest=8 * length)
     hybrid = HybridLM(whole).with_attention_window(window, sinks)

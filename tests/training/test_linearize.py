@@ -156,6 +156,17 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
             run(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"length": 256}, "128 tokens"), ({"window": 200}, "128 tokens")]
+)
+def test_lengths_beyond_the_transformer_are_refused(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        run(tmp_path, **options)
+    assert not (tmp_path / "out/start").exists()
+
+
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     made = run(tmp_path / "one", "per_device_train_batch_size=2")
     base, output = tmp_path / "one/base", tmp_path / "two"
