@@ -9,6 +9,7 @@ transformer predicts. The weights of the transformer stay what they were.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from longrnn.hf.hybrid.trainable import write_hybrid
 from longrnn.hf.memory import with_memory
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.hf.windowed import checked_window
+from longrnn.locks import locked
 from longrnn.mitigations.spec import ATTENTION_WINDOW, NONE
 from longrnn.models import RecurrentLM
 from longrnn.processes import on_main
@@ -97,17 +99,20 @@ def linearize(
     ]
     build_accelerator(configs[0])  # joins the processes of a launch
 
-    def begin() -> None:
-        if not start.exists():
-            write_start(model, start, window=window, sinks=sinks, length=length)
-        elif (made := read_config(start).get(MITIGATION_KEY)) != limited:
-            raise UserError(f"{output} has a run with {made}: give these, or another --output")
+    with ExitStack() as stack:
 
-    on_main(begin)
-    for config in configs:
-        is_begun, is_done = on_main(partial(progress_of, config))
-        if not is_done:
-            train(config, resume=config.output_dir if is_begun else None, quiet=quiet)
+        def begin() -> None:
+            stack.enter_context(locked(output, instead="choose another --output"))
+            if not start.exists():
+                write_start(model, start, window=window, sinks=sinks, length=length)
+            elif (made := read_config(start).get(MITIGATION_KEY)) != limited:
+                raise UserError(f"{output} has a run with {made}: give these, or another --output")
+
+        on_main(begin)
+        for config in configs:
+            is_begun, is_done = on_main(partial(progress_of, config))
+            if not is_done:
+                train(config, resume=config.output_dir if is_begun else None, quiet=quiet)
     trained = configs[-1].output_dir
     names = {
         "transformer": model,

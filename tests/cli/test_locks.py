@@ -12,6 +12,7 @@ from longrnn.checkpoints.layouts import save_model
 from longrnn.cli.app import app
 from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.cli.conftest import CLI, commands, contents, table
+from tests.hf.foreign import architecture, with_bytes
 from tests.holders import held
 from tests.texts import DATA
 from tests.training.forks import pair
@@ -49,6 +50,7 @@ def places(models: Path, tmp_path: Path) -> dict[str, Path]:
     config = tiny("reverse", tmp_path / "run", max_steps=2, length={"max": 4})
     return {
         "model": tmp_path / "mamba",
+        "llama": with_bytes(architecture("llama", vocab_size=256), tmp_path / "llama"),
         "run": models / "backwards",
         "config": write_config(config, tmp_path / "config.yaml"),
     }

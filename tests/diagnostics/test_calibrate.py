@@ -273,7 +273,7 @@ class Scripted:
     def __init__(self, chosen: dict[Any, str] | None = None) -> None:
         self.chosen = chosen or {}
 
-    def zero_state(self, batch_size: int) -> LMState:
+    def init_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())
 
     def under(self, spec: Chain) -> Scripted:

@@ -104,7 +104,7 @@ class Answering:
     def fingerprint(self) -> str:
         return self.name
 
-    def zero_state(self, batch_size: int) -> LMState:
+    def init_state(self, batch_size: int) -> LMState:
         position = torch.zeros(batch_size, dtype=torch.long)
         return LMState(position, (History(position.new_zeros(batch_size, 0, 1)),))
 
