@@ -77,7 +77,9 @@ def _model(checkpoint: str) -> dict[str, Any]:
     with torch.no_grad():
         states = [model(torch.zeros(1, n, dtype=torch.long), keep=0).state for n in (1, 2)]
     first, second = map(state.nbytes, states)
-    grows = f" after one token, and {second - first:,} more for each further token"
+    window = getattr(model, "attention_window", None)
+    until = "" if window is None else f", up to {window.reach:,} tokens"
+    grows = f" after one token, and {second - first:,} more for each further token{until}"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
     return {
@@ -88,6 +90,7 @@ def _model(checkpoint: str) -> dict[str, Any]:
         "length": limit and f"at most {limit:,} tokens{lifted}",
         "vocabulary": f"{model.vocab_size:,}",
         "state": f"{first:,} bytes per sequence{grows if second > first else ', at any length'}",
+        "attention": window and f"the last {window.size:,} and the first {window.sinks:,} tokens",
         "mitigation": model.mitigation,
         "fingerprint": model.fingerprint(),
     }

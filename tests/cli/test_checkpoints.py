@@ -16,7 +16,7 @@ from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.hf.auto import LongRNNForCausalLM
 from tests.cli.conftest import CLI
 from tests.contracts.builders import build_model, random_tokens
-from tests.hf.foreign import build_auto
+from tests.hf.foreign import architecture, build_auto, with_bytes
 
 WINDOW = "sliding_window(window=9)"
 
@@ -60,3 +60,12 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
     assert load("again").fingerprint() == wanted.fingerprint()
     other = own.under(mitigation("forget_more"))
     assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()
+
+
+def test_info_states_what_a_window_of_attention_reads(cli: CLI, tmp_path: Path) -> None:
+    """And where the state of such a model stops growing."""
+    folder = with_bytes(architecture("llama", vocab_size=256), tmp_path / "llama")
+    said = cli("info", f"{folder}+attention_window(window=8, sinks=2)").out
+    assert "up to 9 tokens" in said
+    assert "the last 8 and the first 2" in said
+    assert "attention" not in cli("info", folder).out
