@@ -106,7 +106,7 @@ def test_documents_begin_with_the_state_of_their_model(subject: Subject) -> None
     with small_chunks(16):
         assert_same(found, one_by_one(model, tokens, state, masks), torch.float64)
     gradients = [value for name, value in found.items() if "parameter learned." in name]
-    assert all(gradient.any() for gradient in gradients if gradient.numel())
+    assert any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.slow
