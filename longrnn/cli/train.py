@@ -16,7 +16,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.imports import import_options
-from longrnn.options import Count, Options, Tokens
+from longrnn.options import Options, Tokens
 from longrnn.processes import is_main
 from longrnn.progress import is_quiet
 from longrnn.text import Documents
@@ -143,7 +143,7 @@ class Linearizing(Options):
     """Folder of the runs; the same command continues them."""
     window: Tokens = 64
     """How many tokens attention reads."""
-    sinks: Count = 4
+    sinks: Annotated[int, Field(ge=0)] = 4
     """How many first tokens it reads beside them."""
     length: Tokens = 1024
     """Tokens of a row, which the transformer reads whole."""
@@ -167,7 +167,16 @@ def linearize(options: Linearizing) -> None:
     from longrnn.checkpoints.opened import open_checkpoint
     from longrnn.training.linearize import linearize as start
 
-    model, overrides = divided(options.words, None, "linearize MODEL --text FILE")
+    if not options.words:
+        raise UserError(
+            "the first argument is missing: write `longrnn linearize MODEL --text FILE`"
+        )
+    model, *overrides = options.words
+    if options.evaluate_to is not None and options.evaluate_to < options.length:
+        raise UserError(
+            f"--evaluate-to {options.evaluate_to} is below --length {options.length}: give at "
+            "least that"
+        )
     if not options.text and not any(word.startswith("task") for word in overrides):
         raise UserError("nothing to train on is given: add --text with a file, folder or dataset")
     end_at_sigterm()
@@ -181,7 +190,7 @@ def linearize(options: Linearizing) -> None:
     )
     if is_main():
         say(f"{made.trained}: the transformer with its memory")
-    if not options.no_evaluate:
+    if not options.no_evaluate and made.config.validation is not None:
         device = pick_device("auto")
         models = [open_checkpoint(of, name=name, device=device) for name, of in made.names.items()]
         longest = options.evaluate_to or 4 * options.length

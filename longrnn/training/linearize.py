@@ -18,7 +18,7 @@ import torch
 
 from longrnn.checkpoints.folder import read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import CheckpointName
+from longrnn.checkpoints.names import CheckpointName, resolve
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.config import RECORDED, load_config, read_recorded
@@ -40,6 +40,8 @@ from longrnn.training.train import train
 
 BUNDLED = "linearize"
 CONFIG = "config.json"
+# The key of the configuration in `start` under which the transformer is recorded.
+BASE_KEY = "longrnn_base"
 START, STAGES = "start", ("attention", "teacher")
 
 
@@ -105,8 +107,13 @@ def linearize(
             stack.enter_context(locked(output, instead="choose another --output"))
             if not start.exists():
                 write_start(model, start, window=window, sinks=sinks, length=length)
-            elif (made := read_config(start).get(MITIGATION_KEY)) != limited:
-                raise UserError(f"{output} has a run with {made}: give these, or another --output")
+            found = read_config(start)
+            for key, wanted in ((BASE_KEY, base_path(model)), (MITIGATION_KEY, limited)):
+                if found.get(key) != wanted:
+                    raise UserError(
+                        f"{output} has a run of {found.get(key)}, which is not {wanted}: give "
+                        "that, or another --output"
+                    )
 
         on_main(begin)
         for config in configs:
@@ -142,6 +149,11 @@ def progress_of(config: TrainConfig) -> tuple[bool, bool]:
     return True, (folder / CONFIG).is_file()
 
 
+def base_path(model: str) -> str:
+    """The folder or file of a transformer, without dtype and mitigation."""
+    return str(resolve(CheckpointName.parse(model).checkpoint).resolve())
+
+
 def write_start(model: str, folder: Path, *, window: int, sinks: int, length: int) -> None:
     """Writes a transformer under a window, with memories that return 0, and its tokenizer.
 
@@ -167,6 +179,7 @@ def write_start(model: str, folder: Path, *, window: int, sinks: int, length: in
         )
     tokenizer = load_tokenizer(name.tokenizer)
     whole = with_memory(loaded.model, shortest=window, longest=8 * length)
+    setattr(whole.config, BASE_KEY, base_path(model))
     hybrid = HybridLM(whole).with_attention_window(window, sinks)
     with complete_folder(folder, "choose another folder") as draft:
         write_hybrid(hybrid, draft, hybrid.spec)

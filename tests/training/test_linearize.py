@@ -151,6 +151,9 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
     trained = Path(made.trained, "model.safetensors").read_bytes()
     assert run(tmp_path, *LONGER) == made
     assert Path(made.trained, "model.safetensors").read_bytes() == trained
+    other = with_bytes(transformer(vocab_size=256), tmp_path / "other")
+    with pytest.raises(UserError, match="other"):
+        linearize(str(other), TEXTS, tmp_path / "out", window=WINDOW, sinks=SINKS, length=32)
     for options in ({"window": 4}, {"length": 16}):
         with pytest.raises(UserError, match="output"):
             run(tmp_path, **options)
