@@ -1,7 +1,5 @@
 """The files of `eval/` and `configs/`, in a checkout and in an installed wheel."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A folder with a model or a corpus holds `checksums.json`: file name → SHA-256.
 are as other programs write and read them. A folder without it is read without verification.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator

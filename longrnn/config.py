@@ -1,7 +1,5 @@
 """Configurations: pydantic models or dataclasses, filled from YAML and dotted overrides."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

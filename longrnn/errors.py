@@ -1,7 +1,5 @@
 """The errors that a user can cause, the search for the name they meant, and SIGTERM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Files that survive a kill (written beside the target, synced, then renamed), and safe reading."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -5,8 +5,6 @@ because a folder says so: a folder whose names are not registered is refused, wi
 option.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

@@ -5,8 +5,6 @@ sums Student's t of the linearised ratio. A difference between two models is pai
 Newcombe's interval for shares, Student's t for the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

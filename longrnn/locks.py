@@ -5,8 +5,6 @@ filelock library) and which names the owner. The kernel releases it however the 
 lock of a process that was killed can be taken at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Options as pydantic models, with lengths such as `4k`, and one sentence for what is not valid."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any

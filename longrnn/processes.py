@@ -7,8 +7,6 @@ configuration that concern training (mixed precision, CPU or GPU) have no effect
 Without `start`, or with one process, everything here does what a single process needs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta

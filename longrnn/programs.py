@@ -9,8 +9,6 @@ Notable choices:
   a user's texts is not ours to run.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Progress of long work, as a bar of tqdm."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -8,8 +8,6 @@ lookup. A row is on disk before the next batch begins. A torn last line is dropp
 is named and measured again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

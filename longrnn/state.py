@@ -7,8 +7,6 @@ survive a reset. A tensor that grows with the text, such as the keys of a transf
 `History`, so that rows that have read different numbers of tokens fit into one batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

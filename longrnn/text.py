@@ -1,7 +1,5 @@
 """Tokenizers, of which the byte-level one needs no file, and how documents are made of data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 

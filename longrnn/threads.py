@@ -1,7 +1,5 @@
 """How many threads a command uses by default."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import MutableMapping

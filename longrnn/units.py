@@ -3,8 +3,6 @@
 See `longrnn.options.Tokens`.
 """
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -4,8 +4,6 @@ Files of others are read too. A key occurs once in its mapping, no text has a NU
 aliases, by which a short text could expand to billions of values or contain itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -4,8 +4,6 @@ The default profile uses the same examples in every run; `--hypothesis-profile=e
 ones.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ and drops those that no longer exist: for results that are meant to change.
 Inputs are functions of fixed seeds of numpy, and the text in `tests/data/book.txt`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

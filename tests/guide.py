@@ -1,7 +1,5 @@
 """The examples of CONTRIBUTING.md, as files of a user that `--import` names."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

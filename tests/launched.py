@@ -4,8 +4,6 @@
 processes, without seconds of imports in each.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """What a reader finds in a report."""
 
-from __future__ import annotations
-
 import re
 from base64 import b64decode
 from html import unescape

@@ -1,7 +1,5 @@
 """What a test requires of the message of a refusal: the names and values in it, not its words."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -1,7 +1,5 @@
 """Products of options of which the default tests try some, and `make slow` all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Every benchmark runs at a small size."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Every flipped bit in a file that longrnn writes is noticed."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Configurations: YAML, dotted overrides, and one sentence for what does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables and progress on the command line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

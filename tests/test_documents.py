@@ -1,7 +1,5 @@
 """Every command, file and page that the documents name exists and is accepted."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import runpy

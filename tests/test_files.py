@@ -1,7 +1,5 @@
 """Atomic writes, where a reader sees the old file or the new one, and reading of regular files."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ Each case changes, removes or inserts bytes of one valid file. LONGRNN_MUTANTS i
 each file.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Embedded checkpoints give the numbers recorded in `tests/data/golden.json`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Intervals against closed formulas and tables."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Locks: one process writes, whoever is killed leaves nothing, and the owner is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Programs: how they end, the number of their threads, and what their children import."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

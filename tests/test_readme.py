@@ -1,7 +1,5 @@
 """What the README shows works as printed: example, commands, public names; tutorials run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Registries: members by name, options checked against the constructor's signature."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Every study runs from beginning to end at a size that is too small for results."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

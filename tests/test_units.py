@@ -1,7 +1,5 @@
 """Lengths as people write them."""
 
-from __future__ import annotations
-
 import pytest
 
 from longrnn.errors import UserError

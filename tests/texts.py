@@ -1,7 +1,5 @@
 """The texts that tests read, so that no test depends on a document or on the source of a test."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The interface of a cell: (x, state) → (y, state), one code path for any number of tokens."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

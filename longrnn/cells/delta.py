@@ -1,7 +1,5 @@
 """What cells of the gated delta rule share: see `gated_deltanet` and `kda`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import NamedTuple
 

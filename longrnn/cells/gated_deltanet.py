@@ -9,8 +9,6 @@ q, k, v, z, b and a are projections of the input; q, k and v pass a short convol
 output is W_o (rms_norm(y) · silu(z)), normalised per head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -5,8 +5,6 @@ A cell first draws its default weights, and the initialisation then overwrites s
 for a kind of cell for which it is not defined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn
 

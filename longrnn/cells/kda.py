@@ -10,8 +10,6 @@ a and g have `rank` entries for all heads. The output is W_o (rms_norm(y) · σ(
 per head. As in `longrnn.cells.gated_deltanet`, dt is β, and the decay has a step of its own.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -10,8 +10,6 @@ at its own rate. x and z are projections of the input; x passes a short convolut
 output is W_o ((y + D x) · silu(z)). FalconMamba (arXiv 2410.05355) normalises δ, B and C.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ z, x, B, C and dt are projections of the input; x, B and C pass a short convolut
 output is W_o rms_norm((y + D x) · silu(z)), normalised per group.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -14,8 +14,6 @@ Without the last input, g_t = h_t − λ_t Δ_t u_t follows the recurrence of `l
     g_t = α_t (g_{t−1} + (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) u_{t−1})
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

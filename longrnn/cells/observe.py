@@ -1,7 +1,5 @@
 """Observes the recurrences of a model by forward hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The recurrence of a scanning cell, with stage 3 of an edit."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

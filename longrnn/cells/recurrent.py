@@ -1,7 +1,5 @@
 """RNN, GRU and LSTM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The recurrence of cells that scan, with the edits of a layer applied stage by stage."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from functools import lru_cache

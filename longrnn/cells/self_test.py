@@ -1,7 +1,5 @@
 """A short test of layers on this machine, with every implementation of their operations."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, NamedTuple
 

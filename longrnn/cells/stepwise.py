@@ -1,7 +1,5 @@
 """Cells that compute one token after another, in operations of torch."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Cells whose weights are those of a `torch.nn` module: kernels of torch, and in C++ on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Self
 
 import torch

@@ -5,8 +5,6 @@ it is computed by a shallow copy that shares all other tensors, so that gradient
 additions and the weights alike; `Cell.fold` writes the same values into the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Converts Mamba checkpoints between the layouts of longrnn, mamba-ssm and transformers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

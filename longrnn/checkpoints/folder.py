@@ -3,8 +3,6 @@
 `longrnn.checkpoints.load.load` verifies the files against `checksums.json` in the same folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial

@@ -3,8 +3,6 @@
 A configuration that longrnn cannot compute exactly is refused, never approximated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`OpenCheckpoint`: a loaded model with its tokenizer and the name used in results."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ one column. The order of the gates differs between libraries, and some versions 
 forget bias when they run a model.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads tokenizers by name or path as `longrnn.text.Tokenizer`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

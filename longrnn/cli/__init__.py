@@ -1,7 +1,5 @@
 """The command line. Heavy modules are imported inside the commands, so that `--help` is fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

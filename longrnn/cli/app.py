@@ -1,7 +1,5 @@
 """The typer app with all commands; `longrnn.programs` turns errors into messages and exit codes."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

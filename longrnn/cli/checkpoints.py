@@ -1,7 +1,5 @@
 """`longrnn info`, `convert`, `generate` and `data build`: checkpoints, corpora and texts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import asdict

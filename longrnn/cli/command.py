@@ -1,7 +1,5 @@
 """Commands whose options are the fields of pydantic models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature

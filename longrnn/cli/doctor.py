@@ -1,7 +1,5 @@
 """`longrnn doctor`."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 import typer

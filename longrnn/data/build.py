@@ -4,8 +4,6 @@ A corpus is written beside its place and renamed when it is complete. A build th
 again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Recall by load: sequences that state many pairs, and ask for what belongs to a key."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

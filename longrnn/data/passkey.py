@@ -14,8 +14,6 @@ Notable choices:
   so that few segments represent a long document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

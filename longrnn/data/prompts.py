@@ -1,7 +1,5 @@
 """Prompts of passkey retrieval, put together from token ids; see `longrnn.data.passkey`."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

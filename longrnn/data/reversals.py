@@ -1,7 +1,5 @@
 """Reversals of unequal sequences: of several lengths, or with rare tokens (arXiv 2402.00236)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

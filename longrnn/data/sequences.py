@@ -10,8 +10,6 @@ scores unbiased, and their intervals those of independent samples, for every tas
 are not equally likely.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Annotated
 

@@ -5,8 +5,6 @@ A document is a text; or a `prompt` with its `completion`, or `messages`, a list
 completion are tokenized separately, as they are when a model answers a prompt.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

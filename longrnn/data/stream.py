@@ -13,8 +13,6 @@ Notable choices:
 - Held out is the tail of the documents, which are first put into a random order that never changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

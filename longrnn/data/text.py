@@ -1,7 +1,5 @@
 """Language modelling: the next token of a text, or of the answers to prompts."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import lru_cache
 

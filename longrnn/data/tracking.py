@@ -4,8 +4,6 @@ Every input is also a scored place, as in the word problems of arXiv 2404.08819:
 product of all tokens so far in a group, which is cyclic in `parity` and `modular_sum`.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from itertools import permutations as orders
 from typing import Literal

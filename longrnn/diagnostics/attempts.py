@@ -1,7 +1,5 @@
 """What a repair tries, cheapest first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

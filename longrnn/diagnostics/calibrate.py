@@ -14,8 +14,6 @@ Notable choices:
   `none` and what other heads have by then.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

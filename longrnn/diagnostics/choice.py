@@ -1,7 +1,5 @@
 """The choice of a repair: its attempts with their scores, and the file that has them."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -16,8 +16,6 @@ Notable choices:
 - The learning rate rises over the first twentieth of the steps, and falls to a tenth by a cosine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ Notable choices:
   it was. The large one is what a strict `token_filter` would leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter

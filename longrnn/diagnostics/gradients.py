@@ -7,8 +7,6 @@ Notable choices:
 - loss_T is the loss at the last scored token of a row alone, and T counts the tokens up to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

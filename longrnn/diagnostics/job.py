@@ -1,7 +1,5 @@
 """What a calibration works on, and the registry of its methods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self

@@ -10,8 +10,6 @@ Notable choices:
   command continues from there; results of evaluations are in stores.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

@@ -22,8 +22,6 @@ A head is global if its retention over the training length exceeds GLOBAL on any
 criterion of arXiv 2504.16053).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """The form of the file in which a repair records its attempts, which is checked when it is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, FiniteFloat

@@ -1,7 +1,5 @@
 """The interface of an evaluation: items, how they are measured, and what they add to the table."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

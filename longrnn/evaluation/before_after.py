@@ -7,8 +7,6 @@ answers, it is the loss of the answers and whether they are exactly right. The s
 are written into a folder, so that `longrnn compare` can repeat the evaluation with further models.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

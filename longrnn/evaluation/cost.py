@@ -1,7 +1,5 @@
 """Speed, and the memory that a context takes, at each length, one sequence at a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -12,8 +12,6 @@ Notable choices:
 - Intervals are over stretches of text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

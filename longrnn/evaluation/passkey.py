@@ -10,8 +10,6 @@ Notable choices:
   begins with a shorter one, and the common beginning is read once.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

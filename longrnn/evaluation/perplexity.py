@@ -13,8 +13,6 @@ Notable choices:
   each read from an empty state: the usual protocol for transformers.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

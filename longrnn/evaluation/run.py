@@ -1,7 +1,5 @@
 """Runs evaluations and suites of them: measures what the store lacks, and writes the report."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Held-out data of training tasks: answers to prompts, and sequences such as reversing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any

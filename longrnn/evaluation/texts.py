@@ -1,7 +1,5 @@
 """Texts of evaluations, and windows of them that end at the same bytes for all models."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence

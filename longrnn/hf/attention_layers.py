@@ -7,8 +7,6 @@ The rotation of a layer is found by calling the model at several positions: one 
 with frequencies of the model must give the queries there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ Notable choices:
   sinks and whatever else a model does to its scores is therefore applied to them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple

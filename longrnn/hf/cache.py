@@ -5,8 +5,6 @@ that a layer only ever replaces (keys and values grow by concatenation) are shar
 it changes in place (convolution inputs, recurrent states) are copied when a cache is restored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

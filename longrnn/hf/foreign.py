@@ -9,8 +9,6 @@ Notable choices:
   a cache gives; any other model is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from functools import partial

@@ -1,7 +1,5 @@
 """Loads a model whose code is in transformers from its folder, and opens it for evaluation."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

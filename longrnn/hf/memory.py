@@ -9,8 +9,6 @@ A head of the memory begins with the projections of the head of attention beside
 that the new model computes what the transformer does.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

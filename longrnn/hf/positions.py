@@ -1,7 +1,5 @@
 """The positions of a Hugging Face model: tables of them, and scalings of rotary encodings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ This is not one of `longrnn.mitigations`, because it changes no recurrence: it s
 of any language model.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

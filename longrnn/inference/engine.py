@@ -4,8 +4,6 @@ Forks of one state are used for all continuations of a context. The calls of the
 those for each text alone; the results are equal up to rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ last window is shorter where the text ends inside it. This is the protocol of th
 of fixed-length models" of Hugging Face transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Texts of different lengths need no padding, which would enter the state: all row
 read up to the end of the shortest, which then leaves the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """Mitigations of state collapse: one per file, each an edit of the recurrence as data."""
 
-from __future__ import annotations
-
 from longrnn.mitigations.base import MITIGATIONS as MITIGATIONS
 from longrnn.mitigations.base import Chain as Chain
 from longrnn.mitigations.base import Mitigation as Mitigation

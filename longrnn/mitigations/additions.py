@@ -1,7 +1,5 @@
 """The file of additions to weights, which a calibration writes beside its YAML file."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from functools import lru_cache

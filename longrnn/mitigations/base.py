@@ -4,8 +4,6 @@ A mitigation is independent of any model. `bind` turns its options into the `Edi
 which holds nothing that depends on weights.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator

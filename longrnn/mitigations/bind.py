@@ -1,7 +1,5 @@
 """Binds mitigations to the cells of a model: which heads of which layers they change, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """`forget_more`: multiplies decays and inputs by constants."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit

@@ -3,8 +3,6 @@
 With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and adds dt · x.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, StepChange

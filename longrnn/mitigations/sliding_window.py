@@ -1,7 +1,5 @@
 """`sliding_window`: limits the memory of a head to its last tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit

@@ -6,8 +6,6 @@ calibrated.yaml
 calibrated.yaml+forget_more
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

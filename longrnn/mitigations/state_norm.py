@@ -1,7 +1,5 @@
 """`state_norm`: limits the norm of a head's state."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`time_scales`: changes the weights that determine how long each head remembers, and what."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

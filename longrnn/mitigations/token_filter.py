@@ -1,7 +1,5 @@
 """`token_filter`: ignores tokens with short steps."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit, StepChange

@@ -1,7 +1,5 @@
 """Options that are one number, one per layer, or one per layer and head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The interface of a language model with an explicit state."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

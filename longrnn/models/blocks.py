@@ -1,7 +1,5 @@
 """A layer of a `RecurrentLM`: a cell, with or without a norm and a residual connection."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configuration of a `RecurrentLM`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -4,8 +4,6 @@ The check costs one reduction over results that exist anyway. Only if it fails a
 processed again, to find where it begins.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

@@ -1,7 +1,5 @@
 """Folds mitigations into weights: a change of time scales that leaves with the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 

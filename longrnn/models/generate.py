@@ -1,7 +1,5 @@
 """Text generation with any language model that has an explicit state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import isfinite
 from operator import index

@@ -1,7 +1,5 @@
 """A language model with one kind of recurrent cell."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import torch

@@ -6,8 +6,6 @@ Notable choices:
 - Logits are computed for the kept tokens only.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Notable choices:
   (see `LEAST_GPU_LOG_DECAY`), and by some 1e-4 with mamba-ssm.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import cache

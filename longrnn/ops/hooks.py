@@ -1,7 +1,5 @@
 """What code must know that computes modules without calling them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any

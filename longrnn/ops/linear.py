@@ -10,8 +10,6 @@ decoding is 1.7 to 2.4 times as fast as with the backend `torch` (`docs/results.
 devices and small products use torch's own operators, and so does autocast, which casts them.
 """
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from typing import Any

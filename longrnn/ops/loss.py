@@ -11,8 +11,6 @@ Notable choices:
   for each token it computes the logits a second time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

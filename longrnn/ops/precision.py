@@ -1,7 +1,5 @@
 """Switches off what would round a recurrent state: autocast, and TF32 in cuDNN and cuBLAS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -5,8 +5,6 @@ a^k h + b (1 − a^k) / (1 − a): any number of passes costs as much as one. Wi
 holds for each column of h.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

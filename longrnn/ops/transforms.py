@@ -1,7 +1,5 @@
 """Whether torch records or transforms the operations of a call instead of just computing them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of results: columns, cells, how a terminal shows them, and the report of all of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress

@@ -1,7 +1,5 @@
 """The batches of a run: functions of its configuration, the step and the process alone."""
 
-from __future__ import annotations
-
 from longrnn import processes
 from longrnn.data import Batch, Task, Text
 from longrnn.errors import UserError

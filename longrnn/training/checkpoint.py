@@ -6,8 +6,6 @@
 with its checksums was damaged after it was written.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

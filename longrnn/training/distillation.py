@@ -5,8 +5,6 @@ computes for a row is what the transformer computed that the memories were added
 learns from it learns what the window removes, and not the style of the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +28,6 @@ class Distillation(Objective):
 
     Attributes:
         teacher: the model with full attention; it shares the weights.
-        differences: records what the window removes; see `Differences`.
 
     Raises:
         UserError: the model has no window of attention.
@@ -46,8 +43,6 @@ class Distillation(Objective):
             )
         # In a tuple, because its weights are those of the model.
         self._teacher = (student.under(None).attending(AttentionWindow()),)
-        self.differences = Differences(self.teacher, student.attention)
-        self.teacher.attention = self.differences
 
     @property
     def teacher(self) -> Any:
@@ -105,12 +100,19 @@ class AttentionDifference(Distillation):
     difference, as a mean over rows and layers: 1 at the start, when the memories return 0.
     """
 
+    def __init__(self, model: TrainableLM, *, recomputes: bool = False) -> None:
+        super().__init__(model, recomputes=recomputes)
+        student: Any = model
+        self.differences = Differences(self.teacher, student.attention)
+        self.teacher.attention = self.differences
+
     def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         (batch,) = segments
         _, inputs = self.taught(batch)
         rows, losses = rows_of(batch, slice(None)), []
         for cell, x, removed in zip(self.model.cells, inputs, self.differences.taken, strict=True):
             y, _ = cell(x, cell.init_state(len(x)), None, rows)
+            removed = removed.to(torch.promote_types(removed.dtype, torch.float32))
             whole = removed.square().sum((1, 2)).clamp(min=torch.finfo(removed.dtype).tiny)
             losses.append(((y - removed).square().sum((1, 2)) / whole).mean())
         return StepOutput(torch.stack(losses).mean()[None], state, [])

@@ -8,8 +8,6 @@ Notable choices:
 - Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

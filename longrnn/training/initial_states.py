@@ -11,8 +11,6 @@ Notable choices:
 - Positions start at 0 in every row, except where a state is carried: there, they continue.
 """
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ Notable choices:
   processes have saved: its agent raises. Here, that ends with the exit code of the run.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -6,8 +6,6 @@ attention beside it, and `teacher` the run in which all of them learn to predict
 transformer predicts. The weights of the transformer stay what they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -4,8 +4,6 @@ Trained weights are float32, whatever the checkpoint holds: the small updates of
 lost in a narrower dtype. accelerate handles mixed precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizer (AdamW) and its learning rate, which is a function of the step without a state."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

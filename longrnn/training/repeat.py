@@ -6,8 +6,6 @@ leak, and k times what the segment writes, at the cost of one reading. The input
 taken to be the same in every reading, which holds once the layers below have converged.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from longrnn.cells import ScanningCell

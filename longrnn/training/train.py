@@ -1,7 +1,5 @@
 """Training from Python: `longrnn.train`."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import sys

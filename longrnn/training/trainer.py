@@ -9,8 +9,6 @@ Notable choices:
   processes stop after the same step.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

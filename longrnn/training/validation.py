@@ -9,8 +9,6 @@ Notable choices:
   not grow with the length of a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

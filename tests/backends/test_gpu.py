@@ -4,8 +4,6 @@ The kernels need a GPU. Here plain torch takes their place: that of flash-linear
 and a loop for mamba-ssm. `test_gpu_kernels.py` runs the kernels themselves in an interpreter.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

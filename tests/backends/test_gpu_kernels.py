@@ -1,7 +1,5 @@
 """The kernels of flash-linear-attention and mamba-ssm themselves, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The C++ kernels give the same numbers on every machine; other tests use one thread of one."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Every implementation computes what the loop over tokens does, and says what it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Each initialisation has its defining property, and the default changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A cell with nothing but the methods that CONTRIBUTING.md lists has everything that cells have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

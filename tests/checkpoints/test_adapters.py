@@ -1,7 +1,5 @@
 """Adapters that PEFT and transformers saved: `load` merges them, or says why it cannot."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

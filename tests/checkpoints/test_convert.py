@@ -1,7 +1,5 @@
 """Mamba checkpoints in three layouts: they load, convert bit for bit, or are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The embedded checkpoints have the size, origin and accuracy that the README states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folding: weights that express a mitigation give its logits to readers who do not know it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

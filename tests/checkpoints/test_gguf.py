@@ -1,7 +1,5 @@
 """GGUF files: a model and its tokenizer in one file of llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading by name or folder: saved models come back bit for bit, damaged ones are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Loading never ends in a traceback, and never allocates what a file merely claims to hold.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stacks of nn.RNN, nn.GRU and nn.LSTM of torch and TensorFlow become checkpoints of longrnn."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

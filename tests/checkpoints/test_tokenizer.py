@@ -1,7 +1,5 @@
 """Tokenizers load by name or path, or are refused; chat templates say what an assistant wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

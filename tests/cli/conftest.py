@@ -1,7 +1,5 @@
 """Runs the command line in this process, and makes tiny checkpoints for it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Every command begins what it reads from an empty state with the BOS of the tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

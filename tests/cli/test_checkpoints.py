@@ -1,7 +1,5 @@
 """A checkpoint that records a mitigation, on the command line and elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every command explains itself, and does what its help says, on tiny checkpoints."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

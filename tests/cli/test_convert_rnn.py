@@ -1,7 +1,5 @@
 """`longrnn convert --from`: weights of an RNN of another library, with its tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`longrnn data build`, and training on the corpus that it wrote."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`longrnn doctor` checks every backend, and says what is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

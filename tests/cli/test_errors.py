@@ -1,7 +1,5 @@
 """Bad files, folders and configurations: exit code 2, one sentence, nothing written."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """`longrnn eval …`, `diagnose memory` and `compare` on tiny checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

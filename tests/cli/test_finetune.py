@@ -1,7 +1,5 @@
 """`longrnn finetune`: from a published checkpoint to a model that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

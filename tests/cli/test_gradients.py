@@ -1,7 +1,5 @@
 """`longrnn diagnose gradients` on tiny models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

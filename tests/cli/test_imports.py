@@ -1,7 +1,5 @@
 """`--import`: files of users are named in YAML and on the command line, and by nothing else."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The commands and their parameters are read from the typer app, so that new commands are tested too.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

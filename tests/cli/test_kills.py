@@ -3,8 +3,6 @@
 LONGRNN_KILLS is the number of kills for each command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Every command that writes refuses to do so while another process writes there."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

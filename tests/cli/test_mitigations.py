@@ -1,7 +1,5 @@
 """Calibration, and every command that takes a mitigation, on an embedded checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

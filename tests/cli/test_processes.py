@@ -1,7 +1,5 @@
 """What needs a process of its own: what is imported for a command."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,8 +3,6 @@
 The names in capitals are those of `tests.cli.conftest.Shelf`.
 """
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

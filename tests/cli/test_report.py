@@ -1,7 +1,5 @@
 """`longrnn report --baseline` compares runs that differ in one key."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

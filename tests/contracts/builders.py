@@ -4,8 +4,6 @@ The contract tests run over the registries: a new entry is tested once it is reg
 entry whose defaults do not suit a small model needs a line in the tables below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar

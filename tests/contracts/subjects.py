@@ -1,7 +1,5 @@
 """Every cell under every mitigation, and what a call of one gives: values, states, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

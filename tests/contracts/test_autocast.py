@@ -4,8 +4,6 @@ No leaf of a state changes its dtype, and any split gives what one call gives, f
 mitigation. That the recurrences give the same bits is tested with the backends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

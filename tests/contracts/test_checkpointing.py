@@ -3,8 +3,6 @@
 For every cell, position encoding and mitigation, over several segments from a carried state.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ For every cell, position encoding and mitigation, at every split, with gradients
 the later tokens of its row is not defined; a document start cuts it off (`test_packing`).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

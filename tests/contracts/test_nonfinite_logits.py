@@ -1,7 +1,5 @@
 """A model whose logits are not finite is an error in every evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ are drawn at random: documents of any length, the first of which may continue th
 padding before, between and inside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise, product

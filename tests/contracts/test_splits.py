@@ -3,8 +3,6 @@
 So do calls without gradients, which run other kernels, and calls with frozen weights.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

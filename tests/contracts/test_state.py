@@ -1,7 +1,5 @@
 """A state is a value: kept, forked, saved and reused, and never changed by its readers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What torch records of a call contains what our kernels compute, or torch refuses the call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

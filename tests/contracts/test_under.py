@@ -1,7 +1,5 @@
 """A mitigation is part of the model value: `under` gives another model that shares the weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A sliding window of any width, in calls of any length, remembers what its definition says."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -3,8 +3,6 @@
 `pytest -m cuda` runs these tests and those that other files mark.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The drawings in the docstrings of tasks, read back."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

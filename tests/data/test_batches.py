@@ -1,7 +1,5 @@
 """The contract of every task: batches are functions of their arguments alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Passkey retrieval: exact lengths, a split of the keys, and one drawing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Passkey documents that continue over segments, on which truncated backpropagation trains."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks of random sequences: their drawings, programs that solve them, guesses, held-out rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

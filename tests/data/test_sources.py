@@ -1,7 +1,5 @@
 """Corpora from files, tables, datasets and conversations."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Rows of texts and of answers: every token once, exact borders, nothing scored across them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Gradients through time equal known answers and naive computations."""
 
-from __future__ import annotations
-
 from itertools import chain, product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`longrnn.repair` on small models: what is said, chosen, proven and written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """State statistics equal those of a loop over tokens, and constructed heads collapse."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The report of training runs, of real runs and of files that a killed process left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models and one with known answers, and what an evaluation finds of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

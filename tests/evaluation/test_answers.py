@@ -1,7 +1,5 @@
 """The evaluation `answers` measures what fine-tuning on prompts and answers trains."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

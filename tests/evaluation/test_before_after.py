@@ -1,7 +1,5 @@
 """The held-out texts on which a fine-tuned model is compared with its checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

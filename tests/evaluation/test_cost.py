@@ -1,7 +1,5 @@
 """What a context costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Pictures of compared models can be read: every length has a label, and no two lines are alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import cast
 

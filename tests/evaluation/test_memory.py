@@ -1,7 +1,5 @@
 """Effective remembrance equals its definition, one context after another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

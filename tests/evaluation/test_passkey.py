@@ -1,7 +1,5 @@
 """Passkey evaluation of models with known answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

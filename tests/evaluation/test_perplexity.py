@@ -1,7 +1,5 @@
 """Loss by position equals a direct computation, on the same bytes for all models."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several evaluations of several models: cells, differences, reports, suites, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation of sequence tasks with models whose answers are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

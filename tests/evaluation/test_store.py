@@ -1,7 +1,5 @@
 """The store: rows are found by what was measured; damage is named and measured again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

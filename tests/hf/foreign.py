@@ -1,7 +1,5 @@
 """Tiny random models of Hugging Face architectures, and checkpoints as mamba-ssm writes them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 The table in docs/load.md has what was measured on a tiny model of each.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

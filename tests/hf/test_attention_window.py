@@ -1,7 +1,5 @@
 """`attention_window`: attention reads the first tokens of a document and the last ones only."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

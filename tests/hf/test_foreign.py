@@ -1,7 +1,5 @@
 """Hugging Face models as language models: in one call, in pieces, from forks, in ragged batches."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two models that others trained: an LSTM and a transformer, fetched by ordinary clients."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from importlib import import_module

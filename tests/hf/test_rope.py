@@ -1,7 +1,5 @@
 """`rope(type=…)`: the scalings of rotary encodings that transformers has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

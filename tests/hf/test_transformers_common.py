@@ -5,8 +5,6 @@ unpacked source distribution of the installed version; `make test` downloads it.
 what does not apply, and why. No test skips itself.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import unittest

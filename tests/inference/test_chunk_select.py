@@ -1,7 +1,5 @@
 """Chunk selection equals a loop that reads each chunk separately."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

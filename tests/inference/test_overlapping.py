@@ -1,7 +1,5 @@
 """Losses in overlapping windows equal a loop that reads every window by itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores and completions on forks equal those of reading every text separately."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

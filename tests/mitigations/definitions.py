@@ -10,8 +10,6 @@ A stepwise cell starts with its gates as keep and add. This file does not use `l
 edits, and is not fast. Vectors count as one head, so that every memory has the shape (b, h, p, n).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any

@@ -4,8 +4,6 @@ The tests compare outputs, final states, and gradients of parameters and initial
 of one or two layers and the definitions in `tests/mitigations/definitions.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """Additions to the weights that make steps, `time_scales(weights=FILE)`, under it and folded."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Changes of the steps in every path; a stage that an implementation does not know is refused."""
 
-from __future__ import annotations
-
 import copy
 from collections import namedtuple
 from typing import Any

@@ -1,7 +1,5 @@
 """The documented table of mitigations and cells equals the code, and undefined pairs raise."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Invalid tokens, states, seeds and options of generation are refused in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

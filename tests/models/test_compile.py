@@ -1,7 +1,5 @@
 """`torch.compile` and `torch.export` of a model give what the model gives."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Generation equals the full forward pass recomputed at every token."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The recurrent language model: its logits, its architecture, its errors and its fingerprint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One token of all blocks at once, from weights and modules that change between tokens."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The causal convolution against `torch.nn.functional.conv1d`, at every split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

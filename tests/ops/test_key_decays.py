@@ -1,7 +1,5 @@
 """Scan and delta rule with decays per head or per key, against a loop over tokens in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product

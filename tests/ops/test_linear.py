@@ -1,7 +1,5 @@
 """Products and linear layers against float64, whatever computes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

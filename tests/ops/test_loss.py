@@ -1,7 +1,5 @@
 """The cross-entropy in pieces equals that of all logits at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

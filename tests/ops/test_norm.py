@@ -1,7 +1,5 @@
 """The norms equal their formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Neither autocast nor TF32 rounds what a recurrence remembers, on any device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

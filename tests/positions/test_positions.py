@@ -1,7 +1,5 @@
 """Positional encodings equal their formulas, refuse positions past their end, and use the state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

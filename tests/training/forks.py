@@ -4,8 +4,6 @@ They are forks of a server that has imported everything and done nothing: real p
 signals, whose life is not mostly imports, so that a random moment of it falls within the training.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """Tiny runs, and how tests compare them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens in one process, or on a full disk, stops the others and loses nothing saved."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from pathlib import Path

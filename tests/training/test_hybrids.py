@@ -1,7 +1,5 @@
 """Hybrids train with carried states; their results are checkpoints of their own architecture."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Initial states: what each policy passes on, and to which row."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that trains the initial state of a checkpoint, whose weights stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A transformer gets a recurrent memory: exact at the start, taught by the transformer itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps that are not finite stop a run, or are skipped and counted."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

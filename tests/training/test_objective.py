@@ -1,7 +1,5 @@
 """The loss of a batch, and of a run's steps, against a loop over tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of a run: what they do, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

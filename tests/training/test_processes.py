@@ -3,8 +3,6 @@
 Judged by what was written: gloo aborts about one run in ten at its very end.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs and their folders: exact resuming, branches, signals, kills, and what is refused."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Segments that are read one after another, or repeated, equal one long call; resets are exact."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Validation: the loss by position on held-out rows, against a loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The command line of lm-eval with the model type `longrnn` and the task in `eval/tasks`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace

@@ -1,7 +1,5 @@
 """lm-eval tasks as an evaluation: a score per document, by task and length."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

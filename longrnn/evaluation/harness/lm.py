@@ -10,8 +10,6 @@ Notable choices:
   scores in the main process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

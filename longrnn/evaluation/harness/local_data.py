@@ -8,8 +8,6 @@ Notable choices:
   MOST_ATTEMPTS at one sample they get an empty prompt, which does, and then a ValueError.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The configuration of a `RecurrentLM` as transformers reads it."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The call of a recurrent model or a hybrid with the arguments of a Hugging Face model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How `generate` of transformers continues the state of a `LongRNNForCausalLM`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

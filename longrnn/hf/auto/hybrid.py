@@ -1,7 +1,5 @@
 """A `HybridLM` as a Hugging Face model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

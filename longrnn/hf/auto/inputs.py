@@ -1,7 +1,5 @@
 """What `LongRNNForCausalLM` makes of its arguments: padding, packed documents and labels."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from typing import Any

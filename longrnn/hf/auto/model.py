@@ -7,8 +7,6 @@ Notable choices:
 - An argument that a recurrent model cannot follow is refused, not ignored.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import asdict

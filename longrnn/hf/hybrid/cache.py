@@ -1,7 +1,5 @@
 """`HybridCache`: the cache that a `HybridLM` gives to the layers of a Hugging Face model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ attributes. The table lists what differs: the class of the layer, and what surro
 projections and the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

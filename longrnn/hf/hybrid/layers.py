@@ -1,7 +1,5 @@
 """The layers of a hybrid: how ours take the place of those of transformers, and recomputation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext

@@ -8,8 +8,6 @@ For every head, with the memory h `(p, n)` and a slope s > 0 that no input chang
 The norm is over all heads. In a mitigation the step dt is 1 for every token, and the rate A is −s.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -19,8 +19,6 @@ m_t = F_t + max(m_0, max_{j ≤ t} (ĩ_j − F_j)) with F_t = Σ_{j ≤ t} log f
 no step; a limit of norms is that of (C', N').
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

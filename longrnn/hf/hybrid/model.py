@@ -15,8 +15,6 @@ Notable choices:
 - A call with gradients goes through the model as a whole, any other call in pieces.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any, Self

@@ -11,8 +11,6 @@ the layer's input u. In a mitigation the step dt is r, the rate A is −8 softpl
 √(1 − a²) follows the decay that they give.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

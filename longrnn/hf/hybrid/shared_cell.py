@@ -1,7 +1,5 @@
 """`SharedCell` and `LayerCell`: cells on the weights of a Hugging Face layer."""
 
-from __future__ import annotations
-
 from functools import partial
 from operator import attrgetter
 from typing import Any

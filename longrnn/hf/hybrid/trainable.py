@@ -1,7 +1,5 @@
 """Makes a hybrid ready for training, and writes one as a checkpoint of its own architecture."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Causal depthwise convolution over time with silu, and with an explicit state."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

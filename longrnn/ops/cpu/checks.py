@@ -1,7 +1,5 @@
 """Which tensors the C++ kernels read. Every limit of a kernel stands here, or in its refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

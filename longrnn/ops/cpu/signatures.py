@@ -4,8 +4,6 @@
 file, before torch is installed. `longrnn.ops.cpu.library` packs arguments by it.
 """
 
-from __future__ import annotations
-
 from hashlib import sha256
 from math import inf
 from pathlib import Path

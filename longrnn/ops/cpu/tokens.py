@@ -1,7 +1,5 @@
 """One or few tokens in C++, without gradients: stepwise cells, few rows, and whole stacks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

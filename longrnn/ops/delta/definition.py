@@ -13,8 +13,6 @@ after which most of that state is erased read the little that is left with an er
 the state at the chunk's start. The state after the chunk has no such error.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

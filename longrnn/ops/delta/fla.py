@@ -1,7 +1,5 @@
 """The gated delta rule by kernels of flash-linear-attention, in float32; see `longrnn.ops.gpu`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gated norm in C++, with its gradient, which cannot itself be differentiated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

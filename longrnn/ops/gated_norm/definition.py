@@ -1,7 +1,5 @@
 """The gated norm, in operations that torch differentiates."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ The decays of all keys and tokens never exist in memory. The gradient cannot its
 differentiated.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ dtype. The backward pass keeps the inputs, and computes everything else again. I
 differentiated.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

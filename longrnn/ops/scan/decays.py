@@ -5,8 +5,6 @@ of two such sums: every exponent is at most 0, −∞ is a valid log decay, and 
 slow ones after it no digits.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -17,8 +17,6 @@ Notable choices:
   segment again, so that memory holds its inputs and one state per segment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial, wraps

@@ -5,8 +5,6 @@ copies are not kept: the backward pass computes the call again. So it does not k
 a window changes in place.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

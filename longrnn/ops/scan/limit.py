@@ -15,8 +15,6 @@ Notable choices:
 - Products of inputs are computed in float64, in which the squares of any float32 are finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

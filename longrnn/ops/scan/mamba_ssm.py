@@ -1,7 +1,5 @@
 """The recurrence of Mamba-2 by the kernel of mamba-ssm, in float32; see `longrnn.ops.gpu`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from torch import Tensor

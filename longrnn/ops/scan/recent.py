@@ -1,7 +1,5 @@
 """The inputs of the last tokens, which a state with a window remembers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple

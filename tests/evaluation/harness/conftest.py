@@ -1,7 +1,5 @@
 """A tiny Mamba-2 checkpoint of transformers with a tokenizer, and lm-eval tasks on disk."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

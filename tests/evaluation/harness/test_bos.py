@@ -1,7 +1,5 @@
 """`add_bos_token` gives the ids of lm-eval's `hf` type."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

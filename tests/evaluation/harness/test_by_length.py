@@ -1,7 +1,5 @@
 """lm-eval tasks by length, in a table with intervals, from local data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The model type gives the results of lm-eval's own `hf` type with the same weights."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 from typing import Any

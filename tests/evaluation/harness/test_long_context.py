@@ -1,7 +1,5 @@
 """lm-eval's long-context tasks read local folders and give the answers of lm-eval's `hf` type."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`generate` of transformers on a `LongRNNForCausalLM` equals its definition, row by row."""
 
-from __future__ import annotations
-
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import product

@@ -1,7 +1,5 @@
 """`LongRNNForCausalLM.of(hybrid)` is the Hugging Face model with padding, packing and states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`LongRNNForCausalLM` computes what `RecurrentLM` computes, and refuses what it cannot follow."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers of the Hugging Face libraries train a `LongRNNForCausalLM` as a plain loop does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

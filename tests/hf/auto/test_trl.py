@@ -1,7 +1,5 @@
 """Trainers of TRL start from a folder, and methods of PEFT reach what they train."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

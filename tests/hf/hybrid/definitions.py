@@ -3,8 +3,6 @@
 See `tests.mitigations.definitions`, whose chains of mitigations these apply.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A hybrid under a mitigation and with a window of attention, from the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients, carried states, packed documents and padding of hybrids are exact."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cells that exist as layers of Hugging Face models only."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

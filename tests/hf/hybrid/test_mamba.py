@@ -1,7 +1,5 @@
 """Hugging Face models with Mamba layers under mitigations."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

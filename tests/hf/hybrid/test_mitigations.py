@@ -1,7 +1,5 @@
 """Mitigations, calibration and diagnosis on the recurrent layers of a hybrid."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A hybrid computes with our cells what transformers computes with its own layers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
