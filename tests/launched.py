@@ -16,6 +16,7 @@ from tests.training.forks import group
 
 REPOSITORY = Path(__file__).parents[1]
 CPU2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2.yaml"))
+FSDP2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2_fsdp2.yaml"))
 
 
 def launched(

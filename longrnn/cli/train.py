@@ -160,7 +160,7 @@ def linearize(options: Linearizing) -> None:
     learns what the window removes, while the transformer's own weights stay: first layer by layer,
     then its predictions. OUTPUT/teacher is the result, a Falcon-H1 that transformers runs too.
     OUTPUT/evaluation/report.html compares the transformer, the window alone, the memory, and the
-    same memory limited to the window, on held-out text.
+    same memory limited to the window and beside full attention, on held-out text.
 
     Example: longrnn linearize smollm2 --text books --output runs/memory max_steps=200
     """

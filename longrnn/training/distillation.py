@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from longrnn.data import UNSCORED, Batch
@@ -109,6 +110,9 @@ class AttentionDifference(Distillation):
     def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         (batch,) = segments
         _, inputs = self.taught(batch)
+        for block in self.model.blocks:
+            if isinstance(block, FSDPModule):
+                block.unshard()  # its memory is called without it
         rows, losses = rows_of(batch, slice(None)), []
         for cell, x, removed in zip(self.model.cells, inputs, self.differences.taken, strict=True):
             y, _ = cell(x, cell.init_state(len(x)), None, rows)

@@ -49,7 +49,8 @@ class Linearized(NamedTuple):
     Attributes:
         trained: the folder of the transformer with its memory.
         names: what to compare, as `load` takes it, by its name in a report: the transformer, the
-            window alone, the memory, and the memory limited to what the window reads too.
+            window alone, the memory, and what shows whether it remembers or knows the style of
+            the text: limited to what the window reads too, and beside full attention.
         config: of the last stage.
     """
 
@@ -124,6 +125,7 @@ def linearize(
         "window": str(start),
         "memory": trained,
         "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
+        "memory, full attention": f"{trained}+none",
     }
     return Linearized(trained, names, configs[-1])
 

@@ -17,7 +17,7 @@ from longrnn.training.distillation import AttentionDifference, Teacher
 from longrnn.training.linearize import linearize
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import architecture, assert_continues, tokens, with_bytes
-from tests.launched import launched
+from tests.launched import CPU2, FSDP2, launched
 from tests.texts import TEXTS
 from tests.training.runs import metrics
 
@@ -168,7 +168,10 @@ def test_lengths_beyond_the_transformer_are_refused(
     assert not (tmp_path / "out/start").exists()
 
 
-def test_two_processes_train_like_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+)
+def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
     made = run(tmp_path / "one", "per_device_train_batch_size=2")
     base, output = tmp_path / "one/base", tmp_path / "two"
     words = ["--window", WINDOW, "--sinks", SINKS, "--length", 32, "--no-evaluate", *QUICK]
@@ -181,7 +184,21 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
         output,
         *map(str, words),
         "per_device_train_batch_size=1",
+        flags=flags,
     )
     assert done.returncode == 0, done.stderr
     text = tokens(2, 30)
     assert_near(load(output / "teacher")(text).logits, load(made.trained)(text).logits, 1e-4)
+
+
+def test_training_in_bfloat16_and_with_recomputation(tmp_path: Path) -> None:
+    """Recomputed blocks have the same bits, and a loss in bfloat16 is near that in float32."""
+
+    def first_losses(*overrides: str) -> list[float]:
+        made = run(tmp_path / "-".join(["run", *overrides]), *overrides)
+        stages = (Path(made.trained).parent / "attention", Path(made.trained))
+        return [row["loss"] for stage in stages for row in metrics(stage) if "loss" in row]
+
+    plain = first_losses()
+    assert first_losses("gradient_checkpointing=block") == plain
+    assert first_losses("mixed_precision=bf16") == pytest.approx(plain, rel=1e-3)

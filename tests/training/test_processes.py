@@ -13,14 +13,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from longrnn import load
 from longrnn.training.config import TrainConfig
-from tests.launched import CPU2, REPOSITORY, launched
+from tests.launched import CPU2, FSDP2, REPOSITORY, launched
 from tests.training.forks import Fork, run
 from tests.training.runs import metrics, tiny, train, write_config
 
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
 SEGMENTS: dict[str, Any] = {"segments_per_step": 2, "gradient_checkpointing": "segment"}
 DOCUMENTS: dict[str, Any] = {**SEGMENTS, "segments_per_step": "all", "length": {"max": 2048}}
-FSDP2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2_fsdp2.yaml"))
 CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 
