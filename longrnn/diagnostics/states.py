@@ -44,6 +44,8 @@ from longrnn.units import format_length
 # A head is global if it retains more than this share of its state over the training length
 # (arXiv 2504.16053).
 GLOBAL = 0.05
+# The share of a layer's channels that counts as the largest (arXiv 2410.07145 names outliers).
+OUTLIERS = 0.01
 # Tokens between observations, of which there are about MOST_OBSERVATIONS in a long text.
 OBSERVED_EVERY, MOST_OBSERVATIONS = 128, 512
 # Minimum number of observations inside the training length, which determine the ranges.
@@ -90,6 +92,14 @@ class Observations(NamedTuple):
     retention: Tensor
     gate: Tensor
     channels: Tensor
+
+    @property
+    def outliers(self) -> Tensor:
+        """`(n, layers, b)`, the share of a layer's squared norm in its largest channels, `OUTLIERS`
+        of all (at least one): near `OUTLIERS` if all are alike (arXiv 2410.07145)."""
+        sizes = self.channels.square().flatten(3)
+        largest = sizes.topk(math.ceil(OUTLIERS * sizes.shape[-1])).values
+        return largest.sum(-1) / sizes.sum(-1)
 
 
 @torch.no_grad()
@@ -248,6 +258,7 @@ def diagnose(
         "criterion": CRITERION,
         "collapse_level": 1 + MARGIN,
         "global_retention": GLOBAL,
+        "outlier_share": OUTLIERS,
         "texts": [{"name": text.name, "sha256": text.sha256} for text in documents],
     }
     return Diagnosis(about, seen, find(seen, train_length))

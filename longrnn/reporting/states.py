@@ -44,8 +44,8 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         The files, the report last.
     """
     states, record = folder / "states.jsonl", folder / "diagnosis.yaml"
-    columns = {name: values.tolist() for name, values in diagnosis.seen._asdict().items()}
-    del columns["channels"]
+    seen = diagnosis.seen._asdict() | {"outliers": diagnosis.seen.outliers}
+    columns = {name: values.tolist() for name, values in seen.items() if name != "channels"}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     write_records(states, rows)
     heads = {"collapsing": sorted(diagnosis.collapsing()), "global": diagnosis.global_heads()}
@@ -63,15 +63,20 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Name the heads that collapse, and count those that are global."""
-    _, layers, _, heads = diagnosis.seen.norm.shape
+    """Name the heads that collapse, count those that are global, and measure the outliers."""
+    seen, about = diagnosis.seen, diagnosis.about
+    _, layers, _, heads = seen.norm.shape
+    inside = seen.position.tolist().index(about["train_length"])
+    shares = seen.outliers.flatten(1).amax(1).tolist()
     collapsing = diagnosis.collapsing()
     names = ", ".join(map(_name, collapsing[:NAMED])) + ", …" * (len(collapsing) > NAMED)
     n_global = len(diagnosis.global_heads())
     return (
         f"{len(collapsing)} of {layers * heads} heads collapse beyond the training length: "
-        f"{names or 'none'}. {n_global} keep more than {diagnosis.about['global_retention']:.0%} "
-        "of a state over it."
+        f"{names or 'none'}. {n_global} keep more than {about['global_retention']:.0%} "
+        f"of a state over it. The largest {about['outlier_share']:.0%} of the channels have at most "
+        f"{shares[-1]:.0%} of a layer's squared norm at the end, "
+        f"{shares[inside]:.0%} at the training length."
     )
 
 

@@ -105,6 +105,9 @@ def test_observations_equal_a_loop(mixer: str) -> None:
             assert_near(found.norm[layer], norm, 1e-10, "norm")
             assert_near(found.deviation[layer], flat.std(-1, correction=0), 1e-10, "deviation")
             assert_near(found.channels[layer], memory.square().mean(-1).sqrt(), 1e-10, "channels")
+            sizes = memory.square().sum(-1).flatten(1).sort(descending=True).values
+            share = sizes[:, : -(-sizes.shape[1] // 100)].sum(1) / sizes.sum(1)
+            assert_near(seen.outliers[place, layer], share, 1e-10, "outliers")
             if mixer == "rnn":
                 assert bool(found.retention.isnan().all())
                 assert bool(found.gate.isnan().all())
