@@ -1,18 +1,15 @@
 """Every study runs from beginning to end at a size that is too small for results."""
 
-import io
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from longrnn.cli.app import app
 from scripts import studies
 from tests.cli.conftest import Outcome, table
 from tests.texts import DATA
@@ -30,15 +27,9 @@ SMOKE = table((DATA / "studies.txt").read_text(), SHORTHANDS)
 def study(
     books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
-    """Runs a script beside the books, and the commands that it starts, in this process."""
+    """Runs a script beside the books, in this process."""
     monkeypatch.chdir(books)
     monkeypatch.syspath_prepend(ROOT / "scripts")
-
-    def command(*words: str) -> None:
-        with redirect_stdout(io.StringIO()):
-            app([*words], standalone_mode=False)
-
-    monkeypatch.setattr("studies.command", command)
 
     def call(script: str, *arguments: str) -> Outcome:
         name, *part = script.split()

@@ -74,9 +74,9 @@ def summary(diagnosis: Diagnosis) -> str:
     return (
         f"{len(collapsing)} of {layers * heads} heads collapse beyond the training length: "
         f"{names or 'none'}. {n_global} keep more than {about['global_retention']:.0%} "
-        f"of a state over it. The largest {about['outlier_share']:.0%} of the channels have at most "
-        f"{shares[-1]:.0%} of a layer's squared norm at the end, "
-        f"{shares[inside]:.0%} at the training length."
+        f"of a state over it. The largest {about['outlier_share']:.0%} of the channels of a layer "
+        f"have at most {shares[-1]:.0%} of its squared norm at the end, {shares[inside]:.0%} at "
+        "the training length."
     )
 
 

