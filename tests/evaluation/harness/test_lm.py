@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn import load
 from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.errors import UserError
@@ -17,6 +18,7 @@ from longrnn.models import RecurrentLM
 from tests.evaluation.harness.conftest import (
     BOS,
     EOS,
+    VOCAB,
     Setting,
     evaluate,
     hf_model,
@@ -82,6 +84,50 @@ def test_a_transformer_is_that_of_hf(
     assert_equal_responses(found, evaluate(other, setting.tasks, *TASKS, num_fewshot=1))
     config = found["config"]
     assert (config["requests_truncated"] > 0) == ("truncated" in caplog.text) == (limit < 100)
+
+
+def test_a_window_is_that_of_hf(setting: Setting, tmp_path: Path) -> None:
+    """A LLaMA with a window gives what `hf` gives of a Mistral with that window and its weights."""
+    theirs = causal("mistral", vocab_size=VOCAB, sliding_window=12, eos_token_id=0)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 20, "eos_token_id": 0}
+    same = causal("llama", **sizes)
+    same.load_state_dict(theirs.state_dict())
+    for folder, model in (("llama", same), ("mistral", theirs)):
+        model.save_pretrained(tmp_path / folder)
+        load_tokenizer(setting.checkpoint).save(tmp_path / folder)  # type: ignore[attr-defined]
+    windowed = LongRNN(f"{tmp_path / 'llama'}+attention_window(window=12)", quiet=True)
+    found = evaluate(windowed, setting.tasks, *TASKS, num_fewshot=2)
+    other = hf_model(str(tmp_path / "mistral"), device="cpu", max_length=LONG, batch_size=1)
+    assert_equal_responses(found, evaluate(other, setting.tasks, *TASKS, num_fewshot=2))
+    assert found["config"]["requests_truncated"] == 0
+
+
+def test_a_window_with_sinks_scores_as_whole_texts(setting: Setting, tmp_path: Path) -> None:
+    """Shared prefixes, forks and batches do not change what it scores beyond its maximum length."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 20, "eos_token_id": 0}
+    causal("llama", **sizes).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(setting.checkpoint)
+    tokenizer.save(tmp_path)  # type: ignore[attr-defined]
+    spec = f"{tmp_path}+attention_window(window=12, sinks=3)"
+    model, lengths = load(spec), []
+    scores = evaluate(
+        "longrnn", setting.tasks, *TASKS[:2], model_args={"pretrained": spec, "quiet": True}
+    )
+    for sample in scores["samples"]["tiny_choice"]:
+        for (context, choice), (score, _) in zip(
+            sample["arguments"], sample["filtered_resps"], strict=True
+        ):
+            ids = torch.tensor([tokenizer.encode(context + choice)])
+            losses = model.token_losses(ids[:, :-1], ids[:, 1:])[0][0]
+            scored = ids.shape[1] - len(tokenizer.encode(context.rstrip()))
+            assert score == pytest.approx(-float(losses[-scored:].sum()), abs=1e-3)
+    for sample in scores["samples"]["tiny_rolling"]:
+        ids = torch.tensor([[0, *tokenizer.encode(sample["arguments"][0][0])]])
+        losses = model.token_losses(ids[:, :-1], ids[:, 1:])[0]
+        assert sample["filtered_resps"][0] == pytest.approx(-float(losses.sum()), abs=1e-3)
+        lengths.append(ids.shape[1])
+    assert max(lengths) > 20
+    assert scores["config"]["requests_truncated"] == 0
 
 
 def test_a_request_as_long_as_the_maximum_length_is_whole(setting: Setting) -> None:
