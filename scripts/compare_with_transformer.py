@@ -139,8 +139,7 @@ def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
     studies.fit(
         model,
         lambda step: loss_of(model, *sample(args, rows, args.length, first + step)),
-        steps=args.steps,
-        rate=rate,
+        studies.cosine(rate, args.steps),
     )
     model.eval()
     with torch.inference_mode():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longrnn import LanguageModel, load_tokenizer
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
 from longrnn.intervals import MEAN, Estimate
-from longrnn.programs import module_command, module_environment, run_to_end
+from longrnn.programs import run_to_end
 from longrnn.training.optim import decays
 
 # The mean of values, and of their paired differences from others.
@@ -82,39 +82,47 @@ def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) ->
     return output
 
 
-def fit(model: nn.Module, loss: Callable[[int], Tensor], *, steps: int, rate: float) -> None:
-    """Trains a model that `longrnn.train` does not know: AdamW, warm-up, cosine, clipping at 1.
+def cosine(highest: float, steps: int) -> list[float]:
+    """Returns the learning rate of each step: warm-up in a twentieth of them, then a cosine to 0."""
+    warmup = steps // 20
+    return [
+        highest * step / warmup
+        if step < warmup
+        else highest * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        for step in range(steps)
+    ]
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    rates: Iterable[float],
+    *,
+    weight_decay: float = 0.1,
+) -> None:
+    """Trains a model that `longrnn.train` does not know: AdamW, clipping at 1.
 
     Args:
         model: what is trained.
         loss: of a step, counted from 0.
-        steps: of the optimizer.
-        rate: the highest learning rate.
+        rates: the learning rate of each step; training ends with them.
+        weight_decay: of matrices, kernels and embeddings.
     """
-    from transformers import get_cosine_schedule_with_warmup
-
     groups = [
         {
             "params": [p for name, p in model.named_parameters() if decays(name, p) is decayed],
-            "weight_decay": 0.1 if decayed else 0.0,
+            "weight_decay": weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)
     ]
-    optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95))
-    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    for step in range(steps):
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for step, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         loss(step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-
-
-def command(*words: str) -> None:
-    """Runs a command of longrnn; its errors end the study."""
-    line, where = module_command("longrnn.cli", *words), module_environment()
-    if code := subprocess.run(line, env=where, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise SystemExit(code)
 
 
 def text_task(files: Sequence[Path]) -> dict[str, Any]:

@@ -161,8 +161,7 @@ def perceptron_loss(head: Path, held_out: Tensor, width: int, seed: int, steps: 
     studies.fit(
         model,
         lambda step: model.loss(studies.stretches([head], rows, 257, first + step)),
-        steps=steps,
-        rate=RATE,
+        studies.cosine(RATE, steps),
     )
     with torch.no_grad():
         return float(model.loss(held_out))

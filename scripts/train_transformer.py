@@ -11,14 +11,13 @@ rotary positions.
 from __future__ import annotations
 
 from argparse import Namespace
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import studies
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 from longrnn import TASKS
 from longrnn.hf.tokenizer import byte_level
@@ -39,9 +38,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = build(args)
-    warm = partial(warmed_up, 100)
-    fit(model, args.copy_steps, COPY_RATE, warm, lambda step: copies(args.seed, step))
-    seen = train_on_passkeys(model, args)
+    warm_up = [COPY_RATE * min(1.0, (step + 1) / 100) for step in range(args.copy_steps)]
+    studies.fit(
+        model, lambda step: loss_of(model, *copies(args.seed, step)), warm_up, weight_decay=0
+    )
+    task, seen = TASKS.build({"kind": "passkey"}), []
+
+    def passkey_loss(step: int) -> Tensor:
+        length = LENGTH if step % 3 == 0 else 160 + 6 * (step % 16)
+        drawn = passkeys(task, step, length, PASSKEY_ROWS, args.seed)
+        seen.append(drawn.tokens.numel())
+        return loss_of(model, drawn.tokens, drawn.targets.clamp(min=0), drawn.weights)
+
+    studies.fit(model, passkey_loss, passkey_rates(model, args.steps), weight_decay=0)
     model.save_pretrained(args.output)
     byte_level().save(args.output)
     count = sum(weight.numel() for weight in model.parameters())
@@ -49,7 +58,7 @@ def main() -> None:
     studies.record(
         args.output,
         f"A LLaMA on passkeys, positions: {args.positions}",
-        f"{count:,} parameters; {copied:,} tokens to copy, then {seen:,} of passkeys.",
+        f"{count:,} parameters; {copied:,} tokens to copy, then {sum(seen):,} of passkeys.",
         f"**Verdict.** It recalls {share_recalled(model, 200):.3f} of 200 keys at {LENGTH} tokens.",
     )
 
@@ -75,11 +84,6 @@ def build(args: Namespace) -> Any:
     return AutoModelForCausalLM.from_config(SmolLM3Config(**sizes, no_rope_layers=[0] * 4))
 
 
-def warmed_up(steps: int, step: int) -> float:
-    """Returns the share of the learning rate at a step of the warm-up, or after it."""
-    return min(1.0, (step + 1) / steps)
-
-
 def copies(seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens, targets and weights of rows that repeat random bytes."""
     generator = seeded(mix(seed, step, 7))
@@ -90,71 +94,35 @@ def copies(seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return text[:, :-1], text[:, 1:], weights / weights.sum(1, keepdim=True)
 
 
-def train_on_passkeys(model: Any, args: Namespace) -> int:
-    """Trains until 97 % of held-out keys are recalled in three checks, and returns the tokens."""
-    task, seen, checks = TASKS.build({"kind": "passkey"}), 0, []
+def passkeys(task: Any, index: int, length: int, rows: int, seed: int) -> Any:
+    """Returns a batch of independent prompts."""
+    return task.batch(index, range(rows), of=rows, length=length, seed=seed, carried=False)
 
-    def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-        nonlocal seen
+
+def passkey_rates(model: Any, steps: int) -> Iterator[float]:
+    """Yields learning rates until 97 % of held-out keys are recalled in three checks."""
+    checks = []
+    for step in range(steps):
         if step % 50 == 0:
             checks.append(share_recalled(model, 40) >= 0.97)
-        length = LENGTH if step % 3 == 0 else 160 + 6 * (step % 16)
-        rows = range(PASSKEY_ROWS)
-        drawn = task.batch(
-            step, rows, of=PASSKEY_ROWS, length=length, seed=args.seed, carried=False
-        )
-        seen += drawn.tokens.numel()
-        assert drawn.weights is not None
-        return drawn.tokens, drawn.targets.clamp(min=0), drawn.weights
-
-    def rate(step: int) -> float:
-        left = (args.steps - step) / (0.4 * args.steps)
-        return warmed_up(30, step) * min(1.0, max(0.05, left))
-
-    fit(model, args.steps, PASSKEY_RATE, rate, batch, lambda: checks[-3:] == [True] * 3)
-    return seen
-
-
-def fit(
-    model: Any,
-    steps: int,
-    highest: float,
-    rate: Any,
-    batch: Any,
-    is_done: Any = lambda: False,
-) -> None:
-    """Trains with AdamW, from tokens, targets and weights of each step.
-
-    Args:
-        model: in training.
-        steps: at most.
-        highest: the learning rate that `rate` is a share of.
-        rate: by step.
-        batch: returns the rows of a step.
-        is_done: whether training ends.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), highest, betas=(0.9, 0.95), weight_decay=0)
-    schedule = LambdaLR(optimizer, rate)
-    for step in range(steps):
-        tokens, targets, weights = batch(step)
-        if is_done():
+        if checks[-3:] == [True] * 3:
             return
-        logits = model(tokens, use_cache=False).logits.flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
-        ((losses * weights).sum() / len(tokens)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        left = (steps - step) / (0.4 * steps)
+        yield PASSKEY_RATE * min(1.0, (step + 1) / 30) * min(1.0, max(0.05, left))
+
+
+def loss_of(model: Any, tokens: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Returns the mean over rows of the weighted loss, all `(rows, t)`."""
+    logits = model(tokens, use_cache=False).logits.flatten(0, 1)
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+    return (losses * weights).sum() / len(tokens)
 
 
 @torch.no_grad()
 def share_recalled(model: Any, count: int) -> float:
     """The share of held-out keys whose every byte is the most probable one."""
-    task = TASKS.build({"kind": "passkey"})
-    drawn = task.batch(10**7, range(count), of=count, length=LENGTH, seed=1, carried=False)
+    drawn = passkeys(TASKS.build({"kind": "passkey"}), 10**7, LENGTH, count, seed=1)
     found = model(drawn.tokens).logits.argmax(-1)
-    assert drawn.answer is not None
     return float(((found == drawn.targets) | ~drawn.answer).all(1).float().mean())
 
 
