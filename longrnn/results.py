@@ -13,8 +13,11 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 from longrnn import processes
 from longrnn.errors import UserError
@@ -50,6 +53,17 @@ class Origin(NamedTuple):
     def key(self, item: Mapping[str, Any]) -> str:
         """Return the identity of the row of an item."""
         return json.dumps([*self, item], sort_keys=True)
+
+
+class _Row(BaseModel, strict=True, extra="forbid"):
+    """What a line holds: an `Origin`, an item and its result."""
+
+    evaluation: str
+    model: str
+    tokenizer: str
+    protocol: dict[str, Any]
+    item: dict[str, Any]
+    result: Result
 
 
 class Store:
@@ -115,9 +129,10 @@ def read_rows(path: Path) -> tuple[list[StoredRow], list[int]]:
     for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         end = CHECKSUM.search(line)
         if end is not None and _checksum(text := line[: end.start()] + b"}") == end[1]:
-            rows.append(json.loads(text))
-        else:
-            damaged.append(number)
+            with suppress(ValueError):
+                rows.append(_Row.model_validate_json(text).model_dump())
+                continue
+        damaged.append(number)
     return rows, damaged
 
 

@@ -10,12 +10,17 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from longrnn import load
 from longrnn.checkpoints.layouts import save_model
+from longrnn.checksums import CHECKSUMS, write_checksums
+from longrnn.data.build import build
+from longrnn.data.stream import DOCUMENTS, HEADER, SCORED, TOKENS, Corpus
 from longrnn.errors import UserError
+from longrnn.text import ByteTokenizer, Reading
 from tests.cli import conftest
 from tests.cli.conftest import CLI, Outcome
 from tests.contracts.builders import build_model, random_tokens
@@ -98,6 +103,22 @@ def test_mutants_of_checkpoints(layout: str, name: str, valid: Path, tmp_path: P
     for _ in mutants(folder / (weights if name == "weights" else name)):
         try:
             assert load(folder)(random_tokens(1, 4)).logits.shape[:2] == (1, 4)
+        except UserError as error:
+            assert_one_line(error)
+
+
+@pytest.mark.parametrize("name", [HEADER, TOKENS, DOCUMENTS, SCORED, CHECKSUMS])
+def test_mutants_of_corpora(name: str, tmp_path: Path) -> None:
+    """Their checksums are made again, so that their content itself is checked."""
+    corpus, table = tmp_path / "corpus", tmp_path / "table.jsonl"
+    table.write_text('{"prompt": "2+2=", "completion": "4"}\n' * 3)
+    build([str(table)], ByteTokenizer(), corpus, reading=Reading(instruct=True), quiet=True)
+    for _ in mutants(corpus / name):
+        if name != CHECKSUMS:
+            write_checksums(corpus, ("*",))
+        try:
+            opened = Corpus(corpus)
+            opened.window(np.arange(opened.places), "")
         except UserError as error:
             assert_one_line(error)
 

@@ -15,6 +15,7 @@ Notable choices:
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 from longrnn.checksums import CHECKSUMS, refuse_damage
 from longrnn.data.batch import UNSCORED
 from longrnn.errors import UserError
-from longrnn.files import read_json
+from longrnn.files import open_regular, read_json
 from longrnn.options import Count, validated
 from longrnn.units import counted
 
@@ -93,14 +94,24 @@ class Corpus:
 
     def __init__(self, folder: Path, part: Part = "all", remedy: str = CORPUS_REMEDY) -> None:
         refuse_damage(folder, remedy)
+        self.remedy = remedy
         self.folder, self.part, self.header = folder, part, read_header(folder)
         digests = read_json(folder / CHECKSUMS)
         digests.pop(HEADER, None)
         self.sha256 = digest([digests, part])
-        has_answers = self.header.scored_tokens is not None
-        self.tokens = np.memmap(folder / TOKENS, self.header.dtype, "r")
-        self.scored = np.memmap(folder / SCORED, "u1", "r") if has_answers else None
-        ends = np.fromfile(folder / DOCUMENTS, "<u8").astype(np.int64)
+        header, has_answers = self.header, self.header.scored_tokens is not None
+        self.tokens = self._mapped(TOKENS, header.dtype, header.tokens)
+        self.scored = self._mapped(SCORED, "u1", header.tokens) if has_answers else None
+        ends = self._mapped(DOCUMENTS, "<u8", header.documents).astype(np.int64)
+        ascends = ends[0] > 0 and (ends[1:] > ends[:-1]).all() and ends[-1] == header.tokens
+        is_scored = self.scored is None or (
+            self.scored.max() < 2 and self.scored.sum() == header.scored_tokens
+        )
+        if not ascends or not is_scored or self.tokens.max() >= header.vocab_size:
+            raise UserError(
+                f"{folder} is damaged (its tokens, documents or answers are not those that its "
+                f"{HEADER} counts): {remedy}"
+            )
         spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
         self.spans = spans if part == "all" else _divided(spans, part, not has_answers)
         self.lengths: Whole = self.spans[:, 1] - self.spans[:, 0]
@@ -112,6 +123,17 @@ class Corpus:
             )
         # The first place of each document in the order that a word determines, and its first token.
         self.order = lru_cache(2)(self._order)
+
+    def _mapped(self, name: str, dtype: str, count: int) -> NDArray[Any]:
+        """The numbers of a file, mapped into memory; refuses a file of another size."""
+        with open_regular(self.folder / name) as file:
+            size, whole = os.fstat(file.fileno()).st_size, count * np.dtype(dtype).itemsize
+            if not count or size != whole:
+                raise UserError(
+                    f"{self.folder / name} is damaged (it has {size:,} bytes, and {whole:,} were "
+                    f"written): {self.remedy}"
+                )
+            return np.memmap(file, dtype, mode="r")  # type: ignore[arg-type]
 
     @cached_property
     def answer_tokens(self) -> int:

@@ -1,6 +1,8 @@
 """Runs evaluations and suites of them: measures what the store lacks, and writes the report."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +17,10 @@ from longrnn.evaluation.options import EVALUATIONS
 from longrnn.options import Options, Seed
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report
-from longrnn.results import Origin, Store
+from longrnn.results import Origin, Result, Store
 from longrnn.yaml import read_mapping
+
+logger = logging.getLogger(__name__)
 
 SUITES = "eval/suites"
 
@@ -217,7 +221,11 @@ def _measured(
     origin = Origin(evaluation.kind, *prints, protocol)
     # An item may be given twice, such as a text, and counts once.
     distinct = {origin.key(item.key): item for item in items}.values()
-    todo = [item for item in distinct if store.get(origin, item.key) is None]
+    todo = [
+        item
+        for item in distinct
+        if (known := store.get(origin, item.key)) is None or not _fits(evaluation, item, known)
+    ]
     if not evaluation.alone:
         todo = processes.share(todo, lambda item: item.group[:1], lambda item: item.group)
     elif not processes.is_main():
@@ -230,6 +238,19 @@ def _measured(
     store.collect()
     pairs = ((item, store.get(origin, item.key)) for item in distinct)
     return [(item, result) for item, result in pairs if result is not None]
+
+
+def _fits(evaluation: Evaluation[Any], item: Item, result: Result) -> bool:
+    """Return whether a stored result has the numbers of an item; one that is damaged has not."""
+    try:
+        values = [sample.value for sample in evaluation.samples(item, result)]
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        values = [None]
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    is_damaged = not all(isinstance(number, float | int) for number in chain(*tuples))
+    if is_damaged:
+        logger.warning(f"a result of {evaluation.title} is damaged: it is measured again")
+    return not is_damaged
 
 
 def _cells(

@@ -63,6 +63,11 @@ class InitialState(ABC):
     def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         self.context, self.zero_share = context, zero_share
 
+    @property
+    def remembers(self) -> bool:
+        """Whether something of a step is kept for the next one."""
+        return type(self).content is not InitialState.content
+
     def before(self, batch: Batch, step: int, micro: int) -> LMState:
         """The states from which the rows of a micro-batch start."""
         rows = len(batch.tokens)
@@ -84,8 +89,8 @@ class InitialState(ABC):
         """What is remembered, as tensors on the CPU; `restore` reads it back."""
         return {}
 
-    def restore(self, content: Mapping[str, Any]) -> None:  # noqa: B027
-        """Restores the `content` of a run with the same rows."""
+    def restore(self, content: Mapping[str, Any], rows: int, micros: int) -> None:  # noqa: B027
+        """Restores the `content` of a run of these sizes; anything else raises some Exception."""
 
     @abstractmethod
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
@@ -139,11 +144,14 @@ class Remembering(InitialState):
             for micro, state in self.states.items()
         }
 
-    def restore(self, content: Mapping[str, Any]) -> None:
-        like = self.context.init_state(1)
-        for micro, given in content.items():
+    def restore(self, content: Mapping[str, Any], rows: int, micros: int) -> None:
+        like = self.context.init_state(rows)
+        row = states.tree_map(lambda leaf: leaf[0], like)
+        for micro in range(micros if content else 0):
+            given = content[str(micro)]
+            states.check_leaves(given, row, rows, f"micro-batch {micro}")
             kept = [given[name].to(like.position.device) for name, _ in states.leaves(like)]
-            self.states[int(micro)] = states.unflatten(like, kept)
+            self.states[micro] = states.unflatten(like, kept)
 
 
 @INITIAL_STATES.register("carry")
@@ -215,9 +223,12 @@ class FittedNoise(InitialState):
     def content(self) -> dict[str, Any]:
         return {} if self.moments is None else {"moments": self.moments.cpu()}
 
-    def restore(self, content: Mapping[str, Any]) -> None:
-        if content:
-            self.moments = content["moments"].to(self.context.init_state(1).position.device)
+    def restore(self, content: Mapping[str, Any], rows: int, micros: int) -> None:
+        like = states.recurrent(self.context.init_state(1).layers)
+        moments = torch.cat([*map(_moments, like)], 1).flatten()
+        if content and content["moments"].shape != (len(moments) + 1,):
+            raise ValueError(f"{len(moments)} moments and their weight were expected")
+        self.moments = content["moments"].to(moments) if content else None
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         if self.moments is None:

@@ -293,6 +293,8 @@ class Trainer:
             )
         self.load_state_dict(values)
         if values["rows"] == self.state_dict()["rows"]:
-            self.starts.restore(carried)
+            # A step that was skipped, and no other, leaves nothing.
+            may_lack = self.skipped > 0 or not self.starts.remembers
+            checkpoint.restore_starts(folder, self.starts, carried, self.config, may_lack=may_lack)
         elif carried:
             self.say("the rows are not those of the checkpoint: its carried states are not used")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from longrnn import files, load, train
+from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
 from longrnn.training.train import resumed
@@ -108,6 +109,24 @@ def test_states_of_other_rows_are_not_used(
     for step, change in enumerate([*others, "mitigation=sliding_window(window=4)"], 2):
         done = train(None, f"max_steps={step}", change, resume=tmp_path / "run", quiet=False)
         assert (done.rows[-1]["step"], "states" in capsys.readouterr().err) == (step, True)
+
+
+@pytest.mark.parametrize("name", ["training.pt", "carry-0.pt"])
+def test_a_checkpoint_that_lacks_what_a_run_remembers_is_refused(name: str, tmp_path: Path) -> None:
+    """Although its checksums are those of its files, and whatever is missing or of another kind."""
+    config = tiny("pass", tmp_path / "run", max_steps=1, save_steps=1)
+    run(config)
+    path = last_checkpoint(tmp_path / "run") / name
+    content = checkpoint.read_tensors(path)
+    parts: dict[str, Any] = content["optimizer"] if name == "training.pt" else content
+    first = next(iter(parts))
+    changes: list[Any] = [{}, {first: {}}, {first: 3}, {"x": parts[first]}]
+    changes += [{first: {key: tensor[:0] for key, tensor in parts[first].items() if tensor.ndim}}]
+    for change in changes:
+        torch.save(content | {"optimizer": change} if parts is not content else change, path)
+        write_checksums(path.parent, ("*",))
+        with pytest.raises(UserError, match=naming(path.parent)):
+            run(config, resume=True)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
