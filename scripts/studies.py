@@ -83,7 +83,7 @@ def train(base: str | dict[str, Any], output: Path, settings: dict[str, Any]) ->
 
 
 def cosine(highest: float, steps: int) -> list[float]:
-    """Returns the learning rate of each step: warm-up in a twentieth of them, then a cosine to 0."""
+    """Returns the learning rate of each step: warm-up in the first twentieth, then a cosine."""
     warmup = steps // 20
     return [
         highest * step / warmup

@@ -1,4 +1,4 @@
-"""Two models that others trained, an LSTM and a transformer, where `scripts/real_models.sh` put them."""
+"""An LSTM and a transformer that others trained, where `scripts/real_models.sh` put them."""
 
 import os
 from math import log
