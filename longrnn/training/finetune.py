@@ -27,7 +27,7 @@ class Recipe(Options):
     length: Tokens = 4096
     """Tokens of a row, or of a segment of a carried state."""
     initial_state: str = "carry"
-    """What rows start from: carry, pass, fitted_noise, random_noise or zero."""
+    """What rows start from: carry, pass, fitted_noise, random_noise, learned or zero."""
     validation: list[Documents] = Field([])
     """Held-out documents, as for --data (default: documents with 5 % of the tokens of --data)."""
     output: str | None = None
