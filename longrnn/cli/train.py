@@ -238,7 +238,8 @@ class Launch(Options):
     """What is started, and how."""
 
     words: Annotated[list[str], Argument("OPTION... COMMAND ARGUMENT")] = Field([])
-    """Options of `accelerate launch`; then train, finetune, eval or compare, with its arguments."""
+    """Options of `accelerate launch`; then train, finetune, linearize, eval or compare, with its
+    arguments."""
 
 
 def launch(launch: Launch) -> None:
@@ -259,7 +260,7 @@ def launch(launch: Launch) -> None:
     places = [launch.words.index(name) for name in COMMANDS if name in launch.words]
     if not places:
         raise UserError(
-            "launch takes its options and then train, finetune, eval or compare: write "
+            "launch takes its options and then train, finetune, linearize, eval or compare: write "
             "`longrnn launch --config_file FILE train CONFIG`"
         )
     first = min(places)
