@@ -9,14 +9,11 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Characters of a line of a long name on a narrow terminal.
-NAME_WIDTH = 32
 # Names may contain brackets and colons.
 NO_MARKUP: dict[str, Any] = {"markup": False, "emoji": False}
 # Characters that move the cursor, begin a command to the terminal, or turn the direction of text.
@@ -42,34 +39,18 @@ class PlainFormatter(logging.Formatter):
 
 
 def print_table(table: Table) -> None:
-    """Prints a table of texts: on a terminal in its width, in a pipe or a file as wide as needed.
-
-    On a narrow terminal, titles of columns are broken into lines, and then the longest texts.
-    """
+    """Prints a table of texts: in the width of a terminal, and as wide as needed elsewhere."""
     from rich.console import Console
 
     table.title = printable(str(table.title or ""))
     for column in table.columns:
         column.header = printable(str(column.header))
         column._cells = [printable(str(cell)) for cell in column.cells]
-    console, width = Console(**NO_MARKUP), Console(width=10_000, **NO_MARKUP).measure(table).maximum
+    console = Console(**NO_MARKUP)
     if not console.is_terminal:  # rich takes it for 80 characters wide
+        width = Console(width=10_000, **NO_MARKUP).measure(table).maximum
         console.width = max(console.width, width)
-    elif width > console.width:
-        for column in table.columns:
-            if column.overflow == "fold" and column.justify == "left":
-                column._cells = [broken_name(str(cell)) for cell in column.cells]
-            lines = [line for cell in column.cells for line in str(cell).splitlines()]
-            needed = max(map(len, [*str(column.header).split(), *lines]))
-            column.max_width = min(needed, column.max_width or needed)
     console.print(table)
-
-
-def broken_name(name: str) -> str:
-    """Break the name of a checkpoint into lines at its signs, not inside words and numbers."""
-    wrapper = TextWrapper(NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
-    parts = [part.replace(",", ", ") for part in name.split("+")]
-    return "\n+".join(wrapper.fill(part) for part in parts)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -12,7 +12,6 @@ head. Writes the results and pictures. A demo that was stopped continues with th
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 import sys
@@ -55,8 +54,6 @@ def demo(
 ) -> None:
     """Shows state collapse and its cures, and passkeys under a model that holds."""
     asked, width = parse_lengths(lengths), parse_length(window)  # refused before anything runs
-    # It warns of wide intervals of few windows, and no interval of a loss is shown here.
-    logging.getLogger("longrnn.evaluation.perplexity").setLevel(logging.ERROR)
     collapse(width, output)
     repaired_weights(min(width, 8192), output / "repair")
     passkeys(asked, n, output)

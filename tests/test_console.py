@@ -10,7 +10,6 @@ from longrnn.progress import Progress
 COLUMNS = ["model", *(f"depth {share}%" for share in range(0, 100, 10)), "keys recalled"]
 NAME = "passkey-tiny-short+forget_more(decay_scale=0.9999,input_scale=0.75)"
 ROW = [NAME, *["1.00"] * 10, "1.00 [0.93, 1.00]"]
-LINES = ["passkey-tiny-short", "+forget_more(decay_scale=0.9999,", "input_scale=0.75)"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -23,7 +22,6 @@ def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert (max(map(len, out.splitlines())) <= 150) == is_terminal
     assert (NAME in out) == (not is_terminal)
-    assert all(f" {line} " in out for line in LINES) == is_terminal
 
 
 def test_names_in_a_table_do_not_control_the_terminal(

@@ -118,23 +118,13 @@ def results_folder(
 def lock_output(path: Path, kind: str) -> Path:
     """Lock the folder or file for results until this command ends, and return it.
 
-    Everything is checked before anything is computed.
-
     Raises:
-        UserError: it is of the other kind, it is below a file, this user may not write there, or
-            another process is writing there.
+        UserError: it is of the other kind, or another process is writing there.
+        OSError: it is below a file, or this user may not write there.
     """
     from longrnn.locks import hold
     from longrnn.processes import on_main
 
-    place = path.absolute()
-    above = next((folder for folder in place.parents if os.path.lexists(folder)), place)
-    if not above.is_dir():
-        raise UserError(
-            f"{path} cannot be written, as {above} is not a folder: choose another place"
-        )
-    if not os.access(place if place.exists() else above, os.W_OK):
-        raise UserError(f"{path} cannot be written by this user: choose another place")
     present = "folder" if path.is_dir() else "file"
     if path.exists() and present != kind:
         raise UserError(f"{path} is a {present}: give a {kind} by --output")

@@ -1,23 +1,23 @@
 """The choice of a repair: its attempts with their scores, and the file that has them."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, FiniteFloat
+
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.diagnostics.attempts import ATTEMPTS
 from longrnn.diagnostics.job import Job, Members
-from longrnn.diagnostics.tried import Measured, Tried
 from longrnn.errors import UserError
 from longrnn.evaluation.run import Outcome, build_evaluation, run
 from longrnn.files import read_json, write_atomic
 from longrnn.intervals import Estimate
 from longrnn.mitigations.spec import found_from, relative_to
 from longrnn.models.fold import unfoldable
-from longrnn.options import validated
+from longrnn.options import Options, validated
 from longrnn.progress import OutOfTimeError, check_time, time_limit
 
 UNREPAIRED, TRIED = "unrepaired", "tried.json"
@@ -36,6 +36,37 @@ def passkeys(lengths: Sequence[int], n: int, filler: Path, seed: int) -> dict[st
     """Return the evaluation of `n` keys at each of `DEPTHS`, in a text."""
     what = {"lengths": list(lengths), "depths": DEPTHS, "n": n, "filler": str(filler)}
     return {"kind": "passkey", "seed": seed, **what}
+
+
+class Row(Options, strict=True):
+    """What an attempt reached, or `why` it has no result.
+
+    Attributes:
+        seconds: that it took.
+        members: of which `mitigation` makes the whole mitigation; None without a result.
+        folds: whether weights can express it.
+        loss: bits per byte, see `Job.end`.
+        inside: likewise, inside the training length.
+        keys: the share of keys recalled.
+        why: in words.
+        budget: in seconds; a larger one decides anew. None if no budget would help.
+    """
+
+    seconds: FiniteFloat = 0.0
+    members: Members | None = None
+    folds: bool = False
+    loss: FiniteFloat = 0.0
+    inside: FiniteFloat = 0.0
+    keys: FiniteFloat = 0.0
+    why: str = ""
+    budget: FiniteFloat | None = None
+
+
+class Tried(Options, strict=True):
+    """The content of the file TRIED: what is repaired, and the rows by name of the attempt."""
+
+    question: dict[str, Any]
+    rows: dict[str, Row] = Field({})
 
 
 def _check_time(*_: Any) -> None:
@@ -69,20 +100,6 @@ def scores(
     return found
 
 
-def _with_paths(
-    change: Callable[[Path, dict[str, Any]], dict[str, Any]],
-    folder: Path,
-    rows: dict[str, dict[str, Any]],
-) -> dict[str, dict[str, Any]]:
-    """Return rows whose members have changed paths."""
-    return {
-        name: row | {"members": [change(folder, member) for member in row["members"]]}
-        if "members" in row
-        else row
-        for name, row in rows.items()
-    }
-
-
 class Choice:
     """Tries repairs on the texts to choose on.
 
@@ -93,12 +110,7 @@ class Choice:
         folder: gets the file TRIED and the store `choice`.
 
     Attributes:
-        rows: by name of the attempt, `seconds`, and `members`, `folds`, `loss` (bits per byte, see
-            `Job.end`), `inside` (likewise, inside the training length) and `keys` (the share of
-            keys recalled); or the `reason` why it was not possible; or why it was `left_out`, with
-            the `budget` in seconds.
-        tokens: by name of the attempt, how many it may read. This is decided once, so that a repair
-            that was interrupted makes the same choice.
+        rows: of the finished attempts, by name.
 
     Raises:
         UserError: the folder has the attempts of another repair.
@@ -116,47 +128,39 @@ class Choice:
         }
         content = read_json(self.path) if self.path.is_file() else {"question": self.question}
         tried: Tried = validated(Tried, content, str(self.path))
-        plain = tried.rows.get(UNREPAIRED)
-        is_plain = plain is None or (isinstance(plain, Measured) and not plain.members)
-        if tried.question != self.question or not is_plain:
+        plain = tried.rows.get(UNREPAIRED, Row(members=[]))
+        if tried.question != self.question or plain.members != []:
             raise UserError(f"{folder} holds another repair: choose another --output")
-        self.rows: dict[str, dict[str, Any]] = _with_paths(
-            found_from, folder, content.get("rows", {})
-        )
-        self.tokens: dict[str, float] = content.get("tokens", {})
+        self.rows = {name: self._moved(row, found_from) for name, row in tried.rows.items()}
 
     def attempt(self, name: str, seconds: float) -> None:
         """Try a repair, if its base was possible and it fits what is left of the budget."""
         known, attempt = self.rows.get(name), ATTEMPTS[name]
-        if known is not None:
-            if seconds <= known.get("budget", math.inf):
-                return
-            self.tokens.pop(name, None)  # a larger budget decides anew
-        base = self.rows.get(attempt.base or UNREPAIRED, {}).get("members")
-        left = seconds - sum(row["seconds"] for row in self.rows.values())
-        speed = self._tokens(UNREPAIRED) / max(self.rows[UNREPAIRED]["seconds"], 1e-3)
+        if known is not None and (known.budget is None or seconds <= known.budget):
+            return
+        base = self.rows.get(attempt.base or UNREPAIRED, Row()).members
+        left = seconds - sum(row.seconds for row in self.rows.values())
+        speed = self._tokens(UNREPAIRED) / max(self.rows[UNREPAIRED].seconds, 1e-3)
         needed = self._tokens(name) / speed
-        tokens = self.tokens.setdefault(name, left * speed)
         if base is None:
-            self._record(name, {"left_out": f"{attempt.base} has no result", "budget": seconds})
-        elif tokens < self._tokens(name):
+            why = f"left out, because {attempt.base} has no result"
+            self._record(name, Row(why=why, budget=seconds))
+        elif left < needed:
             minutes = math.ceil((seconds - left + needed) / 60)
-            why = f"of the budget: give --budget {minutes} or more"
-            self._record(name, {"left_out": why, "budget": seconds})
+            why = f"left out, because of the budget: give --budget {minutes} or more"
+            self._record(name, Row(why=why, budget=seconds))
         else:
-            self._write()
             allowed = min(left, max(TIME_SHARE * left, OVERTIME * needed))
             hooks = [c.register_forward_pre_hook(_check_time) for c in self.job.model.cells]
             try:
                 with time_limit(allowed):
-                    self.add(name, lambda: attempt.make(self.job, base, self.keys, tokens))
+                    self.add(name, lambda: attempt.make(self.job, base, self.keys, left * speed))
             except OutOfTimeError:
-                minutes = math.ceil(seconds / 30)
                 why = (
-                    f"of the budget: it was stopped after {allowed:.0f} s; give --budget {minutes}"
+                    f"left out, because of the budget: it was stopped after {allowed:.0f} s; give "
+                    f"--budget {math.ceil(seconds / 30)}"
                 )
-                row = {"left_out": why, "budget": seconds, "seconds": round(allowed, 1)}
-                self._record(name, row)
+                self._record(name, Row(seconds=round(allowed, 1), why=why, budget=seconds))
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -171,24 +175,26 @@ class Choice:
         """Make, score and record a mitigation."""
         begun = time.monotonic()
         try:
-            members = make()
-            row = {"members": members, **self._measured(name, members)}
+            row = self._measured(name, make())
         except UserError as error:
             if name == UNREPAIRED or isinstance(error, OutOfTimeError):
                 raise
-            row = {"reason": str(error)}
-        self._record(name, {**row, "seconds": round(time.monotonic() - begun, 1)})
+            row = Row(why=f"not possible, because {error}")
+        row.seconds = round(time.monotonic() - begun, 1)
+        self._record(name, row)
 
-    def _record(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = {"seconds": 0.0, **row}
-        self._write()
+    def _record(self, name: str, row: Row) -> None:
+        self.rows[name] = row
+        rows = {name: self._moved(row, relative_to) for name, row in self.rows.items()}
+        tried = Tried(question=self.question, rows=rows)
+        write_atomic(self.path, tried.model_dump_json(indent=1, exclude_defaults=True) + "\n")
 
-    def _write(self) -> None:
-        rows = _with_paths(relative_to, self.folder, self.rows)
-        content = {"question": self.question, "rows": rows, "tokens": self.tokens}
-        write_atomic(self.path, json.dumps(content, indent=1) + "\n")
+    def _moved(self, row: Row, change: Callable[[Path, dict[str, Any]], dict[str, Any]]) -> Row:
+        """Return a row whose members have changed paths."""
+        members = row.members and [change(self.folder, member) for member in row.members]
+        return row.model_copy(update={"members": members})
 
-    def _measured(self, name: str, members: Members) -> dict[str, float | bool]:
+    def _measured(self, name: str, members: Members) -> Row:
         job = self.job.under(members)
         trained, length = job.train_length, job.target_length
         lengths = [trained, max(trained, length // 2), length]
@@ -199,42 +205,40 @@ class Choice:
         opened = OpenCheckpoint(name, job.model, job.tokenizer)
         evaluations = [build_evaluation(spec) for spec in specs]
         outcomes = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
-        means = {key: value.mean for key, value in scores(job, outcomes).items()}
-        return {"folds": not unfoldable(job.model), "keys": 0.0, **means}
+        means: dict[str, Any] = {k: value.mean for k, value in scores(job, outcomes).items()}
+        return Row(members=members, folds=not unfoldable(job.model), **means)
 
     def score(self, name: str) -> float:
         """Return what is to be small: bits per byte, plus the share of keys that are lost."""
         row = self.rows[name]
-        return row["loss"] - row["keys"] if "members" in row else math.inf
+        return math.inf if row.members is None else row.loss - row.keys
 
     def best(self, *, folds_only: bool) -> str:
         """Return the name of the choice; `UNREPAIRED` if nothing is better."""
         possible = [
             name
             for name, row in self.rows.items()
-            if not folds_only or name == UNREPAIRED or row.get("folds")
+            if not folds_only or name == UNREPAIRED or row.folds
         ]
         least = min(map(self.score, possible))
         alike = [name for name in possible if self.score(name) <= least + SCORE_MARGIN]
-        return next((name for name in alike if self.rows[name]["folds"]), alike[0])
+        return next((name for name in alike if self.rows[name].folds), alike[0])
 
     def line(self, name: str) -> str:
         """Return an attempt in words."""
-        row = self.rows.get(name, {"left_out": "it does not fold"})
-        if "left_out" in row:
-            return f"{name}: left out, because {row['left_out']}"
-        if "reason" in row:
-            return f"{name}: not possible, because {row['reason']}"
-        keys = f", {row['keys']:.0%} of the keys" if self.keys else ""
+        row = self.rows.get(name, Row(why="left out, because it does not fold"))
+        if row.members is None:
+            return f"{name}: {row.why}"
+        keys = f", {row.keys:.0%} of the keys" if self.keys else ""
         return (
-            f"{name}: {row['loss']:.3f} bits per byte in {self.job.end}{keys}, "
-            f"{row['inside']:.3f} inside the training length ({row['seconds']:.0f} s)"
+            f"{name}: {row.loss:.3f} bits per byte in {self.job.end}{keys}, "
+            f"{row.inside:.3f} inside the training length ({row.seconds:.0f} s)"
         )
 
     def is_whole(self) -> bool:
         """Return whether the model loses neither loss nor keys beyond its training length."""
         row = self.rows[UNREPAIRED]
-        return row["loss"] <= row["inside"] and (not self.keys or row["keys"] == 1)
+        return row.loss <= row.inside and (not self.keys or row.keys == 1)
 
     def lines(self) -> list[str]:
         """Return all attempts in words."""

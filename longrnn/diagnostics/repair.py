@@ -124,7 +124,7 @@ def repair(
             _say([choice.line(name)], quiet)
     best = choice.best(folds_only=folds_only)
     # A copy, because folding changes weights.
-    repaired: Any = copy.deepcopy(job.under(choice.rows[best]["members"]).model)
+    repaired: Any = copy.deepcopy(job.under(choice.rows[best].members or []).model)
     repaired = repaired.under(None).under(fold(repaired))
     if best != UNREPAIRED:
         models.append(models[0]._replace(name=f"{checkpoint}, repaired", model=repaired))
@@ -140,7 +140,7 @@ def repair(
         remove(folder / name)  # of an earlier choice
     if not is_better:
         return Repair(sentences, None, None, None, page)
-    job.write(folder / MITIGATION, choice.rows[best]["members"])
+    job.write(folder / MITIGATION, choice.rows[best].members or [])
     written = _write(repaired, source.checkpoint, folder / CHECKPOINT)
     return Repair(sentences, best, written, folder / MITIGATION, page)
 
@@ -191,11 +191,11 @@ def wrong(choice: Choice) -> list[str]:
     if UNREPAIRED not in choice.rows:
         choice.add(UNREPAIRED, list)
     row = choice.rows[UNREPAIRED]
-    keys = f", and {row['keys']:.0%} of the keys are recalled" if choice.keys else ""
+    keys = f", and {row.keys:.0%} of the keys are recalled" if choice.keys else ""
     return [
         f"{summary(seen)}{start}",
-        f"The loss is {row['inside']:.2f} bits per byte inside the training length of "
-        f"{format_length(trained)} and {row['loss']:.2f} in {job.end}{keys}.",
+        f"The loss is {row.inside:.2f} bits per byte inside the training length of "
+        f"{format_length(trained)} and {row.loss:.2f} in {job.end}{keys}.",
     ]
 
 

@@ -13,7 +13,6 @@ Notable choices:
   each read from an empty state: the usual protocol for transformers.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -32,14 +31,8 @@ from longrnn.progress import Progress
 from longrnn.reporting.tables import Column
 from longrnn.results import Result
 
-logger = logging.getLogger(__name__)
-
 # The first power of 2 that divides windows.
 FIRST = 16
-# Fewer windows have intervals of several bits per byte.
-LEAST_WINDOWS = 4
-# Without --windows, a number above this is reported: reading all of a novel takes long.
-MANY_WINDOWS = 64
 
 
 class Perplexity(Evaluation[PerplexityOptions]):
@@ -77,17 +70,6 @@ class Perplexity(Evaluation[PerplexityOptions]):
                     f"the tokens from {start} to {stop} are parts of one character, whose last "
                     "token has its bytes: give greater --lengths, or more text"
                 )
-        if 1 < len(windows[0]) < LEAST_WINDOWS:
-            is_cut = options.windows is not None and options.windows < LEAST_WINDOWS
-            remedy = "--windows" if is_cut else "smaller lengths or more text"
-            logger.warning(
-                f"{len(windows[0])} windows give wide intervals: give at least {LEAST_WINDOWS} by "
-                f"{remedy}"
-            )
-        if options.windows is None and len(windows[0]) > MANY_WINDOWS:
-            logger.warning(
-                f"all {len(windows[0])} windows are read: give --windows, such as 16, for fewer"
-            )
         return [self._plan(*pair) for pair in zip(models, windows, strict=True)]
 
     def _plan(self, model: OpenCheckpoint, windows: Sequence[Window]) -> Plan:

@@ -22,7 +22,6 @@ from longrnn.console import say
 from longrnn.errors import UserError
 from longrnn.files import one_line
 from longrnn.programs import INTERRUPTED, UNEXPECTED, module_environment
-from longrnn.progress import is_quiet
 
 
 def launch(options: Sequence[str], program: Sequence[str]) -> int:
@@ -41,8 +40,6 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     Raises:
         UserError: accelerate refuses the options, or there are fewer GPUs than processes.
     """
-    if sys.stderr.isatty() and not is_quiet():  # the imports of all processes take seconds
-        say(f"starting the processes of {shlex.join(program)}", error=True)
     from accelerate.commands.launch import multi_gpu_launcher
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from longrnn.checkpoints.names import embedded
-from longrnn.cli import announce
 from longrnn.cli.options import pick_device
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
@@ -38,30 +37,6 @@ for name in {list(embedded())}:
 """
     heavy = {"torch._dynamo", "sympy", "scipy", "matplotlib", "rich", "transformers"}
     assert not heavy & modules_of(code)
-
-
-@pytest.mark.parametrize(
-    ("words", "terminal", "said"),
-    [
-        (["eval", "passkey"], True, "longrnn eval"),
-        (["eval", "passkey"], False, ""),
-        (["eval", "--help"], True, ""),
-        (["--quiet", "eval"], True, ""),
-    ],
-)
-def test_a_terminal_is_told_what_is_being_loaded(
-    words: list[str],
-    terminal: bool,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Before torch is imported, unless the command is quiet."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    announce(words)
-    err = capsys.readouterr().err
-    assert said in err
-    assert bool(err) == bool(said)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

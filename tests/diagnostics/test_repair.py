@@ -101,13 +101,13 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     halves = [(tmp_path / f"out/one_{part}.txt").read_text() for part in ("choose", "prove")]
     assert "".join(halves) == one.read_text()
     record = json.loads((tmp_path / "out/tried.json").read_text())
-    del record["rows"]["token_filter"], record["tokens"]["token_filter"]
+    del record["rows"]["token_filter"]
     record["rows"]["unrepaired"]["seconds"] = 12345.6
     (tmp_path / "out/tried.json").write_text(json.dumps(record))
     # A model so slow tells that no attempt fits into the 250 s that are left.
     longrnn.repair("collapse-tiny", **how, budget=210)
     left_out = json.loads((tmp_path / "out/tried.json").read_text())["rows"].pop("token_filter")
-    assert "left_out" in left_out
+    assert "left out" in left_out["why"]
     again = longrnn.repair("collapse-tiny", **how, budget=10_000)
     assert again == done
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
@@ -184,7 +184,8 @@ def test_a_budget_bounds_what_an_attempt_takes(
     how: dict[str, Any] = OPTIONS | {"length": 96, "output": tmp_path / "out"}
     assert longrnn.repair("collapse-tiny", **how).choice is None
     rows = json.loads((tmp_path / "out/tried.json").read_text())["rows"]
-    assert {name for name, row in rows.items() if "left_out" in row} == set(choice.ATTEMPTS)
+    left_out = {name for name, row in rows.items() if "left out" in row.get("why", "")}
+    assert left_out == set(choice.ATTEMPTS)
     monkeypatch.undo()
     only(monkeypatch, "forget_more")
     again = longrnn.repair("collapse-tiny", **how, budget=60)

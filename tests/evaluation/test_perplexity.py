@@ -218,14 +218,3 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="one.*fast tokenizer"):
         measure(perplexity(tmp_path), tmp_path / "r", one._replace(tokenizer=NoOffsets()))
-
-
-def test_few_and_many_windows_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Few windows have wide intervals, and a long text without `windows` takes long."""
-    for lengths, windows, said in ([256], 1, "2 windows"), ([4], None, "--windows"):
-        caplog.clear()
-        options = perplexity(tmp_path, lengths=lengths, windows=windows)
-        options.evaluation().plan([small_model("one")])
-        assert said in caplog.text
