@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from longrnn import load
 from scripts import studies
 from tests.cli.conftest import Outcome, table
 from tests.texts import DATA
@@ -78,6 +80,22 @@ def test_a_study(script: str, options: str, books: Path, study: Callable[..., Ou
     assert {path: path.stat().st_mtime_ns for path in weights} == weights
 
 
+@pytest.mark.parametrize("trained", ["lora", "all"])
+def test_weights_are_trained_as_a_fit_is(
+    trained: str, books: Path, study: Callable[..., Outcome]
+) -> None:
+    """One step of `study_fit.py` writes a checkpoint whose logits differ from those before."""
+    how = f"--text a.txt --steps 1 --keys 1 --length 256 --rate 0.1 --trained {trained}"
+    command = ["study_fit.py", "collapse-tiny", *how.split(), "--output", "out"]
+    done = study(*command)
+    assert done.code == 0, done.err
+    tokens = torch.arange(16)[None]
+    before, after = (load(name)(tokens).logits for name in ("collapse-tiny", books / "out"))
+    assert after.isfinite().all()
+    assert not torch.equal(before, after)
+    assert study(*command).code == 2  # the folder exists
+
+
 def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
     """A run without its end goes on from its newest checkpoint, to the same weights."""
     config = {"model": {"d_model": 8, "n_layers": 1, "mixer": {"kind": "rnn"}},
@@ -100,6 +118,7 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
         ("study_reverse.py vocabularies", ["--rows", "no.jsonl", "--minutes", "0"], "no.jsonl"),
         ("study_expressivity.py recall", ["--task", "S3"], "'S3'"),
         ("compare_with_transformer.py books", [], "--train"),
+        ("study_fit.py", ["collapse-tiny", "--trained=all", "--rate=1", "--text=no.txt"], "no.txt"),
         ("demo.py", ["--lengths", "x"], "'x'"),
     ],
 )
