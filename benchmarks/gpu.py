@@ -1,18 +1,10 @@
-"""Speed and errors on a GPU, beside the libraries whose kernels are used there.
-
-| case | what is measured |
-| --- | --- |
-| kernels | errors of outputs, states and gradients of small layers, by dtype and backend |
-| models | ms per prefill and per decoded token of a Mamba-2, beside other libraries |
-| train | ms per training step of 4 rows with carried states, in float32 and under autocast |
+"""Prefill and decoding of a Mamba-2 on a GPU, beside the libraries whose kernels are used there.
 
 A model that a library lacks, or whose kernel fails, is a row with the reason. With `--device cpu`
 the program can be checked on a machine without a GPU.
 
-Examples:
-    python -m benchmarks.gpu kernels
-    python -m benchmarks.gpu models --layers 24 --d-model 768 --lengths 1024 16384
-    python -m benchmarks.gpu train --layers 12 --d-model 512 --vocab 256 --lengths 512
+Example:
+    python -m benchmarks.gpu --layers 24 --d-model 768 --lengths 1024 16384
 """
 
 from __future__ import annotations
@@ -27,15 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import MIXER, build, draw, transformers_twin
-from benchmarks.speed import our_step
 from benchmarks.timing import interleaved, parser, write_json
-from longrnn.cells import MIXERS
-from longrnn.cells.self_test import backends, self_test
 from longrnn.files import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("torch", "fla", "mamba_ssm")
-ROWS = 4  # of a training step
 Figures = dict[str, Any]
 Calls = Sequence[Callable[[], object]]
 
@@ -54,18 +42,6 @@ def record(figures: Figures, name: str, measure: Callable[[], list[float]]) -> N
         figures[name] = f"{type(error).__name__}: {one_line(error)}"
     row = figures[name]
     print(f"{name:44}", row if isinstance(row, str) else "  ".join(f"{value:.4g}" for value in row))
-
-
-def kernels(args: argparse.Namespace) -> Figures:
-    """Returns the error of each layer, relative to the largest entry of each result."""
-    figures: Figures = {}
-    for name in MIXERS:
-        for backend in backends(name):
-            for dtype in DTYPES:
-                tested = partial(self_test, name, backend, args.device, DTYPES[dtype])
-                row = f"{name}, {backend}, {dtype}"
-                record(figures, row, lambda tested=tested: [tested().error])
-    return figures
 
 
 def ours(args: argparse.Namespace, backend: str, tokens: Tensor) -> Calls:
@@ -115,8 +91,8 @@ def fla(args: argparse.Namespace, tokens: Tensor) -> Calls:
 
 
 @torch.inference_mode()
-def models(args: argparse.Namespace) -> Figures:
-    print(f"{args.dtype}; ms of a prefill, and of one token after it")
+def measure(args: argparse.Namespace) -> Figures:
+    """Returns ms of a prefill, and of one token after it, by library and length."""
     figures: Figures = {}
     libraries = {"mamba-ssm": mamba_ssm, "fla": fla, "transformers": transformers}
     for length in args.lengths:
@@ -128,32 +104,8 @@ def models(args: argparse.Namespace) -> Figures:
     return figures
 
 
-def train(args: argparse.Namespace) -> Figures:
-    print(f"ms of a training step of {ROWS} rows with carried states")
-    figures: Figures = {}
-    for length in args.lengths:
-        for backend in BACKENDS:
-            for dtype in ("float32", "bfloat16"):
-                name = f"longrnn, {backend}, {length:,} tokens, {dtype}"
-                make = partial(step, args, backend, length, dtype == "bfloat16")
-                record(figures, name, partial(times, args, make))
-    return figures
-
-
-def step(args: argparse.Namespace, backend: str, length: int, narrow: bool) -> Calls:
-    """Returns a training step, under autocast to bfloat16 if `narrow`."""
-    model = build(args, backend).to(args.device)
-    ids = draw(args.vocab, ROWS * length + 1)[0].to(args.device)
-    tokens, targets = ids[:-1].view(ROWS, length), ids[1:].view(ROWS, length)
-    return (our_step(model, tokens, targets, carry=True, narrow=narrow),)
-
-
-CASES = {"kernels": kernels, "models": models, "train": train}
-
-
 def main() -> None:
     options = parser(__doc__, repeats=20)
-    options.add_argument("case", choices=CASES, metavar="CASE")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--lengths", type=int, nargs="+", default=[1024, 16_384])
     options.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
@@ -161,7 +113,8 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         options.error("torch finds no GPU: give --device cpu to check the program")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
-    figures = CASES[args.case](args)
+    print(f"{args.dtype}; ms of a prefill, and of one token after it")
+    figures = measure(args)
     if args.json:
         write_json(args.json, {"gpu": gpu, **figures})
 

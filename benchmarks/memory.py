@@ -13,10 +13,10 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import resource
-import subprocess
 import weakref
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from benchmarks.models import build, draw
 from benchmarks.timing import clock, parser, write_json
 from longrnn import MIXERS
 from longrnn.ops.loss import weighted_cross_entropy
-from longrnn.programs import module_command, module_environment
 
 PIECE = 4096
 
@@ -38,19 +37,19 @@ def arguments() -> argparse.Namespace:
     options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
     options.add_argument("--tokens", type=int, default=4096, help="length of a row")
     options.add_argument("--long", type=int, default=65_536, help="length of the long text")
-    options.add_argument("--child", type=int, help=argparse.SUPPRESS)  # tokens of a child process
     return options.parse_args()
 
 
 def reading(args: argparse.Namespace) -> list[tuple[int, float, float]]:
-    """Reads `--child` tokens in pieces, after one that is not timed.
+    """Reads `--long` tokens in pieces, after one that is not timed.
 
     Returns:
         Tokens read, microseconds per token since the last entry, and the peak memory so far in
         MiB, four times as many tokens per entry.
     """
+    torch.set_num_threads(args.threads)
     model, state, entries = build(args), None, list[tuple[int, float, float]]()
-    pieces = draw(args.vocab, args.child).split(PIECE, dim=1)
+    pieces = draw(args.vocab, args.long).split(PIECE, dim=1)
     with torch.inference_mode():
         model(pieces[0], keep=0)
         start, last, due = clock(), 0, PIECE
@@ -68,13 +67,9 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
     """Prints and returns `reading` of every cell, each in a process of its own."""
     found = {}
     for cell in MIXERS:
-        command = module_command("benchmarks.memory", "cells", "--child", str(args.long))
-        for name in ("layers", "d_model", "vocab", "threads"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        done = subprocess.run(
-            [*command, "--cell", cell], stdout=subprocess.PIPE, check=True, env=module_environment()
-        )
-        found[cell] = json.loads(done.stdout)
+        args.cell = cell
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            found[cell] = process.submit(reading, args).result()
         entries = (f"{n:,}: {us:.1f} µs, {mib:.0f} MiB" for n, us, mib in found[cell])
         print(f"{cell}, time per token and peak memory: {'; '.join(entries)}", flush=True)
     return found
@@ -137,12 +132,9 @@ CASES = {"cells": cells, "train": training}
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    if args.child:
-        print(json.dumps(reading(args)))
-    else:
-        figures = {case: CASES[case](args) for case in args.cases}
-        if args.json:
-            write_json(args.json, figures)
+    figures = {case: CASES[case](args) for case in args.cases}
+    if args.json:
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

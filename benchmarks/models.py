@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -118,25 +117,10 @@ def llama_timers(
 
 
 def llama_seconds(command: list[str]) -> float:
-    """Returns wall time as the program measures it; with one thread, its processor time."""
-    if torch.get_num_threads() > 1:
-        return run_llama(command, 1)[0]
-    # Loading takes processor time too: it is the same with one repetition and with two.
-    once, twice = (run_llama(command, repeats)[1] for repeats in (1, 2))
-    return twice - once
-
-
-def run_llama(command: list[str], repeats: int) -> tuple[float, float]:
-    """Returns wall time per repetition as the program measures it, and its processor time."""
-    options = ["-t", str(torch.get_num_threads()), "-r", str(repeats), "-o", "json", "--no-warmup"]
-    before = _processor_time()
+    """Returns the wall time that llama-bench measures."""
+    options = ["-t", str(torch.get_num_threads()), "-r", "1", "-o", "json", "--no-warmup"]
     done = subprocess.run(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
     )
     (result,) = json.loads(done.stdout)
-    return result["avg_ns"] / 1e9, _processor_time() - before
-
-
-def _processor_time() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return result["avg_ns"] / 1e9

@@ -116,7 +116,6 @@ def our_step(
     targets: Tensor,
     *,
     carry: bool = False,
-    narrow: bool = False,
 ) -> Callable[[], float]:
     """Returns a training step of a model of longrnn.
 
@@ -125,17 +124,15 @@ def our_step(
         tokens: `(b, t)`.
         targets: `(b, t)`.
         carry: whether a step starts from the states that the last one ended with, not from zero.
-        narrow: whether it runs under autocast to bfloat16.
     """
     state, model = model.init_state(len(tokens)), model.train()
     weights = torch.full((targets.numel(),), 1 / targets.numel(), device=targets.device)
 
     def loss() -> Tensor:
         nonlocal state
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=narrow):
-            hidden, end = model.hidden(tokens, state)
-            factors = model.logit_factors(hidden.flatten(0, 1))
-            value = weighted_cross_entropy(*factors, targets.flatten(), weights).loss
+        hidden, end = model.hidden(tokens, state)
+        factors = model.logit_factors(hidden.flatten(0, 1))
+        value = weighted_cross_entropy(*factors, targets.flatten(), weights).loss
         state = detach(end) if carry else state
         return value
 

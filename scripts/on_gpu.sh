@@ -46,14 +46,12 @@ if [[ $DEVICE == cuda ]]; then
   step install 90 "$PYTHON" -m pip install --quiet --retries 0 -e '.[cuda]'
   big=(--layers 24 --d-model 768 --lengths 1024 16384)
   huge=(--layers 48 --d-model 2048 --lengths 1024)
-  batch=(--layers 12 --d-model 512 --vocab 256 --lengths 512)
   tests=(-m cuda)
   launcher=gpu1
   seconds=200
 else
   big=(--layers 1 --d-model 64 --vocab 64 --lengths 64 --repeats 1)
   huge=("${big[@]}")
-  batch=("${big[@]}")
   tests=(-m "not slow" tests/ops/test_conv.py)
   launcher=cpu1
   seconds=120
@@ -61,10 +59,8 @@ else
 fi
 step doctor 60 "${longrnn[@]}" doctor
 step tests 120 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}"
-step kernels 60 "${gpu[@]}" kernels --json "$folder/kernels.json"
-step models 60 "${gpu[@]}" models "${big[@]}" --json "$folder/models.json"
-step models_1.3b 60 "${gpu[@]}" models "${huge[@]}" --json "$folder/models_1.3b.json"
-step train 45 "${gpu[@]}" train "${batch[@]}" --json "$folder/train.json"
+step models 60 "${gpu[@]}" "${big[@]}" --json "$folder/models.json"
+step models_1.3b 60 "${gpu[@]}" "${huge[@]}" --json "$folder/models_1.3b.json"
 step launch 60 "${longrnn[@]}" --quiet launch --config_file "$launcher" \
   train passkey_tiny_short "output_dir=$folder/launch" max_steps=10 warmup_steps=2
 # A run that gets SIGTERM at its limit saves its step and exits with 0.
