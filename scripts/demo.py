@@ -5,9 +5,8 @@
 
 First the loss by position of a language model that collapses, as it is and under three mitigations;
 then its repair by `longrnn repair`, in weights that transformers runs without longrnn; then
-passkeys with a model that forgets, the same model repaired, and one that holds; and then both the
-loss and the keys of a model that loses both, under one mitigation for all heads and under one per
-head. Writes the results and pictures. A demo that was stopped continues with the same command.
+passkeys with a model that forgets, the same model repaired, and one that holds. Writes the results
+and pictures. A demo that was stopped continues with the same command.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import typer
 from longrnn import repair
 from longrnn.bundled import text_path
 from longrnn.checkpoints.convert import convert
-from longrnn.checkpoints.names import embedded
 from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.cli.command import invoke
 from longrnn.data.prompts import FILLER
@@ -43,7 +41,6 @@ TIMED = 4096
 BROKEN, HOLDING = "passkey-tiny-short", "passkey-tiny"
 REPAIRED = f"{BROKEN} + token_filter"
 TRAINED = 256
-BOTH, BOTH_ROW = "recall-collapse", 384
 
 
 def demo(
@@ -57,7 +54,6 @@ def demo(
     collapse(width, output)
     repaired_weights(min(width, 8192), output / "repair")
     passkeys(asked, n, output)
-    loss_and_keys(asked[-1], n, output / "both")
 
 
 def calibrated(job: Job, method: str, file: Path) -> str:
@@ -153,35 +149,6 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
         f"and no training, it recalls {share(REPAIRED, last)}.\n"
         f"{HOLDING}, the same network trained on segments that are repeated thousands of times, "
         f"recalls {share(HOLDING, first)} and {share(HOLDING, last)}."
-    )
-
-
-def loss_and_keys(length: int, n: int, output: Path) -> None:
-    """Loss and keys of a model that loses both: plain, and repaired for all heads or per head."""
-    repairs = {
-        "plain": None,
-        "uniform": f"sliding_window(window={BOTH_ROW})",
-        "per head": str(embedded()[BOTH] / "per_head.yaml"),
-    }
-    models = [open_checkpoint(BOTH, spec, name=name) for name, spec in repairs.items()]
-    depths = [0.1, 0.3, 0.5, 0.7, 0.9]
-    loss = PerplexityOptions(texts=[PROVE], lengths=[length]).evaluation()
-    prompts = PasskeyOptions(
-        lengths=[length], n=max(1, n // 5), depths=depths, filler=PROVE
-    ).evaluation()
-    (losses, recalls), (_, report, *_) = run_and_report(models, [loss, prompts], output)
-    for outcome in (losses, recalls):
-        outcome.table.show()
-    bits, recalled = values(losses, "by position"), values(recalls, "keys recalled")
-    nats = {name: bits[name, length] * math.log(2) for name in repairs}
-    keys = {name: f"{recalled[name, length]:.0%}" for name in repairs}
-    typer.echo(
-        f"{report}\n"
-        f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there. Without training, a "
-        f"window on all heads brings the loss to {nats['uniform']:.2f} and recalls "
-        f"{keys['uniform']} of the keys; a choice per head, made by `longrnn calibrate` "
-        f"on another novel, brings it to {nats['per head']:.2f} and recalls "
-        f"{keys['per head']}."
     )
 
 
