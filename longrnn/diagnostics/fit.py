@@ -33,7 +33,7 @@ from longrnn.diagnostics.fitted import Additions, listed, spread
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import begun, text_of
-from longrnn.mitigations.additions import write_additions
+from longrnn.mitigations.time_scales import write_additions
 from longrnn.models import LanguageModel
 from longrnn.options import Count, Options
 from longrnn.progress import Progress

@@ -25,7 +25,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.base import Batches, Evaluation, Item, Plan, Results, Sample, within
 from longrnn.evaluation.options import PerplexityOptions
 from longrnn.evaluation.texts import Window, are_alike, cut_windows, read_documents
-from longrnn.inference.overlapping import overlapping_losses
+from longrnn.inference.engine import overlapping_losses
 from longrnn.intervals import RATIO
 from longrnn.progress import Progress
 from longrnn.reporting.tables import Column

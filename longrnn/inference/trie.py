@@ -5,7 +5,7 @@ read up to the end of the shortest, which then leaves the batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,16 +48,12 @@ class Branch(NamedTuple):
 
     Attributes:
         numbers: their numbers, in sorted order of the texts.
-        shared: how many tokens they all share, at least.
-        read: after how many tokens `state` is, at most `fork`.
-        fork: up to where they are read together.
-        state: of one row.
+        read: how many of the tokens have been read.
+        state: after them, of one row.
     """
 
     numbers: list[int]
-    shared: int
     read: int
-    fork: int
     state: LMState
 
 
@@ -143,27 +139,29 @@ def _read_distinct(
 ) -> Iterator[ReadTexts]:
     """Reads distinct texts in sorted order."""
     ids = [np.frombuffer(text, ID) for text in texts]
-    # How many tokens each text shares with the text before it.
-    shared = [0, *(_shared(before, after) for before, after in pairwise(ids))]
     remainders: list[Remainder] = []
-    stack = [Branch(list(range(len(ids))), 0, 0, 0, model.init_state(1))] if ids else []
+    stack = [Branch(list(range(len(ids))), 0, model.init_state(1))] if ids else []
     while stack:
-        branch = stack.pop()
-        fork = branch.fork
-        common = _columns([ids[branch.numbers[0]]], branch.read, fork)
-        _, state = prefill(model, common, branch.state, progress, keep=0)
-        for run in _runs(branch, shared):
-            if len(run) == 1:
-                remainders.append(Remainder(run[0], ids[run[0]][fork:], state))
-                continue
-            further = min(shared[number] for number in run[1:])
-            is_worth_it = (further - fork) * (len(run) - 1) >= MIN_SAVED_TOKENS
-            stack.append(Branch(run, further, fork, further if is_worth_it else fork, state))
+        numbers, read, state = stack.pop()
+        first, last = ids[numbers[0]], ids[numbers[-1]]
+        # Of sorted texts, the first and the last share what all of them share.
+        shared = _shared(first, last)
+        if (shared - read) * (len(numbers) - 1) >= MIN_SAVED_TOKENS:
+            _, state = prefill(model, _columns([first], read, shared), state, progress, keep=0)
+            read = shared
+        for _, group in groupby(numbers, key=lambda number: ids[number][shared:][:1].tobytes()):
+            branch = list(group)
+            # The beginning of all others, or a text that is like no other.
+            if len(branch) == 1 or len(ids[branch[0]]) <= shared + 1:
+                number = branch.pop(0)
+                remainders.append(Remainder(number, ids[number][read:], state))
+            if branch:
+                stack.append(Branch(branch, read, state))
         # Rows of as many forks as a batch has rows wait for others of similar lengths.
         if not stack or len({id(text.state) for text in remainders}) >= batch_size:
             remainders.sort(key=lambda text: len(text.ids))
-            for first in range(0, len(remainders), batch_size):
-                batch = remainders[first : first + batch_size]
+            for start in range(0, len(remainders), batch_size):
+                batch = remainders[start : start + batch_size]
                 yield from _read_remainders(model, batch, progress, keep)
             remainders = []
 
@@ -173,17 +171,6 @@ def _shared(text: np.ndarray, other: np.ndarray) -> int:
     size = min(len(text), len(other))
     differs = text[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else max(0, size - 1)
-
-
-def _runs(branch: Branch, shared: list[int]) -> list[list[int]]:
-    """Divides the texts of a branch into those that share more tokens than it does."""
-    runs = [branch.numbers[:1]]
-    for number in branch.numbers[1:]:
-        if shared[number] > branch.shared:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
 
 
 def _read_remainders(

@@ -49,12 +49,11 @@ def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) ->
     heads = [_select(part, cells, fingerprint) for part in chain.parts]
     chain = Chain(tuple(map(_without_files, chain.parts, heads)))
     edits = []
-    for layer in range(len(cells)):
+    for layer, cell in enumerate(cells):
         pairs = zip(chain.parts, heads, strict=True)
-        edit = merge(
-            [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
-        )
-        _check_weights(edit, cells[layer])
+        chosen = [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
+        edit = merge(chosen)
+        _check_weights(edit, cell)
         edits.append(edit if edit.stages else None)
     return Bound(chain, heads, edits)
 

@@ -8,7 +8,7 @@ calibrated.yaml+forget_more
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +101,10 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
         fingerprint=known.fingerprint,
         length=known.length,
         text_sha256=list(known.text_sha256),
-        mitigation=[relative_to(path.parent, member) for member in members],
+        mitigation=[
+            _with_files(member, lambda file: os.path.relpath(file, path.parent))
+            for member in members
+        ],
     ).model_dump()
     write_atomic(path, yaml_text(content, default_flow_style=None, width=100))
 
@@ -115,26 +118,18 @@ def _read(path: Path) -> list[Mitigation]:
     except UserError as error:
         raise UserError(f"{path} is not a mitigation file, {error}: {remedy}") from error
     known = Calibration(str(path), file.fingerprint, file.length, tuple(file.text_sha256))
-    members = [found_from(path.parent, member) for member in file.mitigation]
+    members = [
+        _with_files(member, lambda file: str(path.parent / file)) for member in file.mitigation
+    ]
     return [MITIGATIONS.build(member).calibrated(known) for member in members]
 
 
-def found_from(folder: Path, member: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping whose paths are relative to a folder, with paths of the working directory."""
-    return {**member, **{name: str(folder / file) for name, file in _files(member).items()}}
-
-
-def relative_to(folder: Path, member: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `found_from`."""
-    files = _files(member).items()
-    return {**member, **{name: os.path.relpath(file, folder) for name, file in files}}
-
-
-def _files(member: Mapping[str, Any]) -> dict[str, str]:
-    """The options of a mapping that are paths."""
+def _with_files(member: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """A mapping with other paths, from those that it has."""
     kind = MITIGATIONS.get(str(member.get("kind")))
     names = () if kind is None else kind.files
-    return {name: member[name] for name in names if isinstance(member.get(name), str)}
+    paths = {name: member[name] for name in names if isinstance(member.get(name), str)}
+    return {**member, **{name: place(path) for name, path in paths.items()}}
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.inference import trie
-from longrnn.inference.overlapping import overlapping_losses
+from longrnn.inference.engine import overlapping_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from tests.contracts.builders import KINDS_OF_CELLS, build_model, random_tokens

@@ -17,9 +17,9 @@ from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.mitigations import MITIGATIONS
-from longrnn.mitigations.additions import write_additions
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
+from longrnn.mitigations.time_scales import write_additions
 from longrnn.models import LanguageModel, Rows
 from longrnn.models.fold import fold
 from tests.checkpoints.test_fold import EXPERTS, logits
