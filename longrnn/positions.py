@@ -23,7 +23,12 @@ class PositionalEncoding(nn.Module, ABC):
 
     The constructor of every encoding takes `d_model`, the width of x and of e; options are
     keyword-only.
+
+    Attributes:
+        n_positions: how many positions exist; None for any number.
     """
+
+    n_positions: int | None = None
 
     def __init__(self, d_model: int, *, combine: Combine = "concat") -> None:
         super().__init__()
@@ -33,11 +38,6 @@ class PositionalEncoding(nn.Module, ABC):
     def d_output(self) -> int:
         """Width of x'."""
         return 2 * self.d_model if self.combine == "concat" else self.d_model
-
-    @property
-    def n_positions(self) -> int | None:
-        """How many positions exist; None for any number."""
-        return None
 
     @abstractmethod
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -120,10 +120,6 @@ class Table(PositionalEncoding):
 
     table: Tensor
 
-    @property
-    def n_positions(self) -> int:
-        return len(self.table)
-
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return self.table[positions].to(x.dtype)
 
@@ -144,6 +140,7 @@ class Learned(Table):
         self, d_model: int, *, max_length: Tokens = 128, combine: Combine = "concat"
     ) -> None:
         super().__init__(d_model, combine=combine)
+        self.n_positions = max_length
         self.table = nn.Parameter(torch.randn(max_length, d_model))
 
 
@@ -164,6 +161,7 @@ class Random(Table):
         self, d_model: int, *, max_length: Tokens = 128, seed: Seed = 0, combine: Combine = "concat"
     ) -> None:
         super().__init__(d_model, combine=combine)
+        self.n_positions = max_length
         rows = torch.randn(max_length, d_model, generator=seeded(seed))
         self.register_buffer("table", F.normalize(rows, dim=-1))
 

@@ -95,31 +95,25 @@ def unflatten(like: S, values: Iterable[Tensor]) -> S:
     return tree_map(lambda _: next(ordered), like)
 
 
-def histories(tree: PyTree) -> set[str]:
-    """Dotted paths of the leaves that are entries of a `History`."""
-    return {path for path, _ in leaves(tree) if path.rpartition(".")[2] == "entries"}
-
-
-def map_histories(function: Callable[[Tensor], Tensor], tree: S) -> S:
-    """Applies `function` to the entries of every `History`, and leaves the other leaves alone."""
-    growing, pairs = histories(tree), leaves(tree)
-    return unflatten(tree, [function(leaf) if path in growing else leaf for path, leaf in pairs])
+def is_entries(path: str) -> bool:
+    """Whether the leaf at a dotted path is the entries of a `History`."""
+    return path.endswith("entries")
 
 
 def recurrent(layers: PyTree) -> list[Tensor]:
     """The leaves of layers that are numbers of a recurrence or convolution, not keys or flags."""
-    keys, pairs = histories(layers), leaves(layers)
-    return [leaf for path, leaf in pairs if path not in keys and leaf.is_floating_point()]
+    return [leaf for path, leaf in leaves(layers) if _is_number(path, leaf)]
 
 
 def with_recurrent(layers: S, values: Iterable[Tensor]) -> S:
     """Layers with other tensors in place of those that `recurrent` returns."""
-    keys, ordered = histories(layers), iter(values)
-    replaced = [
-        next(ordered) if path not in keys and leaf.is_floating_point() else leaf
-        for path, leaf in leaves(layers)
-    ]
+    ordered, pairs = iter(values), leaves(layers)
+    replaced = [next(ordered) if _is_number(path, leaf) else leaf for path, leaf in pairs]
     return unflatten(layers, replaced)
+
+
+def _is_number(path: str, leaf: Tensor) -> bool:
+    return not is_entries(path) and leaf.is_floating_point()
 
 
 def detach(state: S) -> S:
@@ -220,24 +214,20 @@ def _metadata(tensors: dict[str, Tensor], recorded: Mapping[str, str]) -> dict[s
     return {"format": STATE_FORMAT, **recorded, "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def load(path: str | os.PathLike[str], like: Any) -> LMState:
-    """Reads a state that `save` wrote.
+def load(path: str | os.PathLike[str], model: Any) -> LMState:
+    """Reads a state that `save` wrote, onto the device of a model.
 
     Args:
         path: the file.
-        like: the model that will use it (then its fingerprint is compared), or a state of the
-            expected structure; the result is on its device.
+        model: will use the state; compared with a recorded fingerprint, and by its tensors.
 
     Raises:
         UserError: no such file, not a state, damaged, or the state of another model.
     """
     tensors, recorded = _read(path)
-    example = like
-    if not isinstance(like, LMState):
-        _refuse_other(path, recorded["fingerprint"], like.starting_from(None).fingerprint())
-        example = like.zero_state(1)
+    _refuse_other(path, recorded["fingerprint"], model.starting_from(None).fingerprint())
     rows = tensors["position"].numel() if "position" in tensors else 0
-    return fitted(tensors, example, rows, str(path))
+    return _fitted(tensors, model.zero_state(1), rows, str(path))
 
 
 def load_start(path: str | os.PathLike[str], model: Any, *, is_own: bool = False) -> LMState:
@@ -258,11 +248,11 @@ def load_start(path: str | os.PathLike[str], model: Any, *, is_own: bool = False
 
 
 def start_of(tensors: Mapping[str, Tensor], model: Any, source: str) -> LMState:
-    """Leaves by name as a state of one row, in the dtypes of a model; see `fitted`."""
+    """Leaves by name as a state of one row, in the dtypes of a model."""
     zero = model.zero_state(1)
     dtypes = {name: leaf.dtype for name, leaf in leaves(zero)}
     cast = {name: leaf.to(dtypes.get(name, leaf.dtype)) for name, leaf in tensors.items()}
-    return fitted(cast, zero, 1, source)
+    return _fitted(cast, zero, 1, source)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -296,10 +286,10 @@ def _refuse_other(path: str | os.PathLike[str], recorded: str, fingerprint: str)
         )
 
 
-def fitted(tensors: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> LMState:
-    """Leaves by name as a state like another one, on its device; see `check_leaves`."""
-    check_leaves(tensors, tree_map(lambda leaf: leaf[0], like), rows, source)
-    return unflatten(like, [tensors[name].to(leaf.device) for name, leaf in leaves(like)])
+def _fitted(tensors: Mapping[str, Tensor], zero: LMState, rows: int, source: str) -> LMState:
+    """Leaves by name as a state like one of zeros, on its device; see `check_leaves`."""
+    check_leaves(tensors, tree_map(lambda leaf: leaf[0], zero), rows, source)
+    return unflatten(zero, [tensors[name].to(leaf.device) for name, leaf in leaves(zero)])
 
 
 def check(state: LMState, like: PyTree, batch_size: int) -> None:
@@ -328,23 +318,27 @@ def check(state: LMState, like: PyTree, batch_size: int) -> None:
         check_leaves(dict(leaves(state)), whole, batch_size, "the given state")
 
 
-def _is_like(given: PyTree, like: PyTree, rows: int, length: int | None = None) -> bool:
+def _is_like(given: PyTree, like: PyTree, rows: int, grows: bool = False) -> bool:
     """Whether a tree has the leaves of `like` with `rows` rows: one pass, made for every token.
 
     Args:
         given: the tree.
         like: of one row, without batch axis.
         rows: of every leaf.
-        length: of a leaf of a history.
+        grows: whether a leaf is that of a history.
     """
     if isinstance(like, tuple):
-        if type(given) is not type(like) or len(given) != len(like):
-            return False
-        if isinstance(like, History) and isinstance(given[0], Tensor) and given[0].ndim > 2:
-            length = given[0].shape[-2]
-        return all(_is_like(*pair, rows, length) for pair in zip(given, like, strict=True))
-    shape = like.shape if length is None else (*like.shape[:-2], length, like.shape[-1])
-    return isinstance(given, Tensor) and given.dtype == like.dtype and given.shape == (rows, *shape)
+        grows = isinstance(like, History)
+        return (
+            type(given) is type(like)
+            and len(given) == len(like)
+            and all(_is_like(*pair, rows, grows) for pair in zip(given, like, strict=True))
+        )
+    return (
+        isinstance(given, Tensor)
+        and given.dtype == like.dtype
+        and _fixed(given.shape, grows) == (rows, *_fixed(like.shape, grows))
+    )
 
 
 def check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: str) -> None:
@@ -357,7 +351,7 @@ def check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: 
             or wanted is None
             or leaf.dtype != wanted.dtype
             or leaf.ndim == 0
-            or _row(name, leaf.shape[1:]) != _row(name, wanted.shape)
+            or _fixed(leaf.shape[1:], is_entries(name)) != _fixed(wanted.shape, is_entries(name))
         ):
             raise UserError(
                 f"{source} is the state of another model or mitigation ({name} is "
@@ -371,9 +365,9 @@ def check_leaves(given: Mapping[str, Tensor], like: LMState, rows: int, source: 
             )
 
 
-def _row(name: str, shape: torch.Size) -> tuple[int, ...]:
-    """The shape of one row of a leaf; without its length where it is a history."""
-    return shape[:-2] + shape[-1:] if name.endswith("entries") else shape
+def _fixed(shape: torch.Size, grows: bool) -> tuple[int, ...]:
+    """A shape without the length of a history."""
+    return shape[:-2] + shape[-1:] if grows else shape
 
 
 def described(given: object) -> str:

@@ -3,7 +3,7 @@
 `longrnn.checkpoints.load.load` verifies the files against `checksums.json` in the same folder.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -81,17 +81,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         f"{folder} is incomplete (it has none of {', '.join(WEIGHT_FILES)}): copy or "
         "download it again"
     )
-
-
-def rename_weights(
-    weights: Mapping[str, Tensor], rename: Callable[[str], str]
-) -> dict[str, Tensor]:
-    """Returns weights under other names, or raises a ValueError if two get the same name."""
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if renamed.setdefault(rename(name), tensor) is not tensor:
-            raise ValueError(f"{name} is stored under another name too")
-    return renamed
 
 
 def build_model(

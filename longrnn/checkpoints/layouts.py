@@ -10,7 +10,6 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,6 @@ from longrnn.checkpoints.folder import (
     OPTIONS,
     build_model,
     read_weights,
-    rename_weights,
 )
 from longrnn.checkpoints.mamba_configs import (
     MODEL_TYPES,
@@ -65,8 +63,16 @@ class Layout(NamedTuple):
     file: str = "model.safetensors"
 
     def rename(self, weights: Mapping[str, Tensor], *, to_ours: bool = False) -> dict[str, Tensor]:
-        """Return weights under the names of the layout, or of `RecurrentLM`."""
-        return rename_weights(weights, partial(self.renamed, to_ours=to_ours))
+        """Return weights under the names of the layout, or of `RecurrentLM`.
+
+        Raises:
+            ValueError: two weights get the same name.
+        """
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            if renamed.setdefault(self.renamed(name, to_ours=to_ours), tensor) is not tensor:
+                raise ValueError(f"{name} is stored under another name too")
+        return renamed
 
     def renamed(self, name: str, *, to_ours: bool = False) -> str:
         """Return the name of a weight in the layout, or in `RecurrentLM`."""

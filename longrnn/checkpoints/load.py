@@ -45,11 +45,8 @@ SIZES = re.compile(
 )
 SUFFIXES = (".safetensors", ".bin")
 DAMAGED = (
-    "it is incomplete, damaged or not what its config.json says; copy it again, pickles as "
-    "safetensors"
-)
-DAMAGED_GGUF = (
-    "it is incomplete, damaged or of an architecture that transformers does not read; copy it again"
+    "it is incomplete, damaged, not what its config.json says, or of an architecture that "
+    "transformers does not read; copy it again, pickles as safetensors"
 )
 
 
@@ -124,14 +121,15 @@ def load(
 
 def _dtype_of(name: names.CheckpointName, dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that is given or named; a UserError for two of them or an unknown one."""
+    if dtype is None:
+        return name.dtype
     given = names.DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
-    if dtype is not None and given is None:
-        raise UserError(f"weights cannot be {dtype}: give one of {', '.join(names.DTYPE_NAMES)}")
-    if None not in (name.dtype, given) and name.dtype != given:
+    if given is None or name.dtype not in (None, given):
         raise UserError(
-            f"{name.checkpoint}+{name.dtype} names another dtype than {given}: give one of them"
+            f"the weights of {name.checkpoint} cannot have the dtype {dtype}: give one of "
+            f"{', '.join(names.DTYPE_NAMES)}, in the name or beside it"
         )
-    return given or name.dtype
+    return given
 
 
 @contextmanager
@@ -147,7 +145,7 @@ def _verified(folder: Path) -> Iterator[None]:
                 raise
             raise UserError(f"{folder} cannot be loaded: {error}") from error
         except Exception as error:  # damaged files raise errors of many kinds
-            remedy = DAMAGED_GGUF if folder.suffix == names.GGUF else DAMAGED
+            remedy = DAMAGED
             if isinstance(error, ImportError | PermissionError) or is_out_of_memory(error):
                 remedy = "install or permit what is missing, or use a machine with more memory"
             cause = shorten(one_line(error), 160, placeholder=" …")

@@ -188,15 +188,10 @@ def _configuration(
         given["dt_limit"] = None if limit == [0, math.inf] else limit
     if given.get("dt_rank") in ("auto", _default_rank(config["d_model"])):
         given["dt_rank"] = None
-    defaults = _defaults(kind)
+    defaults = MIXERS.complete({"kind": kind})
     changed = {name: value for name, value in given.items() if value != defaults.get(name, name)}
     mixer = {"mixer": {"kind": kind, **changed}}
     return validated(RecurrentConfig, {**config, **mixer}, source)
-
-
-def _defaults(kind: str) -> dict[str, Any]:
-    """The options of a kind of cell."""
-    return MIXERS[kind].__init__.__kwdefaults__ or {}
 
 
 def _default_rank(d_model: int) -> int:
@@ -219,7 +214,7 @@ def _cell_options(model: RecurrentLM, reader: str, eps: float) -> tuple[str, dic
     kind = config.mixer["kind"]
     if kind not in CELLS:
         raise UserError(f"{reader} has no {kind} cells: give a model of {' or '.join(CELLS)} cells")
-    options = _defaults(kind) | config.mixer
+    options = MIXERS.complete(config.mixer)
     for name, value, supported in (
         ("block", config.block, "residual"),
         ("position.kind", config.position["kind"], "none"),

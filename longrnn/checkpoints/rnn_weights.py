@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import load_state_dict_from_file
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor
 
 from longrnn.bundled import find
@@ -115,12 +115,11 @@ def convert_rnn(source: Path, destination: Path, *, library: str, names: str | N
 def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name."""
     try:
-        if regular(path).suffix == ".safetensors":
-            tensors: Any = load_file(path)
-        elif path.suffix == ".npz":
+        if regular(path).suffix == ".npz":
             tensors = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
         else:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
+            options: Any = {"safe": False, "weights_only": True}  # pickles of tensors alone
+            tensors = load_state_dict_from_file(path, map_location="cpu", **options)
     except Exception as error:  # of the libraries that read files
         raise UserError(
             f"{path} cannot be read ({one_line(error)}): give a file in .safetensors, .npz, or of "

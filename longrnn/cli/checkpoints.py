@@ -79,7 +79,7 @@ def _model(checkpoint: str) -> dict[str, Any]:
     until = "" if window is None else f", up to {window.reach:,} tokens"
     grows = f" after one token, and {second - first:,} more for each further token{until}"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "can_go_beyond", False) else ""
+    lifted = " (CHECKPOINT+beyond lifts this)" if getattr(model, "table", "") is None else ""
     return {
         "checkpoint": resolve(split_spec(checkpoint)[0]),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",

@@ -15,8 +15,8 @@ Notable choices:
 """
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,9 +73,8 @@ class Rotation(NamedTuple):
         angles = positions[:, None, :, None].double() * self.frequency.to(device)
         return angles.cos().to(dtype), (angles.sin() * self.sign.to(device)).to(dtype)
 
-    def apply(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate `(b, h, t, d)`."""
-        cos, sin = tables
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `(b, h, t, d)` by `tables`."""
         if self.shift is not None:  # much faster
             return torch.addcmul(x * cos, x.roll(self.shift, -1), sin)
         return torch.addcmul(x * cos, x.gather(-1, self.partner.to(x.device).expand_as(x)), sin)
@@ -86,12 +85,12 @@ class QueryBlock(NamedTuple):
 
     Attributes:
         tokens: which.
-        keys: those that they can read, beside far sinks.
-        mask: `(b or 1, 1, t, n + k)` bool, which of n far sinks and these keys each token reads.
+        keys: `(k,)` int64, those that they can read, far sinks first.
+        mask: `(b or 1, 1, t, k)` bool, which of these keys each token reads.
     """
 
     tokens: slice
-    keys: slice
+    keys: Tensor
     mask: Tensor
 
 
@@ -109,20 +108,18 @@ class WindowCall:
         self, window: AttentionWindow, before: Tensor, time: int, rows: Rows | None
     ) -> None:
         self.window, self._rows, self._before = window, rows, before
+        self._rotation_tables = cache(Rotation.tables)
+        self._mask_to_add = cache(added_mask)
         self._stored = window.kept(int(before.max()))
         positions, self._after = positions_of(before, time, rows)
-        self._own = before.clamp(max=window.reach)
-        place = self._places(self._stored, self._own)
-        stored = self._positions(place, before, self._own)
+        stored, is_stored = self._kept(self._stored, before)
         self._is_even = rows is None and len(before) == 1
-        self._tables: dict[Any, Any] = {}
-        self._rotates_queries = time > 1
         keys = torch.cat([stored, positions], 1)
         slots = torch.arange(keys.shape[1], device=keys.device)
         distance = positions[..., None] - keys[:, None]  # (b, t, k)
         reads = slots <= slots[self._stored :, None]
         if not self._is_even:
-            own = torch.cat([place >= 0, torch.ones_like(positions, dtype=torch.bool)], 1)
+            own = torch.cat([is_stored, torch.ones_like(positions, dtype=torch.bool)], 1)
             reads = reads & own[:, None]
         if rows is not None:
             document = rows.is_start.long().cumsum(1)
@@ -130,27 +127,23 @@ class WindowCall:
             reads = reads & (document[..., None] == of_key[:, None])
         is_far = positions[..., None] >= window.reach
         to_sink = reads & is_far & (keys < window.sinks)[:, None]
+        self._sinks: Tensor | None = None
+        self._mask: Tensor | None = reads[:, None]
         if time == 1:
-            self._one_token(distance, keys, reads, to_sink)
+            # Keys are rotated by their distance. All of them are in the window, or sinks.
+            far = window.reach - keys[:, None]
+            self._key_positions = -torch.where(to_sink, far, distance)[:, 0]
+            self._mask = None if self._is_even else self._mask
         else:
+            # Keys and tokens are rotated by their distance from the first token.
+            self._key_positions = slots[None] - self._stored
             in_window = reads & (~is_far | (distance < (window.size or MORE_THAN_ANY_DOCUMENT)))
-            self._several(keys, in_window, to_sink)
+            self._read_apart(keys, in_window, to_sink)
 
-    def _one_token(self, distance: Tensor, keys: Tensor, reads: Tensor, to_sink: Tensor) -> None:
-        """Rotate keys by their distance; the token itself is not rotated."""
-        far = self.window.reach - keys
-        self._key_positions = -torch.where(to_sink[:, 0], far, distance[:, 0])
-        self._sinks = self._sink_positions = None
-        # All stored keys are inside the window, or sinks.
-        self._mask = None if self._is_even else reads[:, None]
-
-    def _several(self, keys: Tensor, in_window: Tensor, to_sink: Tensor) -> None:
-        """Rotate keys and tokens by their distance from the first token."""
-        count = keys.shape[1]
-        self._key_positions = torch.arange(count, device=keys.device)[None] - self._stored
+    def _read_apart(self, keys: Tensor, in_window: Tensor, to_sink: Tensor) -> None:
+        """Let tokens read far sinks with a rotation of their own, in front of the other keys."""
         is_sink = to_sink.any(1)
         number = int(is_sink.sum(1).max())
-        self._sinks = self._sink_positions = None
         if number:
             self._sinks = (~is_sink).long().argsort(dim=1, stable=True)[:, :number]
             self._sink_positions = keys.gather(1, self._sinks) - self.window.reach
@@ -177,26 +170,26 @@ class WindowCall:
         """
         near, rotated = key, query
         if rotation is not None:
-            near = rotation.apply(key, self._table(rotation, "_key_positions", key.dtype))
-            if self._rotates_queries:
-                tables = self._table(rotation, "_key_positions", key.dtype)
-                cos, sin = (table[..., -query.shape[2] :, :] for table in tables)
-                rotated = rotation.apply(query, (cos, sin))
+            cos, sin = self._rotation_tables(rotation, self._key_positions, key.dtype)
+            near = rotation.apply(key, cos, sin)
+            time = query.shape[2]
+            rotated = rotation.apply(query, cos[..., -time:, :], sin[..., -time:, :])
         if self._sinks is None:
-            return self._in_blocks(rotated, near, value, None, attention)
+            return self._in_blocks(rotated, near, value, attention)
         far = _gather(key, self._sinks)
         if rotation is not None:
-            far = rotation.apply(far, self._table(rotation, "_sink_positions", key.dtype))
+            tables = self._rotation_tables(rotation, self._sink_positions, key.dtype)
+            far = rotation.apply(far, *tables)
         number, groups = far.shape[2], query.shape[1] // key.shape[1]
         product = query.unflatten(1, (-1, groups)) @ far.transpose(-1, -2)[:, :, None]
         unit = torch.eye(number, dtype=key.dtype, device=key.device)
         unit = F.pad(unit, (key.shape[-1], 0)).expand(*far.shape[:2], -1, -1)
-        # Of equal width, which the fast kernels of torch need.
-        wider = max(0, unit.shape[-1] - value.shape[-1])
-        values, sinks = F.pad(value, (0, wider)), F.pad(_gather(value, self._sinks), (0, wider))
         queries = torch.cat([rotated, product.flatten(1, 2)], -1)
-        keys = F.pad(near, (0, number))
-        output = self._in_blocks(queries, keys, values, (unit, sinks), attention)
+        keys = torch.cat([unit, F.pad(near, (0, number))], 2)
+        values = torch.cat([_gather(value, self._sinks), value], 2)
+        # Of equal width, which the fast kernels of torch need.
+        values = F.pad(values, (0, max(0, keys.shape[-1] - value.shape[-1])))
+        output = self._in_blocks(queries, keys, values, attention)
         return output[..., : value.shape[-1]].contiguous()  # models view it
 
     def _in_blocks(
@@ -204,54 +197,41 @@ class WindowCall:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sinks: tuple[Tensor, Tensor] | None,
         attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     ) -> Tensor:
-        """`attend` for rotated tensors, with the keys and values of far sinks apart."""
+        """`attend` for rotated tensors, with far sinks in front."""
         if self._mask is None:
             return attention(query, key, value, None)
-        blocks = self._blocks
         if query.shape[2] < self._mask.shape[2]:  # of a layer that computes the last tokens only
-            mask = self._mask[:, :, -query.shape[2] :]
-            blocks = [QueryBlock(slice(None), slice(None), mask)]
-        outputs = []
-        for block in blocks:
-            keys, values = key[:, :, block.keys], value[:, :, block.keys]
-            if sinks is not None:
-                keys, values = torch.cat([sinks[0], keys], 2), torch.cat([sinks[1], values], 2)
-            mask = self._added(block.mask, query.dtype)
-            outputs.append(attention(query[:, :, block.tokens], keys, values, mask))
+            mask = self._mask_to_add(self._mask, query.dtype)
+            return attention(query, key, value, mask[:, :, -query.shape[2] :])
+        outputs = [
+            attention(
+                query[:, :, block.tokens],
+                key.index_select(2, block.keys),
+                value.index_select(2, block.keys),
+                self._mask_to_add(block.mask, query.dtype),
+            )
+            for block in self._blocks
+        ]
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
     @cached_property
     def _blocks(self) -> list[QueryBlock]:
         """Blocks of a size at which most keys that are read are those of the window."""
         assert self._mask is not None
-        sinks = 0 if self._sinks is None else self._sinks.shape[1]
-        time, blocks = self._mask.shape[2], []
+        time, count = self._mask.shape[2:]
+        slots = torch.arange(count, device=self._mask.device)
+        # The number of a key in the state and the call; negative for a far sink.
+        number = slots - (count - self._stored - time)
         size = min(max(LEAST_BLOCK, self.window.reach // 2), time)
+        blocks = []
         for first in range(0, time, size):
-            stop = min(time, first + size)
-            keys = slice(max(0, self._stored + first - self.window.reach), self._stored + stop)
-            mask = self._mask[:, :, first:stop]
-            near = mask[..., sinks + keys.start : sinks + keys.stop]
-            mask = torch.cat([mask[..., :sinks], near], -1)
-            blocks.append(QueryBlock(slice(first, stop), keys, mask))
+            tokens = slice(first, min(time, first + size))
+            is_near = number >= self._stored + first - self.window.reach
+            keys = slots[(number < 0) | (is_near & (number < self._stored + tokens.stop))]
+            blocks.append(QueryBlock(tokens, keys, self._mask[:, :, tokens, keys]))
         return blocks
-
-    def _added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """A mask to be added to scores, which is made once."""
-        key = id(mask), dtype
-        if key not in self._tables:
-            self._tables[key] = mask, added_mask(mask, dtype)
-        return self._tables[key][1]
-
-    def _table(self, rotation: Rotation, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        key = id(rotation), name, dtype
-        if key not in self._tables:
-            # With the rotation, so that its id stays its own.
-            self._tables[key] = rotation, rotation.tables(getattr(self, name), dtype)
-        return self._tables[key][1]
 
     def keep(self, entries: Tensor) -> Tensor:
         """Return the keys or values, `(b, h, k + t, d)`, that the state after the call holds."""
@@ -261,27 +241,27 @@ class WindowCall:
             if not first or not sinks:
                 return entries[:, :, first:]
             return torch.cat([entries[:, :, :sinks], entries[:, :, first + sinks :]], 2)
-        own = self._after.clamp(max=self.window.reach)
-        place = self._places(size, own)
-        wanted = self._positions(place, self._after, own)
-        before, had = self._before[:, None], self._own[:, None]
-        offset = self._stored - had
-        old = offset + torch.where(wanted < self.window.sinks, wanted, wanted - before + had)
+        wanted, is_kept = self._kept(size, self._after)
+        before = self._before[:, None]
+        had = before.clamp(max=self.window.reach)
+        old = self._stored + torch.where(wanted < self.window.sinks, wanted - had, wanted - before)
         slot = torch.where(wanted < before, old, self._stored + wanted - before)
         if self._rows is not None and self._rows.has_starts:
             steps = torch.arange(self._rows.is_start.shape[1], device=slot.device)
             start = steps.where(self._rows.is_start, -1).amax(1, keepdim=True)
             slot = torch.where(start >= 0, self._stored + start + wanted, slot)
-        kept = _gather(entries, slot.clamp(min=0))
-        return kept.where((place >= 0)[:, None, :, None], 0)
+        return _gather(entries, slot.clamp(min=0)).where(is_kept[:, None, :, None], 0)
 
-    def _places(self, size: int, own: Tensor) -> Tensor:
-        """Which of a row's own keys each of `size` slots holds, `(b, size)`; negative for none."""
-        return torch.arange(size, device=own.device) - (size - own)[:, None]
+    def _kept(self, size: int, read: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys that are kept in `size` slots after `read` tokens of each row.
 
-    def _positions(self, place: Tensor, read: Tensor, own: Tensor) -> Tensor:
-        """The position of a row's own keys by their number, after `read` tokens."""
-        return torch.where(place < self.window.sinks, place, place + (read - own)[:, None])
+        Returns:
+            Their positions, and which slots have one, both `(b, size)`.
+        """
+        own = read.clamp(max=self.window.reach)[:, None]
+        place = torch.arange(size, device=own.device) - (size - own)
+        moved = place + read[:, None] - own
+        return torch.where(place < self.window.sinks, place, moved), place >= 0
 
 
 @lru_cache(maxsize=16)

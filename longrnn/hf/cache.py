@@ -31,6 +31,8 @@ WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
         cache_utils.LinearAttentionAndFullAttentionLayer
     ),
 }
+# Fields of a `LayerCache`, and the attributes of a cache layer that have their tensors by index.
+RECURRENT = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
 
 class LayerCache(NamedTuple):
@@ -101,9 +103,12 @@ def keep_cache(cache: Any, calls: Sequence[WindowCall] | None = None) -> tuple[L
         if type(layer) not in CONVERTED_LAYERS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
     if calls is None:
-        return tuple(map(_keep, cache.layers))
+        return tuple(LayerCache(**kept_keys(layer), **_recurrent(layer)) for layer in cache.layers)
     pairs = zip(cache.layers, calls, strict=True)
-    return tuple(_keep(layer)._replace(**kept_of_window(layer, call.keep)) for layer, call in pairs)
+    return tuple(
+        LayerCache(**kept_keys(layer, call.keep, "unrotated"), **_recurrent(layer))
+        for layer, call in pairs
+    )
 
 
 def fill_cache(
@@ -117,7 +122,7 @@ def fill_cache(
     Args:
         cache: of the next call.
         layers: of the state.
-        position: of every row, or without recurrent layers of the row that has read the most.
+        position: of the row that has read the most.
         windows: of each layer under an `attention_window`; None without.
 
     Raises:
@@ -130,30 +135,44 @@ def fill_cache(
         _restore_recurrent(layer, kept)
         sliding = getattr(layer, "sliding_window", None)
         window = AttentionWindow(sliding) if windows is None else windows[number]
-        needed = window.kept(position)
-        restore_keys(layer, kept, position, needed, needed if windows is None else window.reach)
         if sliding is not None:
             layer.cumulative_length = position
+        history, needed = kept.keys or kept.unrotated, window.kept(position)
+        if not (needed and isinstance(history, History) and isinstance(kept.values, History)):
+            continue
+        keys, values = history.entries, kept.values.entries
+        if not needed <= keys.shape[-2] <= window.reach:
+            raise UserError(
+                f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "
+                f"{needed}: give a state of a model with the same attention_window"
+            )
+        layer.lazy_initialization(keys, values)
+        # Without the padding that rows with a longer history left in front.
+        layer.keys, layer.values = keys[..., -needed:, :], values[..., -needed:, :]
 
 
-def _keep(layer: Any) -> LayerCache:
-    keys: Any = ()
-    values: Any = ()
-    if getattr(layer, "keys", None) is not None:
-        keys, values = History(released(layer.keys)), History(released(layer.values))
-    conv, recurrent = (
-        tuple(() if state is None else state for state in getattr(layer, name, {}).values())
-        for name in ("conv_states", "recurrent_states")
-    )
-    return LayerCache(keys, values, conv, recurrent)
+def _recurrent(layer: Any) -> dict[str, Any]:
+    """Returns the fields of a `LayerCache` that are not keys or values."""
+    return {
+        field: tuple(() if state is None else state for state in getattr(layer, name, {}).values())
+        for field, name in RECURRENT.items()
+    }
 
 
-def kept_of_window(layer: Any, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Returns the fields of a `LayerCache` under an `attention_window`; none without attention."""
+def kept_keys(
+    layer: Any, keep: Callable[[Tensor], Tensor] = lambda entries: entries, name: str = "keys"
+) -> dict[str, Any]:
+    """Returns the fields of a `LayerCache` for keys and values; none without attention.
+
+    Args:
+        layer: of a cache after a call.
+        keep: returns those of all keys, or values, that the state holds.
+        name: of the field for the keys.
+    """
     if getattr(layer, "keys", None) is None:
         return {}
     keys, values = (History(released(keep(entries))) for entries in (layer.keys, layer.values))
-    return {"keys": (), "values": values, "unrotated": keys}
+    return {name: keys, "values": values}
 
 
 def released(entries: Tensor) -> Tensor:
@@ -163,35 +182,9 @@ def released(entries: Tensor) -> Tensor:
 
 
 def _restore_recurrent(layer: Any, kept: LayerCache) -> None:
-    for i, (conv, recurrent) in enumerate(zip(kept.conv, kept.recurrent, strict=True)):
-        for name, tensor in (("conv_states", conv), ("recurrent_states", recurrent)):
+    for field, name in RECURRENT.items():
+        for i, tensor in enumerate(getattr(kept, field)):
             if isinstance(tensor, Tensor):
                 layer.lazy_initialization(**{name: tensor, "state_idx": i})
                 getattr(layer, name)[i].copy_(tensor)
                 layer.has_previous_state[i] = True
-
-
-def restore_keys(layer: Any, kept: LayerCache, position: int, needed: int, most: int) -> None:
-    """Gives an empty layer of a cache the last `needed` keys and values of a state, if it has any.
-
-    Args:
-        layer: of the cache.
-        kept: of the state.
-        position: how many tokens were read in the row that has read the most.
-        needed: how many keys the layer has after them.
-        most: how many the state may have.
-
-    Raises:
-        UserError: the state has fewer than needed, or more.
-    """
-    history = kept.keys or kept.unrotated
-    if not (needed and isinstance(history, History) and isinstance(kept.values, History)):
-        return
-    keys, values = history.entries, kept.values.entries
-    if not needed <= keys.shape[-2] <= most:
-        raise UserError(
-            f"the state has {keys.shape[-2]} keys after {position} tokens, and this model has "
-            f"{needed}: give a state of a model with the same attention_window"
-        )
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys[..., -needed:, :], values[..., -needed:, :]

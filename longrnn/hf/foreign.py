@@ -11,7 +11,6 @@ Notable choices:
 
 import copy
 import inspect
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -55,7 +54,7 @@ class ForeignLM(LanguageModel):
     Attributes:
         kind: the `model_type` of the model's configuration.
         max_length: the maximum length of a sequence in tokens; None for no limit.
-        can_go_beyond: whether the model can compute positions beyond that.
+        table: the name of a table of positions, beyond which there are none; None without.
         tokens_together: whether several tokens after a state go through the model in one call.
         attention: what computes its attention under an `attention_window`; None without.
 
@@ -79,13 +78,10 @@ class ForeignLM(LanguageModel):
         reason = scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)
-        self._weights: dict[str, Any] = {}  # also of the copies that share them
-        self._note_dtype()
         self._like: tuple[Any, PyTree] = None, ()
         limit = getattr(self.config, "max_position_embeddings", None)
-        self.max_length = limit if states.histories(self.like) and limit else None
-        self._table = table_of_positions(model)
-        self.can_go_beyond = self._table is None
+        self.max_length = limit if limit and self.has_keys else None
+        self.table = table_of_positions(model)
 
     def refusal(self, reason: str) -> UserError:
         """Return the error for a model that cannot be evaluated."""
@@ -97,45 +93,41 @@ class ForeignLM(LanguageModel):
     @torch.no_grad()
     def _state_like(self) -> PyTree:
         """Return what `like` is, from the cache after a call."""
+        if self.model.dtype == torch.float64:
+            # The other implementations are not written for it.
+            self.model.config._experts_implementation = "eager"
         tokens = torch.arange(8, device=self.model.device).view(2, 4) % self.vocab_size
         try:
             positions = torch.zeros(2, dtype=torch.long, device=tokens.device)
             _, (_, layers) = self.call(tokens, LMState(positions, ()), 1)
         except Exception as error:  # of `keep_cache`, or of a model that cannot be called so
             raise self.refusal(reason_of(error)) from error
-        for name, leaf in states.leaves(layers):
-            if leaf.shape[:1] != (2,):
-                raise self.refusal(f"its cache has no batch axis first ({name})")
-        rows = states.tree_map(lambda leaf: leaf[0].to("meta"), layers)
-        return states.map_histories(lambda entries: entries[..., :0, :], rows)
+        rows = [
+            (leaf[0, ..., :0, :] if states.is_entries(name) else leaf[0]).to("meta")
+            for name, leaf in states.leaves(layers)
+        ]
+        return states.unflatten(layers, rows)
 
     @property
     def like(self) -> PyTree:  # pyright: ignore
-        """The state's layers for one row without its batch axis, on the meta device."""
-        dtype = self._weights["dtype"]
-        if self._like[0] != dtype:
-            self._like = dtype, ()
+        """The state's layers for one row without its batch axis, on the meta device.
+
+        They have the dtype of the weights, which `to` and others of nn.Module change.
+        """
+        if self._like[0] != self.model.dtype:
             with without_autocast(self.model.get_input_embeddings().weight):
-                self._like = dtype, self._state_like()
+                self._like = self.model.dtype, self._state_like()
         return self._like[1]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # What `to`, `half` and others of nn.Module call: states have the dtype of the weights.
-        super()._apply(fn, recurse)
-        self._note_dtype()
-        return self
+    @property
+    def has_keys(self) -> bool:
+        """Whether there are layers of attention, whose state grows."""
+        return any(states.is_entries(name) for name, _ in states.leaves(self.like))
 
-    def _note_dtype(self) -> None:
-        self._weights["dtype"] = self.model.dtype
-        if self.model.dtype == torch.float64:
-            # The other implementations are not written for it.
-            self.model.config._experts_implementation = "eager"
-
-    def zero_state(self, batch_size: int) -> LMState:
-        """See `LanguageModel`; with empty histories."""
-        zeros = partial(torch.zeros, device=self.model.device)
-        layers = states.tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
-        return LMState(zeros(batch_size, dtype=torch.long), layers)
+    @property
+    def device(self) -> torch.device:  # pyright: ignore
+        """See `LanguageModel`."""
+        return self.model.device
 
     def beyond(self) -> Self:
         """Return the model without `max_length`; it shares its weights with this one.
@@ -143,9 +135,9 @@ class ForeignLM(LanguageModel):
         Raises:
             UserError: the model has no positions beyond `max_length`.
         """
-        if self.max_length is not None and not self.can_go_beyond:
+        if self.max_length is not None and self.table is not None:
             raise UserError(
-                f"this {self.kind} has {self.max_length:,} positions ({self._table}) and none "
+                f"this {self.kind} has {self.max_length:,} positions ({self.table}) and none "
                 "beyond: give it shorter texts"
             )
         other = copy.copy(self)
@@ -164,15 +156,10 @@ class ForeignLM(LanguageModel):
                 be limited; see `longrnn.hf.windowed`.
         """
         size = checked_window(self, window, sinks)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            reason = probe(self.attending(AttentionWindow()))
-            if reason is not None:
-                raise no_window(self, reason)
-            return self.attending(size)
-        finally:
-            self.model.train(was_training)
+        reason = probe(self.attending(AttentionWindow()))
+        if reason is not None:
+            raise no_window(self, reason)
+        return self.attending(size)
 
     def attending(self, window: AttentionWindow) -> Self:
         """Return a model with this window, unchecked, and without `max_length`."""
@@ -191,11 +178,6 @@ class ForeignLM(LanguageModel):
         """Return the window that the architecture gives each layer of a cache; None for none."""
         layers = DynamicCache(config=self.model.config).layers
         return [getattr(layer, "sliding_window", None) for layer in layers]
-
-    @property
-    def positions_reason(self) -> str | None:
-        """Why distances cannot be limited to those of a window; None if they can."""
-        return self._table and f"its positions are in a table, {self._table}"
 
     @torch.no_grad()
     def forward(
@@ -257,7 +239,11 @@ class ForeignLM(LanguageModel):
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
         while start < time:
-            width = self._width(len(tokens), int(state.position.max()))
+            width, position = max(16, PIECE_TOKENS // len(tokens)), int(state.position.max())
+            if position and not self.tokens_together:
+                width = 1
+            elif self.attention is not None and self.attention.counts_keys:
+                width = max(1, self.attention.window.reach - position)
             piece = tokens[:, start : start + width]
             part = None if rows is None else rows.slice(start, start + piece.shape[1])
             wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
@@ -266,14 +252,6 @@ class ForeignLM(LanguageModel):
             if wanted:
                 kept.append(logits[:, -wanted:])
         return LMOutput(torch.cat(kept, 1) if len(kept) > 1 else kept[0], state)
-
-    def _width(self, rows: int, position: int) -> int:
-        """How many tokens of each row go through the model in one call, after `position` tokens."""
-        if position and not self.tokens_together:
-            return 1
-        if self.attention is not None and self.attention.counts_keys:
-            return max(1, self.attention.window.reach - position)
-        return max(16, PIECE_TOKENS // rows)
 
     def call(
         self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None
@@ -294,32 +272,20 @@ class ForeignLM(LanguageModel):
         """
         position, time = int(state.position.max()), tokens.shape[1]
         if self.attention is not None:
-            return self._call_windowed(tokens, state, keep, rows)
+            call, cache = self.attention.call(state.position, time, rows), self.new_cache()
+            if position:
+                fill_cache(cache, state.layers, position, self.attention.windows)
+            with call.reading():
+                output = self.run(tokens, torch.zeros_like(tokens), cache, keep)
+            return output.logits, LMState(call.after, keep_cache(cache, call.calls))
         cache = None
         if position:
-            # Drop the padding that rows with a longer history left in front.
-            layers = states.map_histories(
-                lambda entries: entries[..., max(0, entries.shape[-2] - position) :, :],
-                state.layers,
-            )
             cache = DynamicCache(config=self.model.config)
-            fill_cache(cache, layers, position)
+            fill_cache(cache, state.layers, position)
         positions = state.position[:, None] + torch.arange(time, device=tokens.device)
         output = self.run(tokens, positions, cache, keep)
         layers = keep_cache(output.get(self._cache_name))
         return output.logits, LMState(state.position + time, layers)
-
-    def _call_windowed(
-        self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None
-    ) -> tuple[Tensor, LMState]:
-        assert self.attention is not None
-        windows, cache = self.attention.windows, UncutCache(self.model.config)
-        call = self.attention.call(state.position, tokens.shape[1], rows)
-        if bool(state.position.any()):
-            fill_cache(cache, state.layers, int(state.position.max()), windows)
-        with call.reading():
-            output = self.run(tokens, torch.zeros_like(tokens), cache, keep)
-        return output.logits, LMState(call.after, keep_cache(cache, call.calls))
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 1) -> Any:
         """Return what the model returns for tokens and positions `(b, t)`; see `call`."""

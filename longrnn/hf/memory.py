@@ -14,11 +14,12 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import FalconH1Config, FalconH1ForCausalLM
 from transformers.initialization import no_init_weights
 
 from longrnn.errors import UserError
+from longrnn.programs import reason_of
 
 # Weights of a LLaMA by the names that they have in a Falcon-H1.
 RENAMED = (
@@ -60,15 +61,16 @@ def with_memory(base: Any, *, shortest: int, longest: int) -> FalconH1ForCausalL
         raise _refusal(kind, "its attention has a window of its own")
     with no_init_weights():  # all of them are set below
         model: Any = FalconH1ForCausalLM(config).to(base.dtype).eval()
-    weights, target = _renamed(base), model.state_dict()
-    unknown = [name for name in weights if name not in target or _differs(weights, target, name)]
-    missing = [name for name in target if name not in weights and MEMORY not in name]
+    try:
+        missing, unknown = model.load_state_dict(_renamed(base), strict=False)
+    except RuntimeError as error:  # of weights of another shape
+        raise _refusal(kind, reason_of(error)) from error
     # LLaMA-like models may have biases in some projections of attention only.
     biases = {name for name in missing if name.endswith("_proj.bias")}
-    if unknown or set(missing) - biases:
-        raise _refusal(kind, f"it differs in {min([*unknown, *(set(missing) - biases)])}")
-    weights |= {name: torch.zeros_like(target[name]) for name in biases}
-    model.load_state_dict({**target, **weights})
+    if differing := {*missing, *unknown} - biases - {name for name in missing if MEMORY in name}:
+        raise _refusal(kind, f"it differs in {min(differing)}")
+    for name in biases:
+        nn.init.zeros_(model.get_parameter(name))
     half_lives = torch.logspace(
         math.log10(shortest), math.log10(longest), config.mamba_n_heads, dtype=torch.float64
     )
@@ -106,10 +108,6 @@ def _renamed(base: Any) -> dict[str, Tensor]:
             name = re.sub(pattern, replacement, name)
         weights[name] = weight
     return weights
-
-
-def _differs(weights: dict[str, Tensor], target: dict[str, Tensor], name: str) -> bool:
-    return weights[name].shape != target[name].shape
 
 
 @torch.no_grad()

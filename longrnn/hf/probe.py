@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
@@ -99,8 +98,8 @@ def probe(model: Any) -> str | None:
     if not is_narrow:
         return reason
     # Rounding may be the cause, which a call in float32 shows. It differs by chance.
-    with _in_float32(model), choices.replay(0, TIME):
-        exact = model.model(input_ids=tokens, use_cache=False).logits
+    with choices.replay(0, TIME):
+        exact = copy.deepcopy(model.model).float()(input_ids=tokens, use_cache=False).logits
     error, of_whole = _difference(found, exact), _difference(whole, exact)
     if error <= max(limit, 1.5 * of_whole):
         return None
@@ -110,17 +109,3 @@ def probe(model: Any) -> str | None:
 def _difference(found: Tensor, wanted: Tensor) -> float:
     """The greatest difference of logits, relative to the greatest of them."""
     return float((found.float() - wanted).abs().max() / wanted.abs().max())
-
-
-@contextmanager
-def _in_float32(model: Any) -> Iterator[None]:
-    """A context in which the weights of a model are float32."""
-    weights = [w for w in (*model.parameters(), *model.buffers()) if w.is_floating_point()]
-    before = [weight.data for weight in weights]
-    for weight in weights:
-        weight.data = weight.data.float()
-    try:
-        yield
-    finally:
-        for weight, data in zip(weights, before, strict=True):
-            weight.data = data

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -109,10 +109,7 @@ class HFTokenizer:
             try:
                 self.tokenizer.save_pretrained(draft)
             except Exception as error:  # the tokenizers library raises bare Exception
-                code = re.search(r"os error (\d+)", str(error))
-                if code is None:
-                    raise
-                raise OSError(int(code[1]), os.strerror(int(code[1])), draft) from error
+                raise OSError(errno.EIO, one_line(error), draft) from error
             remove_checksums(folder)
             for file in sorted(Path(draft).iterdir()):
                 write_atomic(folder / file.name, file.read_bytes())

@@ -1,8 +1,13 @@
 """`WindowedAttention`: makes the layers of a Hugging Face model attend through `WindowCall`.
 
+A Hugging Face model looks its attention up by the name in its configuration. During a call that
+name is the one of `_attend`, which leaves the computation to a function of the call.
+
 All tokens of a call are given position 0, at which a rotary encoding changes nothing, so that
 queries, keys and the cache are not rotated. The function that the model would have called computes
-the attention, from the queries and keys that `WindowCall` rotates, with its mask.
+the attention, from the queries and keys that `WindowCall` rotates, with its mask. The rotation of a
+layer is found by calling the model at several positions: one of the rotations with frequencies of
+the model must give the queries there.
 
 A model with linear biases (ALiBi), which follow from the places of keys in the cache, attends as in
 transformers. It reads one token after another from a cache without the keys between sinks and
@@ -11,22 +16,54 @@ window. A model with positions of another kind is refused.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from transformers import cache_utils
+from transformers import AttentionInterface, cache_utils
 
 from longrnn.errors import UserError
-from longrnn.hf.attention_layers import AttentionLayer, attention_layers, reading_by
-from longrnn.hf.attention_window import AttentionWindow, WindowCall, window_call
+from longrnn.hf.attention_window import AttentionWindow, Rotation, WindowCall, window_call
 from longrnn.ops.rows import Rows, positions_of
 from longrnn.programs import reason_of
 
+# The name of `_attend` in configurations.
+NAME = "longrnn"
 # Implementations of attention in transformers that take a mask for each row.
 MASKED = ("sdpa", "eager")
+# The largest error of a rotation, relative to the largest query, by bytes of a weight.
+TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.03}
+
+# Returns the outputs `(b, t, h, d)` for a layer, queries, keys, values and options of its call.
+_attention: ContextVar[Callable[..., Tensor]] = ContextVar("attention")
+
+
+def _attend(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    if attention_mask is not None:
+        raise ValueError("its attention makes its own masks")
+    return _attention.get()(layer, query, key, value, options), None
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+@contextmanager
+def attending_by(model: Any, attention: Callable[..., Tensor]) -> Iterator[None]:
+    """A context in which a function computes the attention of a model."""
+    implementation, token = model.config._attn_implementation, _attention.set(attention)
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = implementation
+        _attention.reset(token)
 
 
 class WindowedAttention:
@@ -49,7 +86,7 @@ class WindowedAttention:
 
     def __init__(self, model: Any, window: AttentionWindow) -> None:
         self.model, self.window = model.model, window
-        reason = model.positions_reason
+        reason = model.table and f"its positions are in a table, {model.table}"
         if "chunked_attention" in (getattr(model.config, "layer_types", None) or ()):
             reason = "its attention is limited to chunks"
         if reason is not None:
@@ -79,14 +116,51 @@ class WindowedAttention:
         return WindowedCall(self, before, time, rows)
 
 
+class WindowedCall:
+    """The attention of one call of a model.
+
+    Args:
+        attention: of the model.
+        before: see `WindowCall`.
+        time: likewise.
+        rows: likewise.
+    """
+
+    def __init__(
+        self, attention: WindowedAttention, before: Tensor, time: int, rows: Rows | None
+    ) -> None:
+        self._attention = attention
+        self.after = positions_of(before, time, rows)[1]
+        self._implementation = masked_implementation(attention.model)
+        calls = {window: window_call(window, before, time, rows) for window in {*attention.windows}}
+        self.calls: list[WindowCall] = [calls[window] for window in attention.windows]
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which the model attends so."""
+        if self._attention.counts_keys:
+            return nullcontext()
+        return attending_by(self._attention.model, self.attend)
+
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
+        """Return the outputs `(b, t, h, d)` of a layer; `options` are those of its call."""
+        number, rotation = self._attention.layers[layer]
+        code = vars(sys.modules[type(layer).__module__])
+        function = code["ALL_ATTENTION_FUNCTIONS"].get_interface(
+            self._implementation, code["eager_attention_forward"]
+        )
+        if options.get("scaling") is None:
+            options["scaling"] = query.shape[-1] ** -0.5
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return function(layer, query, key, value, mask, **options)[0]
+
+        return self.calls[number].attend(query, key, value, rotation, attention)
+
+
 def counts_keys(config: Any) -> bool:
     """Whether a model has linear biases for positions (ALiBi), which it counts in its cache."""
-    nested = getattr(config, "attn_config", None)
-    return (
-        config.model_type == "bloom"
-        or bool(getattr(config, "alibi", False))
-        or bool(getattr(nested, "alibi", False))
-    )
+    parts = (config, getattr(config, "attn_config", None))
+    return config.model_type == "bloom" or any(getattr(part, "alibi", False) for part in parts)
 
 
 def no_window(model: Any, reason: str) -> UserError:
@@ -112,44 +186,6 @@ def checked_window(model: Any, window: int, sinks: int) -> AttentionWindow:
     return AttentionWindow(window, sinks)
 
 
-class WindowedCall:
-    """The attention of one call of a model: a `Reader`.
-
-    Args:
-        attention: of the model.
-        before: see `WindowCall`.
-        time: likewise.
-        rows: likewise.
-    """
-
-    def __init__(
-        self, attention: WindowedAttention, before: Tensor, time: int, rows: Rows | None
-    ) -> None:
-        self._attention = attention
-        self.after = positions_of(before, time, rows)[1]
-        self._implementation = masked_implementation(attention.model)
-        calls = {window: window_call(window, before, time, rows) for window in {*attention.windows}}
-        self.calls: list[WindowCall] = [calls[window] for window in attention.windows]
-
-    def reading(self) -> AbstractContextManager[None]:
-        """A context in which the model attends so."""
-        if self._attention.counts_keys:
-            return nullcontext()
-        return reading_by(self._attention.model, self)
-
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Any:
-        """See `Reader`."""
-        number, rotation = self._attention.layers[layer]
-        call, function = self.calls[number], implementation_of(layer, self._implementation)
-        if options.get("scaling") is None:
-            options["scaling"] = query.shape[-1] ** -0.5
-
-        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return function(layer, query, key, value, mask, **options)[0]
-
-        return call.attend(query, key, value, rotation, attention), None
-
-
 def masked_implementation(model: Any) -> str:
     """The implementation of attention of a model, which takes masks.
 
@@ -165,7 +201,95 @@ def masked_implementation(model: Any) -> str:
     return implementation
 
 
-def implementation_of(layer: Any, name: str) -> Callable[..., Any]:
-    """The function of transformers that computes the attention of a layer."""
-    code = vars(sys.modules[type(layer).__module__])
-    return code["ALL_ATTENTION_FUNCTIONS"].get_interface(name, code["eager_attention_forward"])
+class AttentionLayer(NamedTuple):
+    """One layer of attention.
+
+    Attributes:
+        number: of its cache.
+        rotation: of its queries and keys; None for none.
+    """
+
+    number: int
+    rotation: Rotation | None
+
+
+@torch.no_grad()
+def attention_layers(model: Any, reach: int) -> dict[nn.Module, AttentionLayer]:
+    """Find the layers of attention of a model, and how each rotates.
+
+    Args:
+        model: a `ForeignLM`.
+        reach: the largest distance of a token and a key.
+
+    Raises:
+        ValueError: there are none, or positions of another kind; the message says so.
+    """
+    cache, device = model.new_cache(), model.model.device
+    positions = torch.tensor([0, 1, 7, reach], device=device)
+    tokens = torch.arange(3, device=device).expand(len(positions), -1)
+    candidates = functools.cache(lambda width: list(_candidates(model.model, width)))
+    layers = {}
+
+    def record(layer: Any, query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
+        # A layer that has no cache of its own reads the keys of another one.
+        shared = [i for i, each in enumerate(cache.layers) if getattr(each, "keys", 0) is key]
+        rotation = _rotation(query, positions, candidates(query.shape[-1]))
+        layers[layer] = AttentionLayer(shared[0] if shared else cache.latest, rotation)
+        batch, heads, time, _ = query.shape
+        return value.new_zeros(batch, time, heads, value.shape[-1])
+
+    with attending_by(model.model, record):
+        model.run(tokens, positions[:, None].expand_as(tokens), cache)
+    if not layers:
+        raise ValueError("it has no attention that can be given a mask")
+    return layers
+
+
+def _rotation(query: Tensor, positions: Tensor, candidates: Sequence[Rotation]) -> Rotation | None:
+    """The rotation that explains queries `(b, h, t, d)` at one position per row; 0 is the first.
+
+    Raises:
+        ValueError: none of the candidates does, nor the absence of one.
+    """
+    tolerance, query = TOLERANCE[query.dtype.itemsize], query.double()
+    scale = query.abs().max()
+
+    def error(rotation: Rotation | None) -> float:
+        found = query[:1]
+        if rotation is not None:
+            found = rotation.apply(found, *rotation.tables(positions[:, None], torch.float64))
+        return float((found - query).abs().max() / scale)
+
+    if error(None) <= tolerance / 30:
+        return None
+    best = min(candidates, key=error, default=None)
+    if best is None or not error(best) <= tolerance:
+        raise ValueError("its positions are neither rotary nor absent")
+    return best
+
+
+def _candidates(model: Any, width: int) -> Iterator[Rotation]:
+    """Every rotation of a head of `width` dimensions by frequencies of the model."""
+    for name, buffer in model.named_buffers():
+        kind, pairs = name.rpartition(".")[2], buffer.numel()
+        if not kind.endswith("inv_freq") or "original" in kind or 2 * pairs > width:
+            continue
+        dimensions = torch.arange(2 * pairs, device=buffer.device)
+        halves = dimensions.view(2, pairs).T
+        for pairing in (halves, dimensions.view(pairs, 2)):
+            for first in {0, width - 2 * pairs}:
+                for direction in (1.0, -1.0):
+                    yield _of_pairs(buffer.double(), pairing + first, width, direction)
+
+
+def _of_pairs(frequencies: Tensor, pairs: Tensor, width: int, direction: float) -> Rotation:
+    """The rotation of pairs of dimensions `(n, 2)`."""
+    left, right = pairs.T
+    frequency = frequencies.new_zeros(width)
+    partner, sign = torch.arange(width, device=pairs.device), torch.zeros_like(frequency)
+    frequency[left] = frequency[right] = frequencies
+    partner[left], partner[right] = right, left
+    sign[left], sign[right] = -direction, direction
+    half = width // 2
+    is_rolled = torch.equal(partner, torch.arange(width, device=partner.device).roll(half))
+    return Rotation(frequency, partner, sign, half if is_rolled else None)

@@ -5,6 +5,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -45,6 +46,8 @@ class LanguageModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: number of token ids.
+        like: the state's layers for one row without its batch axis, on the meta device.
+        device: of the state.
         max_length: how many tokens a sequence may have; None for any number.
         edits: the changes of the recurrence of each cell, None for no change; see `under`.
         mitigation: what they come from; None without.
@@ -55,6 +58,8 @@ class LanguageModel(nn.Module, ABC):
     """
 
     vocab_size: int
+    like: PyTree
+    device: torch.device
     max_length: int | None = None
     mitigation: Chain | None = None
     mitigated_heads: Sequence[Sequence[Tensor]] = ()
@@ -72,9 +77,11 @@ class LanguageModel(nn.Module, ABC):
         """One per cell."""
         return [None] * len(self.cells) if self._edits is None else self._edits
 
-    @abstractmethod
     def zero_state(self, batch_size: int) -> LMState:
         """The state of `batch_size` rows that have read nothing."""
+        zeros = partial(torch.zeros, device=self.device)
+        layers = tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
+        return LMState(zeros(batch_size, dtype=torch.long), layers)
 
     def init_state(self, batch_size: int) -> LMState:
         """The state before the first token of `batch_size` rows: zeros, or see `starting_from`."""
@@ -208,9 +215,6 @@ class LanguageModel(nn.Module, ABC):
         whole = f"{weights}/{self.mitigation}{users}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
-    def extra_repr(self) -> str:
-        return "" if self.mitigation is None else f"mitigation={self.mitigation}"
-
 
 def require_cells(model: LanguageModel, name: str = "this model") -> None:
     """Refuse a model without cells of longrnn.
@@ -284,12 +288,12 @@ def check_tokens(tokens: Tensor, vocab_size: int, rows: Rows | None = None) -> T
 
 def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
     """Why a model cannot read a sequence of that many tokens; None if it can."""
-    limit = model.max_length
-    if limit is None or tokens <= limit:
+    if model.max_length is None or tokens <= model.max_length:
         return None
     return (
-        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
-        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+        f"the model was made for at most {model.max_length:,} tokens and would have read "
+        f"{tokens:,}: give shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the "
+        "limit)"
     )
 
 

@@ -93,16 +93,14 @@ class RecurrentLM(TrainableLM):
         """The cells, first layer first."""
         return [own(block.mixer) for block in self.blocks]  # type: ignore[misc,arg-type]
 
-    def zero_state(self, batch_size: int) -> LMState:
+    @property
+    def device(self) -> torch.device:  # pyright: ignore
         """See `LanguageModel`."""
-        device = self.embedding.weight.device
-        position = torch.zeros(batch_size, dtype=torch.long, device=device)
-        pairs = zip(self.cells, self.edits, strict=True)
-        return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
+        return self.embedding.weight.device
 
     @property
     def like(self) -> PyTree:  # pyright: ignore
-        """See `TrainableLM`."""
+        """See `LanguageModel`."""
         return tuple(cell.like(edit) for cell, edit in zip(self.cells, self.edits, strict=True))
 
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:

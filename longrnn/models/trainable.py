@@ -18,7 +18,7 @@ from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.rows import Rows, run_documents
-from longrnn.state import NO_FINGERPRINTS, LMState, PyTree, check
+from longrnn.state import NO_FINGERPRINTS, LMState, check
 
 OFFLOADED = (
     "weights of this model are offloaded to the disk or the CPU, where its recurrence cannot read "
@@ -40,7 +40,6 @@ class TrainableLM(LanguageModel):
 
     Attributes:
         head: the module of the last product, which has a `weight` `(v, d)`.
-        like: the state's layers for one row without its batch axis, on the meta device.
         blocks: the layers from residual stream to residual stream, the first one first.
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
         has_unused_weights: whether a call may leave weights without a gradient.
@@ -52,7 +51,6 @@ class TrainableLM(LanguageModel):
     """
 
     head: Any
-    like: PyTree
     blocks: Any
     soft_cap: float | None = None
     has_unused_weights: bool = False

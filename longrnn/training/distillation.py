@@ -152,8 +152,8 @@ class _DifferenceCall(WindowedCall):
         self._taken = attention.taken
         self._windowed = attention.student.call(before, time, rows)
 
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Any:
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
         full = super().attend(layer, query, key, value, dict(options))
         windowed = self._windowed.attend(layer, query, key, value, dict(options))
-        self._taken.append(layer.o_proj((full[0] - windowed[0]).flatten(2)))
+        self._taken.append(layer.o_proj((full - windowed).flatten(2)))
         return full

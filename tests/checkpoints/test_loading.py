@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longrnn import files, load, load_tokenizer
+from longrnn import load, load_tokenizer
 from longrnn import state as states
 from longrnn.cells import MIXERS
 from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.load import load_editable
 from longrnn.checkpoints.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.checkpoints.opened import open_checkpoint
-from longrnn.checksums import remove_checksums, write_checksums
+from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import MITIGATIONS, Calibration
+from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
-from longrnn.models import LanguageModel, RecurrentLM, base
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import architecture, causal, with_bytes
@@ -171,35 +170,6 @@ def test_load_understands_a_mitigation() -> None:
         load_editable(f"passkey-tiny+{SPEC}")
     with pytest.raises(UserError, match="sliding_window"):
         load("passkey-tiny+sliding_windw")
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_a_load_makes_each_thing_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are hashed once, options of a mitigation validated once, and edits bound once."""
-    source: Any = "passkey-tiny"
-    if kind == "hybrid":
-        source = with_bytes(architecture("xlstm", vocab_size=256), tmp_path / "model")
-        write_checksums(source)
-    calls = Counter[object]()
-
-    def count(owner: Any, name: str) -> None:
-        def counted(first: Any, *others: Any) -> Any:
-            calls[first.name if isinstance(first, Path) else name] += 1
-            return call(first, *others)
-
-        call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, counted)
-
-    count(files, "sha256")
-    count(MITIGATIONS, "build")
-    count(base, "bind")
-    model: Any = load(f"{source}+forget_more+state_norm(threshold=5)")
-    assert len(model.mitigation.parts) == 2
-    wanted = {"model.safetensors": 1, "config.json": 1, "build": 2, "bind": 1}
-    assert calls | wanted == calls
-    assert {name for name, count in calls.items() if count > 1} == {"build"}
 
 
 def test_the_folder_of_a_file_is_named() -> None:

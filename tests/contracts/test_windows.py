@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.models import RecurrentLM
-from longrnn.state import histories, leaves
+from longrnn.state import is_entries, leaves
 from tests.contracts.builders import assert_near, build_mitigated, mixer_spec, random_tokens
 from tests.contracts.subjects import BACKENDS, cell_leaves, started
 
@@ -35,7 +35,7 @@ def test_memory_and_time_are_those_of_what_was_read(mixer: dict) -> None:
     assert time.perf_counter() - start < 30
     plain = model.under(None)
     assert_near(logits, plain(tokens).logits, 1e-10)
-    sizes = {leaf.shape[1] for name, leaf in leaves(state) if name in histories(state)}
+    sizes = {leaf.shape[1] for name, leaf in leaves(state) if is_entries(name)}
     assert sizes == {90}
     assert states.nbytes(model.init_state(1)) == states.nbytes(plain.init_state(1))
 

@@ -168,6 +168,6 @@ def test_a_state_is_saved_on_one_device_and_loaded_on_another(subject: Any, tmp_
     after = there(random_tokens(2, 20).to(GPU)).state
     states.save(after, tmp_path / "state", model=there)
     for one, where in ((model, CPU), (there, GPU)):
-        loaded = states.load(tmp_path / "state", like=one)
+        loaded = states.load(tmp_path / "state", one)
         assert {leaf.device.type for _, leaf in leaves(loaded)} == {where.type}
         assert_trees_equal(tree_map(Tensor.cpu, loaded), tree_map(Tensor.cpu, after))

@@ -3,9 +3,9 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from longrnn.hf.auto.config import LongRNNConfig as LongRNNConfig
 from longrnn.hf.auto.generation import StateCache as StateCache
 from longrnn.hf.auto.hybrid import HybridForCausalLM
+from longrnn.hf.auto.model import LongRNNConfig as LongRNNConfig
 from longrnn.hf.auto.model import LongRNNForCausalLM as LongRNNForCausalLM
 
 AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)

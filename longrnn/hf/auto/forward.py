@@ -1,18 +1,34 @@
 """The call of a recurrent model or a hybrid with the arguments of a Hugging Face model."""
 
+import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from longrnn.checkpoints.names import INITIAL_STATE
-from longrnn.errors import UserError
+from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.generation import StateCache, cache_of
-from longrnn.hf.auto.inputs import Backbone, check_arguments, predicted_labels, rows_of
 from longrnn.models.trainable import OF_CHECKPOINT, OFFLOADED, TrainableLM
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, save
+
+# What collators give beside position_ids, from which it follows.
+PACKING = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+OF_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+OF_GENERATE = {"tokenizer"}  # for stop strings, which `generate` hands on
+# Arguments of other models, and what to do instead.
+INSTEAD = {
+    "output_attentions": "leave it out, as there are none",
+    "cache_params": "give the cache as past_key_values",
+    "output_router_logits": "leave it out, as the loss of routers is not computed "
+    "(router_aux_loss_coef=0 for TRL)",
+    "cache_position": "leave it out, as the state knows its position",
+    "token_type_ids": "leave it out (return_token_type_ids=False in the tokenizer)",
+}
 
 
 class RecurrentForward:
@@ -120,3 +136,128 @@ class RecurrentForward:
             hidden_states=None if vectors is None else tuple(vectors),  # type: ignore[arg-type]
         )
         return output.to_tuple() if return_dict is False else output
+
+
+class Backbone:
+    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
+
+    Args:
+        whole: the model with its head.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
+        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
+        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
+        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
+        output = type(self._whole).forward(self._whole, *args, **kwargs)
+        return BaseModelOutputWithPast(
+            last_hidden_state=output.hidden_states[-1], past_key_values=output.past_key_values
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.model, name)
+
+
+def check_arguments(given: Mapping[str, Any], position_ids: Tensor | None) -> None:
+    """Refuse arguments that would have no effect, unless they ask for nothing."""
+    asked = {name for name, value in given.items() if value is not None and value is not False}
+    for name in sorted(asked - PACKING - OF_LOSS - OF_GENERATE):
+        parameters = {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"}
+        remedy = INSTEAD.get(name) or nearest(name, PACKING | OF_LOSS | parameters)
+        raise UserError(f"{name} is not an argument of a recurrent model: {remedy}")
+    if position_ids is None and (names := sorted(asked & PACKING)):
+        raise UserError(
+            f"{' and '.join(names)} cannot be followed without position_ids: give position_ids, "
+            "which restart at 0 with each document"
+        )
+
+
+def rows_of(
+    read: Tensor,
+    next_position: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+) -> tuple[Tensor | None, Rows | None]:
+    """Return which tokens are padding and where documents begin.
+
+    Args:
+        read: tokens `(b, t)`, or vectors `(b, t, d)`.
+        next_position: `(b,)`, the position at which each row goes on; None for any.
+        attention_mask: `(b, past + t)`: 0 at padding, 1 at a token.
+        position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
+            further one. A row whose first position is above 0 continues the state.
+
+    Returns:
+        `(b, t)` bool, false at padding, and the rows for the model; None where nothing is special.
+
+    Raises:
+        UserError: an argument of another shape or with other values.
+    """
+    if attention_mask is None and position_ids is None:
+        return None, None  # also because torch.export reads no values
+    shape = read.shape[:2]
+    is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
+    if attention_mask is not None:
+        is_token = _token_mask(attention_mask, shape)
+    starts = torch.zeros_like(is_token)
+    if position_ids is not None:
+        if position_ids.shape not in (shape, (1, shape[1])):
+            raise UserError(
+                f"position_ids has shape {tuple(position_ids.shape)}, and {tuple(shape)} tokens "
+                "were given: give one value per token"
+            )
+        starts = _document_starts(position_ids.expand(shape), is_token, next_position)
+    padded = None if bool(is_token.all()) else is_token
+    return padded, None if padded is None and not bool(starts.any()) else Rows(padded, starts)
+
+
+def _token_mask(attention_mask: Tensor, shape: torch.Size) -> Tensor:
+    """Return `(b, t)` bool, false at padding."""
+    mask = attention_mask[:, -shape[1] :]
+    fits = attention_mask.ndim == 2 and mask.shape == shape
+    if not fits or bool((mask != mask.bool()).any()):
+        raise UserError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, and {tuple(shape)} "
+            "tokens were given: give one row per sequence and one column per token, 0 for "
+            "padding and 1 for a token, and position_ids for packed documents"
+        )
+    return mask.bool()
+
+
+def _document_starts(positions: Tensor, is_token: Tensor, next_position: Tensor | None) -> Tensor:
+    """Return `(b, t)` bool, true at the first token of each document; see `rows_of`."""
+    columns = torch.arange(is_token.shape[1], device=is_token.device).expand_as(is_token)
+    last = columns.masked_fill(~is_token, -1).cummax(1).values
+    previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)  # column of the token before
+    first = positions if next_position is None else next_position[:, None]
+    after = positions.gather(1, previous.clamp(min=0)) + 1
+    continues = (positions > 0) & (positions == torch.where(previous < 0, first, after))
+    starts = is_token & (positions == 0)
+    if bool((is_token & ~starts & ~continues).any()):
+        raise UserError(
+            "position_ids must restart at 0 with each document, grow by 1 within it, and go "
+            f"on where the state ended, and are {reprlib.repr(positions.tolist())}: give "
+            "such positions, or leave them out"
+        )
+    return starts
+
+
+def predicted_labels(
+    is_token: Tensor, labels: Tensor | None, arguments: Mapping[str, Any]
+) -> Tensor:
+    """The label that each token predicts, `(b, t)`; `ignore_index` at padding.
+
+    Args:
+        is_token: `(b, t)` bool, false at padding.
+        labels: `(b, t)`, of the tokens themselves; None if `arguments` has `shift_labels`.
+        arguments: of the loss.
+    """
+    ignored, predicted = arguments.get("ignore_index", -100), arguments.get("shift_labels")
+    if predicted is None:
+        assert labels is not None
+        predicted = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+    return predicted.masked_fill(~is_token, ignored)

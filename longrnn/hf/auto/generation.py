@@ -117,19 +117,6 @@ def cache_of(given: Any, state: LMState | None) -> StateCache:
 class RecurrentGeneration:
     """What differs from `GenerationMixin` of transformers, which comes after it among the bases."""
 
-    def prepare_inputs_for_generation(  # pyright: ignore
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        inputs_embeds: Tensor | None = None,
-        tokenizer: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """See `GenerationMixin`; the tokenizer of stop strings is not an argument of a call."""
-        return super().prepare_inputs_for_generation(  # pyright: ignore
-            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
-        )
-
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore
         """Positions come from the state; those that a user gives mark packed documents."""
 

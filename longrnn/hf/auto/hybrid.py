@@ -55,10 +55,6 @@ class HybridForCausalLM(  # pyright: ignore
         """See `PreTrainedModel`."""
         return self.language_model.head
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.language_model._apply(fn, recurse)  # which has the same modules
-        return self
-
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Makes the backward pass compute each layer again."""
         self.language_model.gradient_checkpointing_enable()

@@ -9,28 +9,19 @@ Notable choices:
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from longrnn.checkpoints.folder import OPTIONS, read_config
+from longrnn.checkpoints.folder import CHECKPOINT_FORMAT, OPTIONS, read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import (
-    ADAPTER,
-    ADAPTER_RECORD,
-    INITIAL_STATE,
-    base_folder,
-    is_adapter,
-    resolve,
-)
+from longrnn.checkpoints.names import INITIAL_STATE, is_adapter, resolve
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import read_json
-from longrnn.hf.auto.config import LongRNNConfig
 from longrnn.hf.auto.forward import RecurrentForward
 from longrnn.hf.auto.generation import RecurrentGeneration
 from longrnn.hf.auto.hybrid import HybridForCausalLM
@@ -47,6 +38,38 @@ HUB = {"cache_dir", "force_download", "local_files_only", "token"}
 FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS, *HUB}
 # Those that the Auto class or a library adds, which change nothing here.
 OF_AUTO = {"_from_auto", "adapter_kwargs", "low_cpu_mem_usage", "weights_only"}
+
+
+class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
+    """The content of the `config.json` of a checkpoint of longrnn, as transformers reads it.
+
+    The options are those of `RecurrentConfig`, and these:
+
+    Attributes:
+        tokenizer: `bytes`, or the path of a tokenizer, relative to the checkpoint.
+        format: version of the checkpoint format.
+        mitigation: the spec of a mitigation, such as `sliding_window(window=512)`; None for none.
+        use_cache: whether the model returns its state in eval mode.
+        num_attention_heads: there are none; PEFT divides the width by their number.
+    """
+
+    model_type: ClassVar[str] = "longrnn"
+    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads it
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+    architectures: list[str] | None = field(default_factory=lambda: ["LongRNNForCausalLM"])
+    tokenizer: str = "tokenizer.json"
+    format: int = CHECKPOINT_FORMAT
+    mitigation: str | None = None
+    use_cache: bool = True
+    num_attention_heads: int = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
 
 # transformers looks for GenerationMixin among the direct base classes.
@@ -127,9 +150,8 @@ class LongRNNForCausalLM(  # pyright: ignore
     ) -> Any:
         """See `PreTrainedModel`; it may be any other model that `load` opens and `of` takes.
 
-        An adapter that `longrnn train` wrote is merged, as by `load`: PEFT would know neither its
-        mitigation nor the parameters that were trained as a whole. So is one that transformers
-        would compute wrong or cannot add.
+        An adapter is merged, as by `load`: PEFT would know neither the mitigation of `longrnn
+        train` nor the parameters that were trained as a whole, and transformers cannot add all.
 
         Raises:
             UserError: as `load` and `of`, and for arguments that `load` does not have.
@@ -231,18 +253,9 @@ class LongRNNForCausalLM(  # pyright: ignore
 
 
 def _is_read_by_load(folder: Path) -> bool:
-    """Whether `load` reads a folder, and not transformers: of another kind, or such an adapter."""
-    if (folder / INITIAL_STATE).is_file():
-        return True
-    if not is_adapter(folder):
-        return read_config(folder).get("model_type") != "longrnn"
-    config = read_json(folder / ADAPTER)
-    is_special = config.get("use_dora") or config.get("peft_type") == "VERA"
-    return (
-        is_special
-        or (folder / ADAPTER_RECORD).is_file()
-        or _is_read_by_load(base_folder(str(folder)))
-    )
+    """Whether `load` reads a folder, and not transformers: of an adapter, or of another kind."""
+    is_special = (folder / INITIAL_STATE).is_file() or is_adapter(folder)
+    return is_special or read_config(folder).get("model_type") != "longrnn"
 
 
 def _device_of(device_map: Any) -> Any:

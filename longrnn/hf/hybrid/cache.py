@@ -1,6 +1,6 @@
 """`HybridCache`: the cache that a `HybridLM` gives to the layers of a Hugging Face model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers import cache_utils
 
 from longrnn.cells import Edit
 from longrnn.hf.attention_window import AttentionWindow, added_mask
-from longrnn.hf.cache import LayerCache, UncutCache, kept_of_window, restore_keys
+from longrnn.hf.cache import LayerCache, UncutCache, kept_keys
 from longrnn.hf.windowed import WindowedCall, masked_implementation
 from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
@@ -55,60 +55,32 @@ class HybridCache(UncutCache):
             return query_length, 0
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def fill(
-        self, layers: Iterable[LayerCache], windows: Sequence[AttentionWindow], position: int
-    ) -> None:
-        """Writes the layers of a state into an empty cache.
-
-        Args:
-            layers: of the state.
-            windows: of the attention of each layer.
-            position: how many tokens were read in the row that has read the most.
-
-        Raises:
-            UserError: the layers are of a model with another window of attention.
-        """
-        for number, layer in enumerate(layers):
-            if number in self.edits:
-                self.cells[number] = layer.cell
-            window = windows[number]
-            restore_keys(self.layers[number], layer, position, window.kept(position), window.reach)
-
     def layers_after(
-        self, windows: Sequence[AttentionWindow], position: int, like: Sequence[LayerCache]
+        self, windows: Sequence[AttentionWindow], position: int, dtype: torch.dtype
     ) -> tuple[LayerCache, ...]:
         """Returns the layers of the state after the call.
 
         Args:
-            windows: see `fill`.
-            position: likewise, after the call.
-            like: layers whose keys have the dtype of those of a state, because keys that were
-                computed under autocast may be narrower; empty for that of the call.
+            windows: of the attention of each layer.
+            position: how many tokens were read in the row that has read the most.
+            dtype: of the keys and values, which a call under autocast computes in a narrower one.
         """
-        layers = []
+        name, layers = "keys" if self.attention is None else "unrotated", []
         for number, entry in enumerate(self.layers):
-            known = (like[number].keys or like[number].unrotated) if like else ()
-            dtype = known.entries.dtype if known else None
             keep = partial(self._kept, number, windows[number].kept(position), dtype)
-            fields = kept_of_window(entry, keep)
-            if fields and self.attention is None:
-                fields |= {"keys": fields["unrotated"], "unrotated": ()}
-            layers.append(LayerCache(cell=self.cells.get(number, ()), **fields))
+            cell = self.cells.get(number, ())
+            layers.append(LayerCache(cell=cell, **kept_keys(entry, keep, name)))
         return tuple(layers)
 
-    def _kept(self, number: int, count: int, dtype: torch.dtype | None, entries: Tensor) -> Tensor:
-        """The entries of a layer that the state holds, `count` of them."""
-        if self.attention is None:
-            kept = self._last(entries, count)
-        else:
+    def _kept(self, number: int, count: int, dtype: torch.dtype, entries: Tensor) -> Tensor:
+        """The entries `(b, h, t, d)` of a layer that the state holds, `count` of each row."""
+        if self.attention is not None:
             kept = self.attention.calls[number].keep(entries)
-        return kept if dtype is None else kept.to(dtype)
-
-    def _last(self, entries: Tensor, count: int) -> Tensor:
-        """The last `count` entries `(b, h, t, d)` of each row, without padding."""
-        if self.rows is not None and self.rows.has_padding:
-            return self.rows.last(entries.transpose(1, 2), count).transpose(1, 2)
-        return entries[..., entries.shape[-2] - count :, :]
+        elif self.rows is not None and self.rows.has_padding:
+            kept = self.rows.last(entries.transpose(1, 2), count).transpose(1, 2)
+        else:
+            kept = entries[..., entries.shape[-2] - count :, :]
+        return kept.to(dtype)
 
 
 class CacheEntry:
@@ -150,22 +122,13 @@ def attention_masks(
         return {}
     implementation = masked_implementation(model)
     masks: dict[str, Tensor | None] = {"linear_attention": None}
+    # How many earlier tokens of its document each token reads.
+    reach = positions[:1, :, None] if is_even else positions[..., None]
     for name, window in windows.items():
-        reach = positions[:1] if is_even else positions
-        reach = reach if window is None else reach.clamp(max=window - 1)
-        mask = attention_mask(reach, AttentionWindow(window).kept(known))
+        stored = AttentionWindow(window).kept(known)
+        keys = torch.arange(stored + time, device=positions.device)
+        distance = keys[stored:, None] - keys
+        limit = reach if window is None else reach.clamp(max=window - 1)
+        mask = ((distance >= 0) & (distance <= limit))[:, None]
         masks[name] = added_mask(mask, model.dtype) if implementation == "eager" else mask
     return {"attention_mask": masks}
-
-
-def attention_mask(reach: Tensor, before: int) -> Tensor:
-    """Returns which keys each token reads, `(b, 1, t, before + t)` bool.
-
-    Args:
-        reach: `(b, t)`, how many earlier tokens of its document and window each token reads.
-        before: number of keys of earlier calls, the last ones of each row.
-    """
-    time = reach.shape[1]
-    keys = torch.arange(before + time, device=reach.device)
-    distance = keys[before:, None] - keys
-    return ((distance >= 0) & (distance <= reach[..., None]))[:, None]

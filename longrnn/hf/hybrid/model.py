@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.cells import Cell
 from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.cache import fill_cache
 from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
 from longrnn.hf.hybrid.cache import HybridCache, attention_masks
 from longrnn.hf.hybrid.families import FAMILIES
@@ -39,7 +40,7 @@ from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.models.base import refuse_long
 from longrnn.models.trainable import TrainableLM
 from longrnn.ops.rows import Rows, positions_of
-from longrnn.state import LMState, PyTree, histories
+from longrnn.state import LMState, PyTree
 
 
 class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
@@ -78,7 +79,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         self._logit_scale = family.logit_scale(model.config)
         self.soft_cap = None if family.soft_cap is None else getattr(model.config, family.soft_cap)
         super().__init__(model)
-        self._attends = bool(histories(self.like))
+        self._attends = self.has_keys
 
     @property
     def cells(self) -> list[Cell]:
@@ -158,8 +159,10 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         refuse_long(self, int(positions.max()) + 1)
         before = state.position.tolist()
         attention = self.attention and self.attention.call(state.position, tokens.shape[1], rows)
-        windows, cache = self._windows, self.new_cache(rows, attention)
-        cache.fill(state.layers, windows, max(before))
+        cache = self.new_cache(rows, attention)
+        if state.layers:
+            fill_cache(cache, state.layers, max(before), self.windows)
+            cache.cells = {number: state.layers[number].cell for number in self.layer_numbers}
         given: dict[str, Any] = {}
         if observe is not None:
             given["output_hidden_states"] = True
@@ -173,7 +176,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         if observe is not None:
             # The last entry is what libraries multiply, without the factor of the logits.
             observe += output.hidden_states
-        layers = cache.layers_after(windows, int(after.max()), self.like)
+        layers = cache.layers_after(self.windows, int(after.max()), self.model.dtype)
         return output[0] * self._logit_scale, LMState(after, layers)
 
     def run(
@@ -198,8 +201,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         return [window or self._family_window for window in self._sliding]
 
     @property
-    def _windows(self) -> list[AttentionWindow]:
-        """The window of attention of each layer."""
+    def windows(self) -> list[AttentionWindow]:
+        """What the attention of each layer reads."""
         if self.attention is not None:
             return self.attention.windows
         return [AttentionWindow(size) for size in self.own_windows()]

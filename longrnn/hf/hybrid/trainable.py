@@ -38,7 +38,7 @@ def trainable(model: HybridLM) -> HybridLM:
             "checkpoint with weights in bfloat16 or float32"
         )
     start = model.start
-    model = HybridLM(model.model.float()).under(model.mitigation).starting_from(start).train()
+    model = HybridLM(model.model.float()).under(model.mitigation).starting_from(start)
     tokens = torch.arange(8).view(2, 4) % model.vocab_size
     weights = list(model.parameters())
     try:
