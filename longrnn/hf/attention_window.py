@@ -128,6 +128,7 @@ class WindowCall:
         is_far = positions[..., None] >= window.reach
         to_sink = reads & is_far & (keys < window.sinks)[:, None]
         self._sinks: Tensor | None = None
+        self._rotates_queries = time > 1
         self._mask: Tensor | None = reads[:, None]
         if time == 1:
             # Keys are rotated by their distance. All of them are in the window, or sinks.
@@ -172,8 +173,9 @@ class WindowCall:
         if rotation is not None:
             cos, sin = self._rotation_tables(rotation, self._key_positions, key.dtype)
             near = rotation.apply(key, cos, sin)
-            time = query.shape[2]
-            rotated = rotation.apply(query, cos[..., -time:, :], sin[..., -time:, :])
+            if self._rotates_queries:
+                time = query.shape[2]
+                rotated = rotation.apply(query, cos[..., -time:, :], sin[..., -time:, :])
         if self._sinks is None:
             return self._in_blocks(rotated, near, value, attention)
         far = _gather(key, self._sinks)
