@@ -29,9 +29,10 @@ from longrnn.data.prompts import FILLER
 from longrnn.diagnostics.calibrate import calibrate
 from longrnn.diagnostics.job import Job
 from longrnn.evaluation.options import CostOptions, PasskeyOptions, PerplexityOptions
-from longrnn.evaluation.run import Outcome, run_and_report
+from longrnn.evaluation.run import run_and_report
 from longrnn.files import write_atomic
 from longrnn.programs import run_to_end
+from longrnn.reporting.tables import ResultTable
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training
@@ -62,9 +63,9 @@ def calibrated(job: Job, method: str, file: Path) -> str:
     return str(file)
 
 
-def values(outcome: Outcome, column: str) -> dict[tuple[str, int | None], float]:
+def values(table: ResultTable, column: str) -> dict[tuple[str, int | None], float]:
     """Returns the column whose title ends with these words, by model and row."""
-    cells = [cell for cell in outcome.table.cells if cell.metric.endswith(column)]
+    cells = [cell for cell in table.cells if cell.metric.endswith(column)]
     return {(cell.model, cell.at): cell.estimate.mean for cell in cells if cell.estimate}
 
 
@@ -81,10 +82,10 @@ def collapse(length: int, output: Path) -> None:
     places = [place for place in (ROW, 512, 4096) if place < length]
     loss = PerplexityOptions(texts=[PROVE], lengths=[*places, length]).evaluation()
     cost = CostOptions(lengths=[TIMED], decode=1).evaluation()
-    outcomes, (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
-    for outcome in outcomes:
-        outcome.table.show()
-    bits = values(outcomes[0], "by position")
+    tables, (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
+    for table in tables:
+        table.show()
+    bits = values(tables[0], "by position")
     nats = {key: value * math.log(2) for key, value in bits.items()}
     worst = max(nats[name, length] / nats[name, ROW] for name in cures if name != "plain")
     typer.echo(
@@ -135,9 +136,9 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
         open_checkpoint(HOLDING),
     ]
     prompts = PasskeyOptions(lengths=asked, n=n).evaluation()
-    (outcome,), (_, report, *_) = run_and_report(models, [prompts], output)
-    outcome.table.show()
-    recalled = values(outcome, "keys recalled")
+    (table,), (_, report, *_) = run_and_report(models, [prompts], output)
+    table.show()
+    recalled = values(table, "keys recalled")
 
     def share(name: str, length: int) -> str:
         return f"{recalled[name, length]:.0%} of the keys at {format_length(length)} tokens"

@@ -135,10 +135,10 @@ def measure_and_show(
     """Measure what is missing in a folder, write the report, and print the tables."""
     from longrnn.evaluation.run import run_and_report
 
-    outcomes, files = run_and_report(models, evaluations, folder)
+    tables, files = run_and_report(models, evaluations, folder)
     if files:
-        for outcome in outcomes:
-            outcome.table.show()
+        for table in tables:
+            table.show()
         say(*files)
 
 

@@ -12,13 +12,14 @@ from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.diagnostics.attempts import ATTEMPTS
 from longrnn.diagnostics.job import Job, Members
 from longrnn.errors import UserError
-from longrnn.evaluation.run import Outcome, build_evaluation, run
+from longrnn.evaluation.run import build_evaluation, run
 from longrnn.files import read_json, write_atomic
 from longrnn.intervals import Estimate
 from longrnn.mitigations.spec import found_from, relative_to
 from longrnn.models.fold import unfoldable
 from longrnn.options import Options, validated
 from longrnn.progress import OutOfTimeError, check_time, time_limit
+from longrnn.reporting.tables import ResultTable
 
 UNREPAIRED, TRIED = "unrepaired", "tried.json"
 # Scores that differ by less are alike: then what folds is taken, or what is cheaper.
@@ -74,13 +75,13 @@ def _check_time(*_: Any) -> None:
 
 
 def scores(
-    job: Job, outcomes: Sequence[Outcome], model: int = 0, field: str = "estimate"
+    job: Job, tables: Sequence[ResultTable], model: int = 0, field: str = "estimate"
 ) -> dict[str, Estimate]:
     """Return a model's `loss` and `keys` at the length, and its loss `inside`, if measured.
 
     Args:
         job: has the lengths.
-        outcomes: of perplexity and passkeys.
+        tables: of perplexity and passkeys.
         model: its index.
         field: of the cells; `difference` for differences from the first model.
     """
@@ -88,11 +89,11 @@ def scores(
         "perplexity": {job.train_length: "inside", job.target_length: "loss"},
         "passkey": {job.target_length: "keys"},
     }
-    found, name_of_model = {}, list(outcomes[0].results)[model]
-    for outcome in outcomes:
-        evaluation: Any = outcome.evaluation
+    found, name_of_model = {}, tables[0].models[model]
+    for table in tables:
+        evaluation: Any = table.evaluation
         names = lengths.get(evaluation.kind, {})
-        for cell in outcome.table.cells if names else ():
+        for cell in table.cells if names else ():
             value: Estimate | None = getattr(cell, field)
             is_score = cell.column == evaluation.column and cell.model == name_of_model
             if is_score and cell.at in names and value is not None:
@@ -204,8 +205,8 @@ class Choice:
             specs.append(passkeys([length], KEYS_PER_DEPTH, self.texts[0], seed=1))
         opened = OpenCheckpoint(name, job.model, job.tokenizer)
         evaluations = [build_evaluation(spec) for spec in specs]
-        outcomes = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
-        means: dict[str, Any] = {k: value.mean for k, value in scores(job, outcomes).items()}
+        tables = run([opened], evaluations, self.folder / "choice", quiet=job.quiet)
+        means: dict[str, Any] = {k: value.mean for k, value in scores(job, tables).items()}
         return Row(members=members, folds=not unfoldable(job.model), **means)
 
     def score(self, name: str) -> float:

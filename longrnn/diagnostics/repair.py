@@ -25,13 +25,14 @@ from longrnn.diagnostics.job import Job
 from longrnn.diagnostics.states import diagnose
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.run import Outcome, build_evaluation, report, run
+from longrnn.evaluation.run import build_evaluation, run
 from longrnn.evaluation.texts import TEXT_REMEDY
 from longrnn.files import read_text, remove, write_atomic
 from longrnn.locks import hold
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.fold import fold, unfoldable
 from longrnn.reporting.states import summary
+from longrnn.reporting.tables import ResultTable, write_report
 from longrnn.units import counted, format_length
 
 # What a repair writes into its folder.
@@ -128,14 +129,14 @@ def repair(
     repaired = repaired.under(None).under(fold(repaired))
     if best != UNREPAIRED:
         models.append(models[0]._replace(name=f"{checkpoint}, repaired", model=repaired))
-    outcomes = run(models, evaluations, folder, quiet=quiet)
-    is_better = best != UNREPAIRED and helps(job, outcomes)
+    tables = run(models, evaluations, folder, quiet=quiet)
+    is_better = best != UNREPAIRED and helps(job, tables)
     if is_better:
-        sentences.append(quote(checkpoint, best, outcomes, job, prove))
+        sentences.append(quote(checkpoint, best, tables, job, prove))
     else:
         sentences.append(NOT_NEEDED if choice.is_whole() else NOTHING_HELPS)
     notes = [*sentences, f"Tried on {', '.join(path.name for path in choose)}:", *choice.lines()]
-    _, page, *_ = report(models, outcomes, folder, notes)
+    _, page, *_ = write_report(tables, models, folder, notes)
     for name in (CHECKPOINT, MITIGATION):
         remove(folder / name)  # of an earlier choice
     if not is_better:
@@ -212,19 +213,19 @@ def proof(choice: Choice, prove: Path) -> list[Evaluation[Any]]:
     return [build_evaluation(spec) for spec in specs]
 
 
-def helps(job: Job, outcomes: Sequence[Outcome]) -> bool:
+def helps(job: Job, tables: Sequence[ResultTable]) -> bool:
     """Return whether the loss or the keys at the length are better, by their intervals."""
-    change = scores(job, outcomes, -1, "difference")
+    change = scores(job, tables, -1, "difference")
     if "keys" in change and change["keys"].low > 0:
         return True
     loss = change.get("loss")
     return loss is not None and (loss.high if loss.n > 1 else loss.mean) < 0
 
 
-def quote(checkpoint: str, name: str, outcomes: Sequence[Outcome], job: Job, prove: Path) -> str:
+def quote(checkpoint: str, name: str, tables: Sequence[ResultTable], job: Job, prove: Path) -> str:
     """Return the result in a sentence, with intervals."""
     length, trained = format_length(job.target_length), format_length(job.train_length)
-    plain, repaired = (scores(job, outcomes, model) for model in (0, 1))
+    plain, repaired = (scores(job, tables, model) for model in (0, 1))
     windows = counted(repaired["loss"].n, "window")
     if not repaired["loss"].has_interval:
         windows += ", which is too little text for intervals"

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
@@ -33,20 +33,6 @@ class Suite(Options):
 
     evaluations: list[dict[str, Any]] = Field(min_length=1)
     seed: Seed = 0
-
-
-class Outcome(NamedTuple):
-    """The result of one evaluation.
-
-    Attributes:
-        evaluation: what was measured.
-        results: of all items, by the name of the model.
-        table: of all models.
-    """
-
-    evaluation: Evaluation[Any]
-    results: dict[str, Results]
-    table: ResultTable
 
 
 def build_evaluation(spec: Mapping[str, Any], *, seed: int | None = None) -> Evaluation[Any]:
@@ -111,8 +97,8 @@ def evaluate(
     for spec in specs:
         built += read_suite(spec) if isinstance(spec, str) else [build_evaluation(spec)]
     opened = [open_checkpoint(name, device=device) for name in names]
-    outcomes, _ = run_and_report(opened, built, Path(output), quiet=quiet)
-    return [cell for outcome in outcomes for cell in outcome.table.cells]
+    tables, _ = run_and_report(opened, built, Path(output), quiet=quiet)
+    return [cell for table in tables for cell in table.cells]
 
 
 def run_and_report(
@@ -121,46 +107,10 @@ def run_and_report(
     folder: Path,
     *,
     quiet: bool = False,
-) -> tuple[list[Outcome], list[Path]]:
-    """Measure as `run`, and write the report; return the outcomes and the report's files."""
-    outcomes = run(models, evaluations, folder, quiet=quiet)
-    return outcomes, report(models, outcomes, folder) if processes.is_main() else []
-
-
-def report(
-    models: Sequence[OpenCheckpoint],
-    outcomes: Sequence[Outcome],
-    folder: Path,
-    notes: Sequence[str] = (),
-) -> list[Path]:
-    """Write the report of outcomes, and return its files; see `write_report`.
-
-    Args:
-        models: that were measured.
-        outcomes: of `run`.
-        folder: created if it does not exist.
-        notes: sentences at the top of the page.
-    """
-    about_models = {
-        model.name: {
-            "fingerprint": model.model.fingerprint(),
-            "checkpoint": model.checkpoint,
-            "mitigation": model.mitigation,
-            "device": model.device,
-            "max_length": model.model.max_length,
-            "bos_id": model.tokenizer.bos_id,
-        }
-        for model in models
-    }
-    about_evaluations = {
-        evaluation.title: {
-            "kind": evaluation.kind,
-            **evaluation.options.model_dump(mode="json", exclude_none=True),
-        }
-        for evaluation in (outcome.evaluation for outcome in outcomes)
-    }
-    tables = [outcome.table for outcome in outcomes]
-    return write_report(tables, about_models, about_evaluations, folder, notes)
+) -> tuple[list[ResultTable], list[Path]]:
+    """Measure as `run`, and write the report; return the tables and the report's files."""
+    tables = run(models, evaluations, folder, quiet=quiet)
+    return tables, write_report(tables, models, folder) if processes.is_main() else []
 
 
 def run(
@@ -169,7 +119,7 @@ def run(
     folder: Path,
     *,
     quiet: bool = False,
-) -> list[Outcome]:
+) -> list[ResultTable]:
     """Measure every model with every evaluation; results that the folder has are not repeated.
 
     Everything that can be checked is checked before the first measurement.
@@ -195,16 +145,15 @@ def run(
     if not any(plan.items for plan in every):
         raise UserError(next(reason for plan in every for reason in plan.reasons.values()))
     store = Store(folder)
-    outcomes = []
+    tables = []
     for evaluation, of_models in zip(evaluations, plans, strict=True):
         results = {
             model.name: _measured(evaluation, model, plan.items, store, quiet)
             for model, plan in zip(models, of_models, strict=True)
         }
-        cells, notes = list(_cells(evaluation, of_models, results)), evaluation.notes(results)
-        table = ResultTable(evaluation.title, evaluation.across, names, cells, notes)
-        outcomes.append(Outcome(evaluation, results, table))
-    return outcomes
+        cells = list(_cells(evaluation, of_models, results))
+        tables.append(ResultTable(evaluation, results, cells))
+    return tables
 
 
 def _measured(

@@ -1,10 +1,12 @@
 """Tables of results: columns, cells, how a terminal shows them, and the report of all of them."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
@@ -14,6 +16,10 @@ from longrnn.intervals import Estimate, Quantity
 from longrnn.reporting.figures import heat_maps, lines, png
 from longrnn.reporting.pages import Picture, write_page
 from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from longrnn.checkpoints.opened import OpenCheckpoint
+    from longrnn.evaluation.base import Evaluation, Results
 
 # A longer text in a cell is broken into lines of this many characters.
 MAX_CELL_WIDTH = 26
@@ -86,18 +92,29 @@ class ResultTable(NamedTuple):
     """The results of one evaluation.
 
     Attributes:
-        title: of the evaluation.
-        across: what the rows are, such as length.
-        models: their names; the others are compared with the first.
+        evaluation: what was measured.
+        results: of all items, by model; the other models are compared with the first.
         cells: model by model.
-        notes: sentences under the table.
     """
 
-    title: str
-    across: str
-    models: list[str]
+    evaluation: Evaluation[Any]
+    results: Mapping[str, Results]
     cells: list[TableCell]
-    notes: list[str]
+
+    @property
+    def title(self) -> str:
+        """The name of the evaluation."""
+        return self.evaluation.title
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models."""
+        return list(self.results)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences under the table."""
+        return self.evaluation.notes(self.results)
 
     def texts(self) -> list[list[str]]:
         """Return the titles and then the rows as texts, with differences below their values.
@@ -113,7 +130,7 @@ class ResultTable(NamedTuple):
             n = cell.estimate.n if cell.estimate else 0
             counts[cell.at, cell.model] = max(counts[cell.at, cell.model], n)
         shown = [places != [None], len(self.models) > 1, max(counts.values(), default=0) > 1]
-        rows = [[*compress([self.across, "model", "n"], shown), *metrics]]
+        rows = [[*compress([self.evaluation.across, "model", "n"], shown), *metrics]]
         for (at, model), n in counts.items():
             first = ["–" if at is None else format_length(at), model, str(n or "–")]
             values = [str(cells.get((at, model, metric), "–")) for metric in metrics]
@@ -151,8 +168,7 @@ class ResultTable(NamedTuple):
 
 def write_report(
     tables: Sequence[ResultTable],
-    models: Mapping[str, Mapping[str, Any]],
-    evaluations: Mapping[str, Mapping[str, Any]],
+    models: Sequence[OpenCheckpoint],
     folder: Path,
     notes: Sequence[str] = (),
 ) -> list[Path]:
@@ -160,15 +176,33 @@ def write_report(
 
     Args:
         tables: one per evaluation, all of the same models.
-        models: by name, `checkpoint`, `mitigation`, `fingerprint`, `device`, `max_length`.
-        evaluations: by title, the options.
+        models: that were measured.
         folder: created if it does not exist.
         notes: sentences at the top of the page.
 
     Returns:
         The files: `cells.json`, `report.html` and the pictures.
     """
-    about = {"models": models, "evaluations": evaluations}
+    about = {
+        "models": {
+            model.name: {
+                "fingerprint": model.model.fingerprint(),
+                "checkpoint": model.checkpoint,
+                "mitigation": model.mitigation,
+                "device": model.device,
+                "max_length": model.model.max_length,
+                "bos_id": model.tokenizer.bos_id,
+            }
+            for model in models
+        },
+        "evaluations": {
+            table.title: {
+                "kind": table.evaluation.kind,
+                **table.evaluation.options.model_dump(mode="json", exclude_none=True),
+            }
+            for table in tables
+        },
+    }
     cells = [cell.plain() for table in tables for cell in table.cells]
     write_atomic(
         folder / CELLS_FILE, to_json({**about, "cells": cells}, indent=1, inf_nan_mode="null")
@@ -181,7 +215,7 @@ def write_report(
 
 def pictures(table: ResultTable) -> Iterator[Picture]:
     """Draw every column by length, one line per model, and the brief columns as heat maps."""
-    across = "length (tokens)" if table.across == "length" else table.across
+    across = "length (tokens)" if table.evaluation.across == "length" else table.evaluation.across
     for column in dict.fromkeys(cell.column for cell in table.cells if cell.column.drawn):
         curves: dict[str, dict[int, Estimate]] = {}
         for cell in table.cells:

@@ -10,7 +10,8 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,9 @@ from longrnn.options import Options, Seed, validated
 from longrnn.programs import reason_of
 from longrnn.text import Tokenizer
 from longrnn.training import models
-from longrnn.training.config import TrainConfig
 from longrnn.training.distributed import gathered, sharded_like
-from longrnn.training.initial_states import InitialState
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{8})")
-NUMBER = torch.tensor(0.0)  # the type of a number of steps
 REMEDY = "put it back from a copy, or remove it to continue from an earlier one"
 
 
@@ -157,61 +155,32 @@ def restore(
             f"{folder} was written by {wrote} processes and this run has {processes.size()}: "
             "launch as many as before"
         )
-    values = read_tensors(folder / "training.pt")
-    content: TrainerState = validated(TrainerState, values, str(folder / "training.pt"))
-    parameters = dict(model.named_parameters())
-    if content.step > content.skipped and not content.optimizer:
-        raise UserError(f"{folder} is damaged (it has no state of the optimizer): {REMEDY}")
-    for name, moments in content.optimizer.items():
-        like = parameters.get(name)
-        expected = {} if like is None else {"exp_avg": like, "exp_avg_sq": like, "step": NUMBER}
-        if _kinds(moments) != _kinds(expected) or like is None:
-            raise UserError(
-                f"{folder} is damaged (its state of the optimizer for {name} does not fit the "
-                f"model): {REMEDY}"
-            )
-        optimizer.state[like] = {
+    with refuse_misfit(folder):
+        values = read_tensors(folder / "training.pt")
+        content: TrainerState = validated(TrainerState, values, "training.pt")
+        if content.step > content.skipped and not content.optimizer:
+            raise ValueError("it has no state of the optimizer")
+        parameters = dict(model.named_parameters())
+        for name, moments in content.optimizer.items():
+            like = parameters[name]
             # A number of steps has no axes and belongs to every process.
-            key: sharded_like(value, like) if value.ndim else value.to(like.device)
-            for key, value in moments.items()
-        }
-    return values, read_tensors(folder / f"carry-{processes.rank()}.pt")
+            optimizer.state[like] = {"step": moments["step"].view(()).to(like.device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[like][key] = sharded_like(moments[key].view(like.shape), like)
+        return values, read_tensors(folder / f"carry-{processes.rank()}.pt")
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is to be equal in a tensor of a file and the one that it becomes."""
-    return {name: (x.dtype, x.shape, x.layout, x.is_meta) for name, x in tensors.items()}
-
-
-def restore_starts(
-    folder: Path,
-    starts: InitialState,
-    carried: Mapping[str, Any],
-    config: TrainConfig,
-    *,
-    may_lack: bool,
-) -> None:
-    """Gives a policy of initial states what it remembered in this process.
-
-    Args:
-        folder: the checkpoint.
-        starts: the policy.
-        carried: of `restore`.
-        config: the run, with the same rows as that of the checkpoint.
-        may_lack: whether nothing may be remembered.
+@contextmanager
+def refuse_misfit(folder: Path) -> Iterator[None]:
+    """Within this context, content of a checkpoint that does not fit the run is refused.
 
     Raises:
-        UserError: that is not what the policy of such a run remembers.
+        UserError: such content.
     """
-    rows, micros = config.per_device_train_batch_size, config.gradient_accumulation_steps
     try:
-        if not (carried or may_lack):
-            raise ValueError("there are none")
-        starts.restore(carried, rows, micros)
+        yield
     except Exception as error:  # damaged content raises errors of many kinds
-        raise UserError(
-            f"{folder} is damaged (its carried states do not fit: {reason_of(error)}): {REMEDY}"
-        ) from error
+        raise UserError(f"{folder} is damaged ({reason_of(error)}): {REMEDY}") from error
 
 
 def _write(path: Path, content: Any) -> None:
@@ -221,12 +190,5 @@ def _write(path: Path, content: Any) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return torch.load(regular(path), weights_only=True, map_location="cpu")
-    except Exception as error:  # damaged files raise errors of many kinds
-        raise UserError(f"{path} cannot be read ({reason_of(error)}): {REMEDY}") from error
+    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code."""
+    return torch.load(regular(path), weights_only=True, map_location="cpu")

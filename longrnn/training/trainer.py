@@ -263,11 +263,6 @@ class Trainer:
         counters = {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
         return counters | {"pending": self.pending, "data": self.task.data_sha256, "rows": rows}
 
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned."""
-        self.step, self.tokens = values["step"], values["tokens"]
-        self.pending, self.skipped = values["pending"], values["skipped"]
-
     def _save(self) -> None:
         checkpoint.save(
             self.output_dir,
@@ -291,10 +286,14 @@ class Trainer:
                 f"{folder} has {values['step']} steps, and max_steps={self.config.max_steps} is "
                 "less: set at least as many, or continue an earlier checkpoint elsewhere"
             )
-        self.load_state_dict(values)
+        self.step, self.tokens = values["step"], values["tokens"]
+        self.pending, self.skipped = values["pending"], values["skipped"]
         if values["rows"] == self.state_dict()["rows"]:
-            # A step that was skipped, and no other, leaves nothing.
-            may_lack = self.skipped > 0 or not self.starts.remembers
-            checkpoint.restore_starts(folder, self.starts, carried, self.config, may_lack=may_lack)
+            rows = self.config.per_device_train_batch_size
+            with checkpoint.refuse_misfit(folder):
+                # A step that was skipped, and no other, leaves nothing.
+                if self.starts.remembers and not (carried or self.skipped):
+                    raise ValueError("it has no carried states")
+                self.starts.restore(carried, rows, self.config.gradient_accumulation_steps)
         elif carried:
             self.say("the rows are not those of the checkpoint: its carried states are not used")

@@ -15,8 +15,9 @@ from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data.prompts import QUESTION
 from longrnn.evaluation.base import Evaluation
 from longrnn.evaluation.options import EvaluationOptions
-from longrnn.evaluation.run import Outcome, run
+from longrnn.evaluation.run import run
 from longrnn.models import LMOutput, RecurrentConfig, RecurrentLM
+from longrnn.reporting.tables import ResultTable
 from longrnn.results import StoredRow, read_rows
 from longrnn.state import History, LMState
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -45,7 +46,9 @@ class PairTokenizer(ByteTokenizer):
         return "pairs"
 
 
-def measure(options: EvaluationOptions | Evaluation[Any], folder: Path, *models: Any) -> Outcome:
+def measure(
+    options: EvaluationOptions | Evaluation[Any], folder: Path, *models: Any
+) -> ResultTable:
     """Run one evaluation of models that are open or read bytes, with its store in a folder."""
     evaluation = options if isinstance(options, Evaluation) else options.evaluation()
     opened = [
@@ -57,9 +60,9 @@ def measure(options: EvaluationOptions | Evaluation[Any], folder: Path, *models:
     return run(opened, [evaluation], folder, quiet=True)[0]
 
 
-def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Any]:
+def cells(outcome: ResultTable) -> dict[tuple[str, int | None, str], Any]:
     """Return cells by column, length and model."""
-    return {(cell.metric, cell.at, cell.model): cell for cell in outcome.table.cells}
+    return {(cell.metric, cell.at, cell.model): cell for cell in outcome.cells}
 
 
 def rows(folder: Path) -> list[StoredRow]:

@@ -101,6 +101,6 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         measure(AnswerOptions(data=folder).evaluation(), tmp_path / "r", one, other)
     short = small_model("short", position=SHORT)
     found = measure(AnswerOptions(data=folder).evaluation(), tmp_path / "r", one, short)
-    assert all("300" in str(cell) for cell in found.table.cells if cell.model == "short")
+    assert all("300" in str(cell) for cell in found.cells if cell.model == "short")
     with pytest.raises(UserError, match="data is an empty list"):
         measure(AnswerOptions(data=[]), tmp_path / "r", one)

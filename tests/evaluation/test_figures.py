@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import ErrorbarContainer
 
+from longrnn.evaluation.options import CostOptions
 from longrnn.intervals import SCORE, mean, proportion
 from longrnn.reporting.figures import Panel, curves, heat_maps, lines, png
 from longrnn.reporting.tables import Column, ResultTable, TableCell, write_report
@@ -98,8 +99,8 @@ def test_pictures_of_one_name_have_files_of_their_own(tmp_path: Path) -> None:
     for title, value in (("recall (a)", 0.25), ("recall [a]", 0.75)):
         column = Column("keys", SCORE)
         cell = TableCell(title, "keys", "m", 256, proportion(4 * value, 4), None, None, column)
-        tables.append(ResultTable(title, "length", ["m"], [cell], []))
-    _, _, *pictures = write_report(tables, {}, {}, tmp_path)
+        tables.append(ResultTable(CostOptions(name=title).evaluation(), {"m": []}, [cell]))
+    _, _, *pictures = write_report(tables, [], tmp_path)
     first, second = (picture.read_bytes() for picture in pictures)
     assert first != second
 

@@ -59,7 +59,7 @@ def test_the_evaluation(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"texts": [tmp_path / "a.txt"], "positions": [8, 20]}
     outcome = measure(MemoryOptions(**asked, stretches=2), tmp_path / "r", one)
     (document,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), one.model)
-    cell = next(c for c in outcome.table.cells if c.metric.endswith("20") and c.at == 4)
+    cell = next(c for c in outcome.cells if c.metric.endswith("20") and c.at == 4)
     pieces = [document.tokens[start : start + 20] for start in (0, 20)]
     expected = sum(naive(one.model, piece, 20, 16) for piece in pieces) / 2
     assert cell.estimate is not None
@@ -70,6 +70,6 @@ def test_the_evaluation(tmp_path: Path) -> None:
     assert whole.startswith(part)
     assert whole.count(b"\n") == 6
     other, pairs = small_model("other", seed=1), small_model("pairs", tokenizer=PairTokenizer())
-    both = measure(MemoryOptions(**asked), tmp_path / "both", one, other, pairs).table.cells
+    both = measure(MemoryOptions(**asked), tmp_path / "both", one, other, pairs).cells
     compared = {cell.model for cell in both if cell.difference is not None}
     assert compared == {"other"}, "stretches of different tokens are not paired"

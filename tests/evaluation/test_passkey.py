@@ -9,9 +9,9 @@ from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.data import Passkey, prompts
 from longrnn.errors import UserError
 from longrnn.evaluation.options import PasskeyOptions
-from longrnn.evaluation.run import Outcome
 from longrnn.inference import trie
 from longrnn.intervals import paired_proportion, proportion
+from longrnn.reporting.tables import ResultTable
 from longrnn.text import ByteTokenizer
 from tests.evaluation import small_models
 from tests.evaluation.small_models import SHORT, Oracle, cells, rows, small_model
@@ -25,7 +25,7 @@ GRID: dict[str, Any] = {"lengths": [160, 300], "depths": [0.0, 0.5, 1.0], "n": 3
 INSERTED: dict[str, Any] = {"lengths": [200, 300, 400], "insert_at": [0, 100, 200], "n": 3}
 
 
-def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
+def measure(folder: Path, *models: Any, **options: Any) -> ResultTable:
     return small_models.measure(PasskeyOptions(**(options or GRID)), folder, *models)
 
 
@@ -38,7 +38,7 @@ def test_an_oracle_is_right_everywhere_and_each_row_can_be_checked(tmp_path: Pat
     oracle = Oracle()
     found = measure(tmp_path, oracle)
     assert oracle.prompts == 18
-    assert all(cell.estimate and cell.estimate.mean == 1 for cell in found.table.cells)
+    assert all(cell.estimate and cell.estimate.mean == 1 for cell in found.cells)
     assert str(cells(found)[ALL, 160, "model0"]) == "1.00 [0.70, 1.00]"
     written = rows(tmp_path)
     assert {tuple(row["item"].values()) for row in written} == {
@@ -68,11 +68,11 @@ def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
 
 def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the batch size nor pieces change an answer."""
-    whole = measure(tmp_path / "a", Oracle()).table.cells
-    assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).table.cells == whole
+    whole = measure(tmp_path / "a", Oracle()).cells
+    assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
     oracle = Oracle()
-    assert measure(tmp_path / "d", oracle).table.cells == whole
+    assert measure(tmp_path / "d", oracle).cells == whole
     assert oracle.longest == 64
 
 
@@ -91,13 +91,13 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
 
 def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     """A store is resumed after a torn line, and grows by lengths, depths, prompts and models."""
-    first = measure(tmp_path, Oracle()).table.cells
+    first = measure(tmp_path, Oracle()).cells
     path = tmp_path / "rows.jsonl"
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:10]) + lines[10][:-10])
     oracle = Oracle()
-    assert measure(tmp_path, oracle).table.cells == first
+    assert measure(tmp_path, oracle).cells == first
     assert oracle.prompts == 8
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
     more = {"lengths": [160, 300, 400], "depths": [0.0, 0.25, 0.5, 1.0], "n": 4}
@@ -106,7 +106,7 @@ def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     assert (oracle.prompts, other.prompts) == (30, 48)
     assert len(rows(tmp_path)) == 96
     oracle = Oracle()
-    assert measure(tmp_path, oracle).table.cells == first
+    assert measure(tmp_path, oracle).cells == first
     assert measure(tmp_path, oracle, **GRID | {"lengths": [160, 160], "n": 1}).results["model0"]
     assert oracle.prompts == 0
 

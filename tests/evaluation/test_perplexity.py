@@ -189,7 +189,7 @@ def test_newlines(tmp_path: Path) -> None:
     total = 16 * bits[16] + 16 * bits[32] + 32 * bits[64] + 64 * bits[128]
     assert total * math.log(2) == pytest.approx(sum(row["nats"][:4]))
     each = math.exp(sum(row["nats"]) / 150)
-    assert outcome.table.notes == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
+    assert outcome.notes == [f"Perplexity per token over all windows: {each:,.2f} (one)."]
 
 
 def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) ->
     once, again = texts(tmp_path), [*texts(tmp_path), tmp_path / "a.txt"]
     one, short = small_model("one"), small_model("short", position=SHORT)
     outcomes = [measure(perplexity(tmp_path, texts=t), tmp_path / "r", one) for t in (once, again)]
-    assert outcomes[0].table.notes == outcomes[1].table.notes != []
+    assert outcomes[0].notes == outcomes[1].notes != []
     beyond = perplexity(tmp_path, lengths=[512]).evaluation()
     both = [CostOptions(lengths=[8]).evaluation(), beyond]
-    assert run([short], both, tmp_path / "r", quiet=True)[1].table.notes == []
+    assert run([short], both, tmp_path / "r", quiet=True)[1].notes == []
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:

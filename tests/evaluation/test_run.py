@@ -11,7 +11,8 @@ import longrnn
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
-from longrnn.evaluation.run import Outcome, read_suite, run, run_and_report
+from longrnn.evaluation.run import read_suite, run, run_and_report
+from longrnn.reporting.tables import ResultTable
 from tests.cli.conftest import table
 from tests.evaluation.small_models import SHORT, PairTokenizer, small_model
 from tests.pages import read_tables
@@ -33,7 +34,7 @@ def suite(folder: Path, text: str = SUITE) -> list[Evaluation[Any]]:
     return read_suite(str(folder / "mine.yaml"))
 
 
-def measure(models: Sequence[OpenCheckpoint], folder: Path) -> list[Outcome]:
+def measure(models: Sequence[OpenCheckpoint], folder: Path) -> list[ResultTable]:
     return run(models, suite(folder), folder / "out", quiet=True)
 
 
@@ -62,10 +63,10 @@ def test_the_report_has_every_cell_of_every_model(
     record = json.loads((tmp_path / "out/cells.json").read_text())
     assert list(record["models"]) == ["one", "two", "short", PAIRS]
     assert list(record["evaluations"]) == ["keys", "perplexity"]
-    assert len(record["cells"]) == sum(len(outcome.table.cells) for outcome in outcomes)
+    assert len(record["cells"]) == sum(len(outcome.cells) for outcome in outcomes)
     first = next(cell for cell in record["cells"] if cell["at"] == 200)
     assert (first["model"], first["estimate"]["n"], first["difference"]) == ("one", 2, None)
-    texts = outcomes[0].table.texts()
+    texts = outcomes[0].texts()
     lines = [" | ".join(row) for row in texts]
     assert lines[0].startswith("length | model | n | depth 0% | depth 100% |")
     (beyond,) = (line for line in lines if line.startswith("320 | short "))
@@ -75,7 +76,7 @@ def test_the_report_has_every_cell_of_every_model(
     assert "<h1>one against 3 others</h1>" in page
     tables = read_tables(page)
     for outcome, read in zip(outcomes, tables, strict=False):
-        shown = [["".join(text.split()) for text in row] for row in outcome.table.texts()]
+        shown = [["".join(text.split()) for text in row] for row in outcome.texts()]
         assert read == shown
     compared = dict(tables[len(outcomes)])
     assert [*compared][:4] == ["".join(model.name.split()) for model in models]

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.evaluation.options import SequenceOptions
-from longrnn.evaluation.run import Outcome
 from longrnn.intervals import proportion
+from longrnn.reporting.tables import ResultTable
 from tests.evaluation import small_models
 from tests.evaluation.small_models import SHORT, Answering, cells, small_model
 
@@ -23,7 +23,7 @@ def mirror(*, swap: bool = False) -> Answering:
     return Answering(f"mirror {swap}", answer)
 
 
-def measure(folder: Path, *models: Any, **options: Any) -> Outcome:
+def measure(folder: Path, *models: Any, **options: Any) -> ResultTable:
     asked = TASK | {"lengths": [6], "batch_size": 8} | options
     return small_models.measure(SequenceOptions(**asked), folder, *models)
 
