@@ -102,16 +102,15 @@ def evaluate(
 def with_windows(
     models: Sequence[OpenCheckpoint], evaluations: Sequence[Evaluation[Any]]
 ) -> list[OpenCheckpoint]:
-    """Return models, each with the same one under a window if it ends before the longest length.
+    """Return models, and those that end before the longest length under a window, too.
 
     A model whose attention cannot have a window is reported.
     """
     from longrnn.mitigations.spec import ATTENTION_WINDOW
 
     lengths = [getattr(evaluation.options, "lengths", None) or [0] for evaluation in evaluations]
-    longest, names, complete = max(map(max, lengths)), {model.name for model in models}, []
+    longest, complete = max(map(max, lengths)), {model.name: model for model in models}
     for opened in models:
-        complete.append(opened)
         plain: Any = opened.model
         limit = plain.max_length
         if limit is None or limit >= longest or not hasattr(plain, "with_attention_window"):
@@ -124,9 +123,8 @@ def with_windows(
             say(f"{opened.name} is not measured with a window of attention: {error}")
             continue
         name, source = f"{opened.name}+{window}", opened.source and opened.source.under(window)
-        if name not in names:
-            complete.append(opened._replace(name=name, model=model, source=source))
-    return complete
+        complete.setdefault(name, opened._replace(name=name, model=model, source=source))
+    return list(complete.values())
 
 
 def measure_and_show(

@@ -19,13 +19,11 @@ Notable choices:
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
@@ -37,8 +35,10 @@ from longrnn.mitigations.time_scales import write_additions
 from longrnn.models import LanguageModel
 from longrnn.options import Count, Options
 from longrnn.progress import Progress
+from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import Carry, Context
 from longrnn.training.objective import Objective
+from longrnn.training.optim import set_learning_rate
 from longrnn.training.repeat import can_repeat
 from longrnn.units import format_length
 
@@ -106,7 +106,12 @@ class TimeScaleFit(Options):
         objective = Objective(model)
         groups = self._groups(layers)
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-        schedule = LambdaLR(optimizer, partial(_factor, steps=self.steps))
+        schedule = TrainConfig(
+            learning_rate=1.0,
+            min_lr_rate=0.1,
+            warmup_steps=max(1, self.steps // 20),
+            max_steps=self.steps,
+        )
         context, device = Context(job.model.init_state), job.model.init_state(1).position.device
         starts, length = [Carry(context), Carry(context)], self._segment_length(job)
         text = _stretches(job, self.rows)
@@ -132,24 +137,23 @@ class TimeScaleFit(Options):
                     )
                 trained = [number for group in groups for number in group["params"]]
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                set_learning_rate(optimizer, step, schedule)
                 optimizer.step()
-                schedule.step()
                 optimizer.zero_grad()
                 tokens = sum(batch.tokens.numel() for batch in batches)
                 progress.advance(1, tokens, f"loss {total:.3f}")
 
     def _groups(self, layers: Sequence[Additions]) -> list[dict[str, Any]]:
         """Return what is trained, by learning rate."""
-        numbers = {
-            self.learning_rate: [additions.rate for additions in layers],
-            self.learning_rate / 2: [additions.bias for additions in layers],
-        }
-        groups = [
-            {"params": [each for each in given if each is not None], "lr": rate}
-            for rate, given in numbers.items()
+        trained = [
+            (self.learning_rate, [additions.rate for additions in layers]),
+            (self.learning_rate / 2, [additions.bias for additions in layers]),
+            (self.weights_learning_rate, [w for a in layers for w in a.weights.values()]),
         ]
-        weights = [each for additions in layers for each in additions.weights.values()]
-        return [*groups, {"params": weights, "lr": self.weights_learning_rate}]
+        return [
+            {"params": [each for each in numbers if each is not None], "scale": rate}
+            for rate, numbers in trained
+        ]
 
     def _keyed_task(self, job: Job, length: int) -> Passkey:
         """Return the documents with keys, in the text of the job."""
@@ -218,11 +222,3 @@ def _frozen(model: LanguageModel) -> Iterator[None]:
     finally:
         for weight in weights:
             weight.requires_grad_(True)
-
-
-def _factor(step: int, steps: int) -> float:
-    """The factor of the learning rate of a step, counted from 0."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))

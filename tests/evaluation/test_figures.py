@@ -99,7 +99,9 @@ def test_pictures_of_one_name_have_files_of_their_own(tmp_path: Path) -> None:
     for title, value in (("recall (a)", 0.25), ("recall [a]", 0.75)):
         column = Column("keys", SCORE)
         cell = TableCell(title, "keys", "m", 256, proportion(4 * value, 4), None, None, column)
-        tables.append(ResultTable(CostOptions(name=title).evaluation(), {"m": []}, [cell]))
+        tables.append(
+            ResultTable(CostOptions(name=title, lengths=[256]).evaluation(), {"m": []}, [cell])
+        )
     _, _, *pictures = write_report(tables, [], tmp_path)
     first, second = (picture.read_bytes() for picture in pictures)
     assert first != second
