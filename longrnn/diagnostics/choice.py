@@ -1,8 +1,10 @@
 """The choice of a repair: its attempts with their scores, and the file that has them."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.run import build_evaluation, run
 from longrnn.files import read_json, write_atomic
 from longrnn.intervals import Estimate
-from longrnn.mitigations.spec import found_from, relative_to
+from longrnn.mitigations.spec import with_files
 from longrnn.models.fold import unfoldable
 from longrnn.options import Options, validated
 from longrnn.progress import OutOfTimeError, check_time, time_limit
@@ -61,6 +63,12 @@ class Row(Options, strict=True):
     keys: FiniteFloat = 0.0
     why: str = ""
     budget: FiniteFloat | None = None
+
+
+def moved(row: Row, place: Callable[[str], str]) -> Row:
+    """Return a row whose members have other paths, from those that they have."""
+    members = row.members and [with_files(member, place) for member in row.members]
+    return row.model_copy(update={"members": members})
 
 
 class Tried(Options, strict=True):
@@ -132,7 +140,8 @@ class Choice:
         plain = tried.rows.get(UNREPAIRED, Row(members=[]))
         if tried.question != self.question or plain.members != []:
             raise UserError(f"{folder} holds another repair: choose another --output")
-        self.rows = {name: self._moved(row, found_from) for name, row in tried.rows.items()}
+        here = partial(os.path.join, folder)
+        self.rows = {name: moved(row, here) for name, row in tried.rows.items()}
 
     def attempt(self, name: str, seconds: float) -> None:
         """Try a repair, if its base was possible and it fits what is left of the budget."""
@@ -186,14 +195,10 @@ class Choice:
 
     def _record(self, name: str, row: Row) -> None:
         self.rows[name] = row
-        rows = {name: self._moved(row, relative_to) for name, row in self.rows.items()}
+        inside = partial(os.path.relpath, start=self.folder)
+        rows = {name: moved(row, inside) for name, row in self.rows.items()}
         tried = Tried(question=self.question, rows=rows)
         write_atomic(self.path, tried.model_dump_json(indent=1, exclude_defaults=True) + "\n")
-
-    def _moved(self, row: Row, change: Callable[[Path, dict[str, Any]], dict[str, Any]]) -> Row:
-        """Return a row whose members have changed paths."""
-        members = row.members and [change(self.folder, member) for member in row.members]
-        return row.model_copy(update={"members": members})
 
     def _measured(self, name: str, members: Members) -> Row:
         job = self.job.under(members)

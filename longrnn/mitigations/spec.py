@@ -102,7 +102,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
         length=known.length,
         text_sha256=list(known.text_sha256),
         mitigation=[
-            _with_files(member, lambda file: os.path.relpath(file, path.parent))
+            with_files(member, lambda file: os.path.relpath(file, path.parent))
             for member in members
         ],
     ).model_dump()
@@ -119,12 +119,12 @@ def _read(path: Path) -> list[Mitigation]:
         raise UserError(f"{path} is not a mitigation file, {error}: {remedy}") from error
     known = Calibration(str(path), file.fingerprint, file.length, tuple(file.text_sha256))
     members = [
-        _with_files(member, lambda file: str(path.parent / file)) for member in file.mitigation
+        with_files(member, lambda file: str(path.parent / file)) for member in file.mitigation
     ]
     return [MITIGATIONS.build(member).calibrated(known) for member in members]
 
 
-def _with_files(member: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+def with_files(member: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """A mapping with other paths, from those that it has."""
     kind = MITIGATIONS.get(str(member.get("kind")))
     names = () if kind is None else kind.files
