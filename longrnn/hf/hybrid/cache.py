@@ -16,6 +16,20 @@ from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
 
 
+class CacheEntry:
+    """An entry of `HybridCache.rnn_state`: empty, because an xLSTM writes to its items.
+
+    Attributes:
+        cache: the cache that the layer is to use.
+    """
+
+    def __init__(self, cache: "HybridCache") -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return 0
+
+
 class HybridCache(UncutCache):
     """A cache that holds the states of the cells too, for one call.
 
@@ -27,7 +41,6 @@ class HybridCache(UncutCache):
 
     Attributes:
         cells: the states of the cells, likewise; empty before the first token.
-        rnn_state: what an xLSTM takes from its cache and gives to each layer.
     """
 
     def __init__(
@@ -40,8 +53,13 @@ class HybridCache(UncutCache):
         super().__init__(config)
         self.edits, self.rows, self.attention = edits, rows, attention
         self.cells: dict[int, PyTree] = {}
-        self.rnn_state = [CacheEntry(self) for _ in self.layers]
         self._attends = any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in self.layers)
+
+    @property
+    def rnn_state(self) -> list[CacheEntry]:
+        """What an xLSTM takes from its cache and gives to each layer. Made when it is asked for: an
+        entry that a cache held would keep it, and what a call computed, until a collection."""
+        return [CacheEntry(self) for _ in self.layers]
 
     # transformers asks these of models without a layer of attention too, and does not answer them.
 
@@ -81,20 +99,6 @@ class HybridCache(UncutCache):
         else:
             kept = entries[..., entries.shape[-2] - count :, :]
         return kept.to(dtype)
-
-
-class CacheEntry:
-    """An entry of `HybridCache.rnn_state`: empty, because an xLSTM writes to its items.
-
-    Attributes:
-        cache: the cache that the layer is to use.
-    """
-
-    def __init__(self, cache: HybridCache) -> None:
-        self.cache = cache
-
-    def __len__(self) -> int:
-        return 0
 
 
 def attention_masks(
