@@ -1,4 +1,4 @@
-"""A call leaves no tensor that only a garbage collection frees: those of training steps would pile up."""
+"""A call leaves no tensor for a garbage collection: those of training steps would pile up."""
 
 import gc
 from collections.abc import Callable
