@@ -22,9 +22,7 @@ from longrnn.cells.init import initialise
 from longrnn.cells.mamba2 import check_range
 from longrnn.cells.scanning import ScanningCell, check_sizes, conv_state_like, step_bias
 from longrnn.cells.weights import WHOLE, Part, rows_from
-from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
-from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.inputs import Decay, ScanInputs
@@ -120,9 +118,7 @@ class Mamba(ScanningCell):
     ) -> tuple[Steps, MambaRest]:
         dtype = state.ssm.dtype
         x, z = self.in_proj(x).chunk(2, dim=-1)
-        taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
-        x, conv = CONV(self.backend, x, taps, bias, state.conv, rows)
-        x = x if rows is None else rows.without_padding(x)
+        x, conv = self.convolved(x, state, rows)
         dt, B, C = self.select(x, dtype)
         dt = F.softplus(edit.biased(dt))
         steps = Steps(x.to(dtype)[..., None], dt, Decay(dt, self.rate(dtype)))
@@ -153,11 +149,6 @@ class Mamba(ScanningCell):
         y = torch.addcmul(y[..., 0], rest.x.to(y), self.D.to(y))
         y = (y * F.silu(rest.z.to(y.dtype))).to(rest.z.dtype)
         return self.out_proj(y), ConvState(rest.conv, memory)
-
-    @torch.no_grad()
-    def init_time_scales(self, scales: Tensor) -> bool:
-        self.A_log.copy_(-(scales * F.softplus(self.dt_proj.bias)).log()[:, None])  # of all keys
-        return True
 
     def state_like(self) -> ConvState:
         conv, ssm = (self.d_conv - 1, self.n_heads), (self.n_heads, 1, self.d_state)

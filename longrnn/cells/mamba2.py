@@ -28,7 +28,6 @@ from longrnn.cells.scanning import (
 )
 from longrnn.cells.weights import Part, rows_from
 from longrnn.errors import UserError
-from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.hooks import own_weight
@@ -159,9 +158,7 @@ class Mamba2(ScanningCell):
     ) -> tuple[Steps, Mamba2Rest]:
         dtype, sizes = state.ssm.dtype, [self.d_inner, self.d_xBC, self.n_heads]
         z, xBC, dt = self.in_proj(x).split(sizes, dim=-1)
-        taps, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
-        xBC, conv = CONV(self.backend, xBC, taps, bias, state.conv, rows)
-        xBC = xBC if rows is None else rows.without_padding(xBC)
+        xBC, conv = self.convolved(xBC, state, rows)
         keys = self.n_groups * self.d_state
         x, B, C = xBC.split([self.d_inner, keys, keys], dim=-1)
         x = x.unflatten(-1, (self.n_heads, -1))
@@ -177,11 +174,6 @@ class Mamba2(ScanningCell):
         """The input of the output projection, `(b, t, h p)`; see `longrnn.ops.gated_norm`."""
         weight, groups = own_weight(self.norm), self.n_groups
         return GATED_NORM(self.backend, y, z, x, self.D, weight, self.norm_eps, groups)
-
-    @torch.no_grad()
-    def init_time_scales(self, scales: Tensor) -> bool:
-        self.A_log.copy_(-(scales * F.softplus(self.dt_bias)).log())  # dt · |A| = 1 / scale
-        return True
 
     def state_like(self) -> ConvState:
         # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.

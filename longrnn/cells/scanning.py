@@ -3,16 +3,20 @@
 import math
 from abc import abstractmethod
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Steps
 from longrnn.cells.recurrence import Memory, Recurrence, head_index
 from longrnn.errors import UserError, nearest
+from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.operation import Operation
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import SCAN
@@ -56,6 +60,7 @@ class ScanningCell(Cell):
     n_groups: int = 0
     shown: tuple[str, ...] = ("n_heads",)
     backend: str
+    conv1d: nn.Conv1d
 
     def __init__(self, d_input: int, d_model: int, backend: str = "auto") -> None:
         super().__init__(d_input, d_model)
@@ -84,6 +89,12 @@ class ScanningCell(Cell):
         Returns:
             The steps, and what `inputs` and `after` need, a NamedTuple of the cell's own.
         """
+
+    def convolved(self, x: Tensor, state: Any, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        """The short convolution of `(b, t, c)` with silu, 0 at padding, and its last inputs."""
+        weight, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
+        y, last = CONV(self.backend, x, weight, bias, state.conv, rows)
+        return y if rows is None else rows.without_padding(y), last
 
     def inputs(self, steps: Steps, rest: Any) -> tuple[Any, Any]:
         """Computes the inputs of the recurrence from the edited steps.
@@ -149,6 +160,16 @@ class ScanningCell(Cell):
         if rows.has_starts and not bool(y.detach().sum().isfinite()):
             return super().run_packed(x, state, edit, rows)
         return rows.without_padding(y), after
+
+    @torch.no_grad()
+    def init_time_scales(self, scales: Tensor) -> bool:
+        """See `Cell`; by the rates, where a bias has the initial step as its softplus."""
+        if self.rate_weight is None or self.bias_weight is None:
+            return False
+        rate, bias = (attrgetter(name)(self) for name in (self.rate_weight, self.bias_weight))
+        # dt · |A| = 1 / scale, for all keys
+        rate.view(self.n_heads, -1).copy_(-(scales * F.softplus(bias)).log()[:, None])
+        return True
 
     def inputs_like(self) -> ScanInputs:
         """The inputs of the scan for one row without tokens, on the device of the weights."""
