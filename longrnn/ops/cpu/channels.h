@@ -285,8 +285,7 @@ template <class T> void channels_gradient(const ChannelsGradient<T> &g) {
         if (t % SPAN == 0) std::memcpy(w.starts + (t / SPAN * blocks + number) * size, state, size * sizeof(T));
         block.advance(t, state, state);
       }
-      std::fill_n(grad_state, size, T(0));
-      if (g.grad_final) block.read_keys(g.grad_final + block.states_at(), grad_state);
+      block.read_keys(g.grad_final + block.states_at(), grad_state);
     }
     for (long span = spans - 1; span >= 0; span--) {
       const long start = span * SPAN, stop = std::min(s.t, start + SPAN);
@@ -305,7 +304,7 @@ template <class T> void channels_gradient(const ChannelsGradient<T> &g) {
     for (long number = 0; number < blocks; number++) {
       const ChannelBlock<T> block = block_of(number);
       block.write_keys(w.grad_states + number * size, g.grad_state + block.states_at());
-      block.write_keys(w.grad_rates + number * size, g.grad_rate + block.states_at());
+      block.write_keys(w.grad_rates + number * size, g.grad_rates + block.states_at());
     }
   }
 }

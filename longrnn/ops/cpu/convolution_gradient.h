@@ -24,7 +24,7 @@ template <class V, int K, class T> void columns_gradient(const ConvolutionGradie
     for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(input_of(s, row, tap - taps) + i);
     // The gradient of the input `at` tokens after the first of the row.
     const auto gradient = [&](long at) {
-      return at < 0 ? to.grad_before + (row * taps + at + taps) * c + i
+      return at < 0 ? to.grad_state + (row * taps + at + taps) * c + i
                     : to.grad_x + (row * s.t + at) * c + i;
     };
     for (long begin = 0; begin < s.t; begin += TOKENS) {
@@ -53,8 +53,7 @@ template <class V, int K, class T> void columns_gradient(const ConvolutionGradie
         }
     }
     for (long tap = 0; tap < taps; tap++) {  // the last inputs are the state afterwards too
-      const V kept = to.grad_after ? read<V>(to.grad_after + (row * taps + tap) * c + i) : V{};
-      write<V>(gradient(s.t + tap - taps), pending[tap] + kept);
+      write<V>(gradient(s.t + tap - taps), pending[tap] + read<V>(to.grad_final + (row * taps + tap) * c + i));
     }
   }
   for (long lane = 0; lane < LANES; lane++) {

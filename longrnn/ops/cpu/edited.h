@@ -37,7 +37,7 @@ inline void convolve_token(const States<float> &states, const Mixed &conv_weight
   Convolution<float> s{};
   s.b = rows, s.t = 1, s.c = c, s.k = k;
   s.x = x, s.x_row = s.x_token = step;
-  s.before = before, s.weight = taps, s.bias = bias, s.y = y, s.after = after;
+  s.state = before, s.weight = taps, s.bias = bias, s.y = y, s.final_state = after;
   convolution<float>(s);
 }
 

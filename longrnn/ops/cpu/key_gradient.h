@@ -52,6 +52,16 @@ template <class T, bool DELTA> struct KeySegment {
     for (long i = 0; i < count; i++)
       advance_token<T, DELTA>(token(i), w.decays[i], {p, n, state, state, w.y, w.missing});
   }
+  // The gradients that channels add to.
+  void clear_sums() const {
+    for (long i = 0; i < count; i++) {
+      const long at = token(i).at;
+      s.grad_gain[at] = 0;
+      std::fill_n(s.grad_log_decay + at * s.of.decays, s.of.decays, T(0));
+      std::fill_n(s.grad_B + at * s.of.n, s.of.n, T(0));
+      std::fill_n(s.grad_C + at * s.of.n, s.of.n, T(0));
+    }
+  }
   // The gradients of some channels.
   void gradient(long first, long channels) const {
     const long n = s.of.n, size = channels * n;
@@ -140,7 +150,6 @@ template <class T, bool DELTA> struct KeySegment {
   }
 };
 
-// The gradients of gain, log_decay, B and C are added to what is there.
 template <class T, bool DELTA> void gradient_by_tokens(const ScanGradient<T> &s) {
   const Scan<T> &of = s.of;
   const long size = of.p * of.n, segments = (of.t + SEGMENT_TOKENS - 1) / SEGMENT_TOKENS;
@@ -157,10 +166,10 @@ template <class T, bool DELTA> void gradient_by_tokens(const ScanGradient<T> &s)
       segment(start).read_decays();
       segment(start).advance();
     }
-    if (s.grad_final) std::memcpy(w.grad, s.grad_final + task * size, size * sizeof(T));
-    else std::fill(w.grad.data, w.grad + size, T(0));
+    std::memcpy(w.grad, s.grad_final + task * size, size * sizeof(T));
     for (long start = (segments - 1) * SEGMENT_TOKENS; start >= 0; start -= SEGMENT_TOKENS) {
       segment(start).read_decays();
+      segment(start).clear_sums();
       for (long first = 0; first < of.p; first += PART_CHANNELS)
         segment(start).gradient(first, std::min(PART_CHANNELS, of.p - first));
     }

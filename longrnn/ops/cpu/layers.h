@@ -22,7 +22,7 @@ void layer(const L &call, const States<float> &states, long rows, const Mixed &b
   Buffer<float> normed(rows * s.d), projected(rows * width), y(rows * inner), out(rows * s.d);
   rms_norm(x, weight, rows, s.d, s.eps, normed);
   project(s.in_weight, s.in_bias, rows, width, s.d, normed, projected);
-  between(call.of, states, rows, projected, y);
+  mix_token(call.of, states, rows, projected, y);
   project(s.out_weight, s.out_bias, rows, s.d, inner, y, out);
   Narrowed<float> to(after, rows * s.d);
   for (long i = 0; i < rows * s.d; i++) to[i] = x[i] + out[i];

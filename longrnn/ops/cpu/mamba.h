@@ -48,7 +48,7 @@ inline void windowed_token(const Channels<float> &token, const Window<float> &w)
   for (long i = 0; i < token.b * w.count; i++) token.y[i / w.count * token.h + heads[i % w.count]] = y[i];
 }
 
-inline void between(const Mamba<float> &s, const States<float> &states, long rows, float *projected, float *y) {
+inline void mix_token(const Mamba<float> &s, const States<float> &states, long rows, float *projected, float *y) {
   const long h = s.h, n = s.n, selected = s.rank + 2 * n;
   const int threads = threads_for(16.0 * h * n);
   const Wide<float> A_log(s.A_log, h * n), D(s.D, h);

@@ -25,7 +25,7 @@ inline void steps_of(const Mamba2<float> &s, const float *raw, const float *bias
   }
 }
 
-inline void between(const Mamba2<float> &s, const States<float> &states, long rows, float *projected, float *y) {
+inline void mix_token(const Mamba2<float> &s, const States<float> &states, long rows, float *projected, float *y) {
   const long d = inner_of(s), c = mixed_of(s), width = width_of(s);
   const Wide<float> dt_bias(s.dt_bias, s.h), A_log(s.A_log, s.h), D(s.D, s.h), weight(s.norm_weight, d);
   Buffer<float> mixed(rows * c), gain(rows * s.h), log_decay(rows * s.h);
@@ -40,7 +40,7 @@ inline void between(const Mamba2<float> &s, const States<float> &states, long ro
   scan_call.x_row = scan_call.x_token = scan_call.bc_row = scan_call.bc_token = c;
   scan_call.gain = gain, scan_call.log_decay = log_decay;
   scan_call.state = states.state, scan_call.final_state = states.state_after;
-  scan_call.y = y, scan_call.y_token = d;
+  scan_call.y = y;
   Buffer<float> inputs(s.edit ? rows * c : 0);
   if (s.edit) {
     std::memcpy(inputs, mixed, rows * c * sizeof(float));

@@ -10,7 +10,7 @@ namespace {
 
 // The input `at` tokens after the first of a row.
 template <class T> inline const T *input_of(const Convolution<T> &s, long row, long at) {
-  return at < 0 ? s.before + (row * (s.k - 1) + at + s.k - 1) * s.c : s.x + row * s.x_row + at * s.x_token;
+  return at < 0 ? s.state + (row * (s.k - 1) + at + s.k - 1) * s.c : s.x + row * s.x_row + at * s.x_token;
 }
 
 // y = silu(convolution of x over time)
@@ -35,7 +35,7 @@ template <class T> void keep_inputs(const Convolution<T> &s) {
   const long taps = s.k - 1;
   for (long row = 0; row < s.b; row++)
     for (long tap = 0; tap < taps; tap++)
-      std::memcpy(s.after + (row * taps + tap) * s.c, input_of(s, row, s.t + tap - taps), s.c * sizeof(T));
+      std::memcpy(s.final_state + (row * taps + tap) * s.c, input_of(s, row, s.t + tap - taps), s.c * sizeof(T));
 }
 
 // y = norm((scanned + D x) silu(z)) weight

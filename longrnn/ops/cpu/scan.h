@@ -38,16 +38,14 @@ template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, const Chunk<T>
 // C Bᵀ. A state that is zero is not read, and one that nobody reads not made: in rows of one chunk, as in short
 // windows, the state is most of the work.
 template <class T> void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const Chunk<T> &c) {
-  const long q = c.q, qp = padded<T>(q), pp = w.pp, step = d.none() ? s.bc_token : s.n;
+  const long q = c.q, qp = padded<T>(q), pp = w.pp;
   const auto scaled = [&](const T *from, const double *factors) -> const T * {
-    if (d.none()) return from;
     scale_rows<T>(from, s.bc_token, factors, q, s.n, w.scaled);
     return w.scaled;
   };
   double kept[CHUNK];
-  std::fill_n(kept, CHUNK, 1.0);
   for (long i = 0; i < q; i++) {  // scores times the decays from token j to token i
-    if (!d.none()) d.advance(kept, i);
+    d.advance(kept, i);
     const T *from = w.scores + i * CHUNK;
     T *to = w.weights + i * CHUNK;
     for (long j = 0; j <= i; j++) to[j] = from[j] * T(kept[j]);
@@ -57,13 +55,13 @@ template <class T> void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Deca
   T *y = output_of(s, c.row, c.head, c.start);
   const bool direct = pp == s.p;
   T *out = direct ? y : static_cast<T *>(w.output);
-  const long ldo = direct ? s.y_token : pp;
+  const long ldo = direct ? s.h * s.p : pp;
   product<T>(q, pp, q, {w.weights, CHUNK, 1}, {w.inputs, pp}, {out, ldo}, false, LOWER_A);
-  if (c.start || s.state) product<T>(q, pp, s.n, {scaled(c.C, d.before), step, 1}, {w.memory, pp}, {out, ldo}, true);
+  if (c.start || s.state) product<T>(q, pp, s.n, {scaled(c.C, d.before), s.n, 1}, {w.memory, pp}, {out, ldo}, true);
   if (!direct)
-    for (long i = 0; i < q; i++) std::memcpy(y + i * s.y_token, out + i * pp, s.p * sizeof(T));
+    for (long i = 0; i < q; i++) std::memcpy(y + i * s.h * s.p, out + i * pp, s.p * sizeof(T));
   if (c.start + q == s.t && !s.final_state) return;
-  advance_state<T>(d, q, {s.n, pp, w.memory, w.memory, w.change}, {scaled(c.B, d.after), 1, step}, {w.inputs, pp});
+  advance_state<T>(d, q, {s.n, pp, w.memory, w.memory, w.change}, {scaled(c.B, d.after), 1, s.n}, {w.inputs, pp});
 }
 
 // How many of the r heads of a group one task computes: they are divided among threads only as far as

@@ -183,7 +183,7 @@ template <class T> void gradient_of_heads(const ScanGradient<T> &s, GradientWork
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, pp = padded<T>(p), heads = m.last - m.first, size = p * n, step = of.g * n;
   for (long head = m.first; head < m.last; head++)
-    read_state<T>(s.grad_final ? s.grad_final + (m.row * of.h + head) * size : nullptr, p, n, pp,
+    read_state<T>(s.grad_final + (m.row * of.h + head) * size, p, n, pp,
                   m.after + (head - m.first) * n * pp);
   states_of_chunks<T>(s, w, m);
   for (long start = (of.t - 1) / CHUNK * CHUNK; start >= 0; start -= CHUNK) {

@@ -22,7 +22,7 @@ STRUCTS = {
     "Scan": """
         long b t h p g n decays; in x; long x_row x_token; in gain log_decay B C;
         long bc_row bc_token;
-        in state?; out y?; long y_token; out final_state?; doubles limit?;
+        in state?; out y? final_state?; doubles limit?;
         long limit_token?
     """,
     "ScanGradient": """
@@ -35,11 +35,13 @@ STRUCTS = {
     "WindowedChannels": "Channels of; long known window",
     "ChannelsGradient": """
         Channels of; in grad_y grad_final;
-        out grad_x grad_gain grad_step grad_rate grad_B grad_C grad_state
+        out grad_x grad_gain grad_step grad_rates grad_B grad_C grad_state
     """,
-    "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y? after?",
+    "Convolution": """
+        long b t c k; in x; long x_row x_token; in state weight bias; out y? final_state?
+    """,
     "ConvolutionGradient": """
-        Convolution of; in grad_y grad_after?; out grad_x grad_before grad_weight grad_bias?
+        Convolution of; in grad_y grad_final; out grad_x grad_state grad_weight grad_bias?
     """,
     "Gate": """
         long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y?

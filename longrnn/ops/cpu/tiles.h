@@ -41,9 +41,6 @@ struct Decays {
     }
   }
 
-  // Whether no token decays, as in the scan backward in time of a window.
-  bool none() const { return sum == 0; }
-
   // Moves `kept`, the decays from tokens j to token i - 1 at [j], on to token i.
   void advance(double *kept, long i) const {
     for (long j = 0; j < i; j++) {
@@ -73,7 +70,7 @@ template <class T> void advance_state(const Decays &d, long q, const TiledState<
 }
 
 template <class T> inline T *output_of(const Scan<T> &s, long row, long head, long token) {
-  return s.y + row * s.t * s.h * s.p + token * s.y_token + head * s.p;
+  return s.y + ((row * s.t + token) * s.h + head) * s.p;
 }
 
 // Starts to read what the next head needs: rows of a head are far apart, so the processor does not foresee it.

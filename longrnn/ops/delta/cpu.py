@@ -1,4 +1,4 @@
-"""The gated delta rule in C++, with its gradient, which cannot itself be differentiated."""
+"""The gated delta rule in C++."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.delta import definition
-from longrnn.ops.scan.cpu import recurrence, refusal, untracked
+from longrnn.ops.scan.cpu import recurrence, refusal
 from longrnn.ops.scan.inputs import ScanInputs
 
 __all__ = ["delta", "limited", "refusal"]
@@ -21,4 +21,4 @@ def limited(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, T
     """See `longrnn.ops.delta.definition.limited`, which computes calls with gradients."""
     if tracked((*inputs.tensors(), state)):
         return definition.limited(inputs, state, limit, delta)
-    return untracked(inputs.expanded(), state, "delta", limit=limit)
+    return recurrence("delta", inputs, state, limit=limit)

@@ -13,7 +13,6 @@ after which most of that state is erased read the little that is left with an er
 the state at the chunk's start. The state after the chunk has no such error.
 """
 
-import math
 from functools import partial
 
 import torch
@@ -21,31 +20,13 @@ from torch import Tensor
 
 from longrnn.ops.scan import definition as scans
 from longrnn.ops.scan import limit as limits
-from longrnn.ops.scan.decays import FLOOR, advance, decay_exp, key_decays
 from longrnn.ops.scan.definition import Scan, in_chunks, in_segments
 from longrnn.ops.scan.inputs import ScanInputs
 
 # Tokens per chunk: with more, solving for what they add costs more time and digits.
 DELTA_CHUNK = 32
-# Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
-# would cost the decays after it their digits, which this recurrence amplifies.
-LEAST_DELTA_LOG_DECAY = -800.0
 
-
-def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes one token after another; see `delta`."""
-    state = inputs.zero_state() if state is None else state
-    x, gain, of_decay, B, C = inputs.to(state.dtype)
-    log_decay = of_decay.log()
-    B, C = inputs.per_head(B)[..., None], inputs.per_head(C)[..., None]
-    decay = (log_decay if inputs.has_key_decays else log_decay[..., None]).exp()[..., None]
-    outputs = []
-    per_token = (tensor.unbind(1) for tensor in (x, gain[..., None], log_decay, decay * B, B, C))
-    for v, beta, log_t, decayed_k, k, q in zip(*per_token, strict=True):
-        u = beta * (v - (state @ decayed_k)[..., 0])
-        state = advance(state, log_t, u[..., None] * k.mT)
-        outputs.append((state @ q)[..., 0])
-    return torch.stack(outputs, dim=1), state
+loop = partial(scans.loop, erases=True)
 
 
 def delta(
@@ -62,48 +43,7 @@ def delta(
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
     size = min(DELTA_CHUNK, scans.CHUNK)
-    return in_segments(inputs, state, loop, partial(in_chunks, chunks=_chunks, size=size))
-
-
-def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The recurrence for whole chunks; tensors are `(b, m, h, i, …)` for tokens i of chunks m."""
-    dtype, p = state.dtype, state.shape[2]
-    heads = inputs.x.shape[2] // inputs.B.shape[2]
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(1, (-1, size)).transpose(2, 3)
-
-    x, beta = cut(inputs.x.to(dtype)), cut(inputs.gain.to(dtype)[..., None])
-    k, q = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
-    if inputs.has_key_decays:
-        k, q = (shared.repeat_interleave(heads, 2) for shared in (k, q))
-        log_decay = cut(inputs.decay.log().to(dtype))
-        both, total, to_end = key_decays(torch.stack([k, q], -2), k, log_decay)
-        alike, scores = both.unbind(-2)
-    else:
-        log_decay = inputs.decay.log().double().clamp(min=LEAST_DELTA_LOG_DECAY)
-        total = cut(log_decay[..., None]).cumsum(3)
-        between, to_end = (total - total.mT).to(dtype), total[:, :, :, -1:] - total
-        future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-        decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
-        alike, scores = ((given @ k.mT).repeat_interleave(heads, 2) * decay for given in (k, q))
-        k, q = (shared.repeat_interleave(heads, 2) for shared in (k, q))
-    since = decay_exp(total, dtype)
-    last = total[:, :, :, -1] if inputs.has_key_decays else total[:, :, :, -1, 0]
-
-    # u = added − read hᵀ, where h is the state before the chunk.
-    right = torch.cat([beta * x, beta * since * k], dim=-1)
-    solved = torch.linalg.solve_triangular(beta * alike, right, upper=False, unitriangular=True)
-    added, read = solved.split([p, k.shape[-1]], dim=-1)
-    kept = k * decay_exp(to_end, dtype)
-    states, updates = [], []
-    for m in range(x.shape[1]):
-        states.append(state)
-        u = added[:, m] - read[:, m] @ state.mT
-        updates.append(u)
-        state = advance(state, last[:, m], u.mT @ kept[:, m])
-    y = scores @ torch.stack(updates, 1) + (q * since) @ torch.stack(states, 1).mT
-    return y.transpose(2, 3).flatten(1, 2), state
+    return in_segments(inputs, state, loop, partial(in_chunks, size=size, erases=True))
 
 
 def limited(

@@ -6,14 +6,12 @@ differentiated.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
+from longrnn.ops.cpu.checks import tracked
+from longrnn.ops.cpu.gradients import Differentiable
 from longrnn.ops.cpu.library import call
-from longrnn.ops.scan.definition import reversible
-from longrnn.ops.scan.inputs import ScanInputs
-from longrnn.ops.scan.window import TokenInputs
+from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 
 def suits(inputs: ScanInputs) -> bool:
@@ -28,40 +26,52 @@ def suits(inputs: ScanInputs) -> bool:
     )
 
 
-@reversible
 def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`."""
-    state = inputs.zero_state() if state is None else state
-    tensors = (*inputs.tensors(), state)
-    return _Channels.apply(*tensors) if tracked(tensors) else run(inputs, state)
+    return run(inputs, inputs.zero_state() if state is None else state)
 
 
 def run(inputs: ScanInputs, state: Tensor, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The recurrence without gradients; `limit` `(h,)`: see `longrnn.ops.scan.limit`."""
-    y, after = state.new_empty(inputs.x.shape), state.new_empty(state.shape)
-    call("channels", state.dtype, **_fields(inputs, state), limit=limit, y=y, final_state=after)
-    return y, after
+    """The recurrence; with a limit `(h,)`, see `longrnn.ops.scan.limit`, without gradients."""
+    x, gain, (step, rate, keep), B, C = inputs
+    assert rate is not None
+
+    def fields(
+        *, x: Tensor, gain: Tensor, step: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor
+    ) -> dict[str, Any]:
+        return _fields(ScanInputs(x, gain, Decay(step, rates[0], keep), B, C), state)
+
+    def compute(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        y, after = state.new_empty(x.shape), state.new_empty(state.shape)
+        call("channels", state.dtype, **fields(**tensors), limit=limit, y=y, final_state=after)
+        return y, after
+
+    # The rates of every row, because threads may not add to the same number of the gradient.
+    rates = rate.expand(len(x), *rate.shape)
+    return Differentiable("channels", fields, compute)(
+        x=x, gain=gain, step=step, rates=rates, B=B, C=C, state=state
+    )
 
 
-def attend(both: TokenInputs, C: Tensor, w: int) -> Tensor:
+def attend(both: ScanInputs, C: Tensor, w: int) -> Tensor:
     """See `longrnn.ops.scan.window.attention`."""
     state = C.new_empty(0, dtype=both.gain.dtype)
     y = both.gain.new_empty(*C.shape[:2], *both.x.shape[2:])
     known = both.x.shape[1] - C.shape[1]
-    fields = _fields(both.read_by(C), state)
+    fields = _fields(both._replace(C=C), state)
     call("windowed_channels", state.dtype, **fields, known=known, window=w, y=y)
     return y
 
 
 def _fields(inputs: ScanInputs, state: Tensor) -> dict[str, Any]:
-    """The arguments that the kernel and its gradient share."""
+    """The arguments that the kernels share."""
     (b, t, h, _), (g, n) = inputs.x.shape, inputs.B.shape[2:]
-    keep = inputs.decay.keep
-    given = {name: getattr(inputs, name) for name in ("x", "gain", "B", "C")}
-    given |= {"step": inputs.decay.step, "rate": inputs.decay.rate, "state": state}
-    given |= {"log_keep": None if keep is None else keep.log()}
+    step, rate, keep = inputs.decay
+    log_keep = None if keep is None else keep.log()
+    given = {"x": inputs.x, "gain": inputs.gain, "step": step, "rate": rate, "log_keep": log_keep}
+    given |= {"B": inputs.B, "C": inputs.C, "state": state}
     tensors = {
         name: None if tensor is None else tensor.to(state.dtype).contiguous()
         for name, tensor in given.items()
@@ -69,40 +79,3 @@ def _fields(inputs: ScanInputs, state: Tensor) -> dict[str, Any]:
     keep_token = h if keep is not None and keep.ndim == 3 else 0
     sizes = {"b": b, "t": t, "h": h, "g": g, "n": n, "capacity": t, "keep_token": keep_token}
     return sizes | tensors
-
-
-class _Channels(torch.autograd.Function):
-    """`run` with its backward pass, for the tensors of the inputs and the state."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        *inputs, state = tensors
-        return run(ScanInputs.of(inputs), state)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
-        tensors = ctx.saved_tensors
-        *inputs, state = tensors
-        fields = _fields(ScanInputs.of(inputs), state)
-        grad_y = torch.zeros_like(fields["x"]) if grad_y is None else grad_y
-        names = ("x", "gain", "step", "rate", "B", "C", "state")
-        grads = {name: torch.empty_like(fields[name]) for name in names}
-        # Of every row, because threads may not add to the same number.
-        grads["rate"] = state.new_empty(state.shape)
-        call(
-            "channels_gradient",
-            state.dtype,
-            **fields,
-            grad_y=grad_y.to(state.dtype).contiguous(),
-            grad_final=None if grad_final is None else grad_final.contiguous(),
-            **{f"grad_{name}": grad for name, grad in grads.items()},
-        )
-        grads["rate"] = grads["rate"].sum((0, 2))
-        of_inputs = ("x", "gain", "step", "rate", "keep", "B", "C", "state")
-        pairs = zip(map(grads.get, of_inputs), tensors, strict=True)
-        return tuple(None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs)

@@ -5,19 +5,19 @@ dtype. The backward pass keeps the inputs, and computes everything else again. I
 differentiated.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrnn.ops.cpu import checks
-from longrnn.ops.cpu.checks import refuse_second_derivatives, tracked
+from longrnn.ops.cpu.checks import tracked
+from longrnn.ops.cpu.gradients import Differentiable
 from longrnn.ops.cpu.library import call
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import channels, definition
-from longrnn.ops.scan.definition import FEW, is_entrywise, reversible
-from longrnn.ops.scan.inputs import Decay, ScanInputs
+from longrnn.ops.scan.definition import FEW, is_entrywise
+from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.scan.limit import UNLIMITED, limited
 from longrnn.ops.scan.recent import Recent
 from longrnn.ops.scan.window import windowed
@@ -29,19 +29,15 @@ def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> st
 
 
 def scan(
-    inputs: ScanInputs,
-    state: Tensor | None = None,
-    *,
-    final: bool = True,
-    backward: bool = False,
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`."""
     if channels.suits(inputs):
-        return channels.scan(inputs, state, final=final, backward=backward)
+        return channels.scan(inputs, state, final=final)
     has_few_tokens = inputs.x.shape[1] <= FEW
     if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
-        return definition.scan(inputs, state, final=final, backward=backward)
-    return recurrence("scan", inputs, state, final=final, backward=backward)
+        return definition.scan(inputs, state, final=final)
+    return recurrence("scan", inputs, state, final=final)
 
 
 def recurrence(
@@ -50,77 +46,50 @@ def recurrence(
     state: Tensor | None,
     *,
     final: bool = True,
-    backward: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """A recurrence by the kernel `scan` or `delta`, which read log decays."""
-    inputs = inputs.expanded()
-    if not tracked((*inputs.tensors(), state)):
-        return untracked(inputs, state, kernel, final=final, backward=backward)
-    state = inputs.zero_state() if state is None else state
-    if kernel == "delta" or inputs.has_key_decays:  # gradients of B and C of every head
-        inputs = inputs._replace(B=inputs.per_head(inputs.B), C=inputs.per_head(inputs.C))
-    return reversible(partial(_differentiable, kernel))(inputs, state, backward=backward)
-
-
-def _differentiable(kernel: str, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    return _Recurrence.apply(kernel, *_read(inputs).values(), state)
-
-
-def untracked(
-    inputs: ScanInputs,
-    state: Tensor | None,
-    kernel: str,
-    *,
-    final: bool = True,
-    backward: bool = False,
     limit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence` without gradients, of expanded inputs; `limit`: see `limit.limited`."""
-    dtype = inputs.decay.step.dtype if state is None else state.dtype
-    inputs, state = readable(inputs, state, dtype)
-    (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
-    y = inputs.x.new_empty(inputs.x.shape)
-    after = inputs.x.new_empty(b, h, p, n) if final else None
-    fields = scan_fields(inputs, state) | {"y": y, "final_state": after}
-    if backward:  # the strides of time point backward, from the last token
-        fields |= {name: fields[name][:, -1:] for name in ("x", "B", "C", "y")}
-        fields |= {name: -fields[name] for name in ("x_token", "bc_token", "y_token")}
-        fields |= {name: fields[name].flip(1) for name in ("gain", "log_decay")}
-    if limit is not None:
-        fields["limit"] = limit.where(limit < UNLIMITED, torch.inf).contiguous()
-        fields["limit_token"] = 0 if limit.ndim == 1 else limit.shape[1]
-    call(kernel, dtype, **fields)
-    return y, y if after is None else after
+    """A recurrence by the kernel `scan` or `delta`, which read log decays.
+
+    Without gradients it may have a limit; see `longrnn.ops.scan.limit.limited`.
+    """
+    inputs = inputs.expanded()
+    if is_tracked := tracked((*inputs.tensors(), state)):
+        state = inputs.zero_state() if state is None else state
+        if kernel == "delta" or inputs.has_key_decays:  # gradients of B and C of every head
+            inputs = inputs._replace(B=inputs.per_head(inputs.B), C=inputs.per_head(inputs.C))
+    x, gain, decay, B, C = inputs
+
+    def run(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        fields = _fields(**tensors)
+        y = fields["x"].new_empty(x.shape)
+        after = y.new_empty(*x.shape[::2], x.shape[3], B.shape[3]) if final or is_tracked else None
+        limits = None if limit is None else limit.where(limit < UNLIMITED, torch.inf).contiguous()
+        limit_token = limit.shape[1] if limit is not None and limit.ndim > 1 else 0
+        results = {"y": y, "final_state": after}
+        call(kernel, y.dtype, **fields, **results, limit=limits, limit_token=limit_token)
+        return y, y if after is None else after
+
+    return Differentiable(kernel, _fields, run)(
+        x=x, gain=gain, log_decay=decay.step, B=B, C=C, state=state
+    )
 
 
-def readable(
-    inputs: ScanInputs, state: Tensor | None, dtype: torch.dtype
-) -> tuple[ScanInputs, Tensor | None]:
-    """Expanded inputs and a state as the kernels read them, copied only where that is necessary.
+def _fields(
+    *, x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> dict[str, Any]:
+    """The arguments that the kernels share, copied only where that is necessary.
 
     All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
     """
+    dtype = log_decay.dtype if state is None else state.dtype
     x, B, C = (
         tensor if tensor.stride()[2:] == (tensor.shape[3], 1) else tensor.contiguous()
-        for tensor in (inputs.x.to(dtype), inputs.B.to(dtype), inputs.C.to(dtype))
+        for tensor in (x.to(dtype), B.to(dtype), C.to(dtype))
     )
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
-    gain, log_decay = inputs.gain.to(dtype), inputs.decay.step.to(dtype)
-    inputs = ScanInputs(x, gain.contiguous(), Decay(log_decay.contiguous()), B, C)
-    return inputs, None if state is None else state.to(dtype).contiguous()
-
-
-def _read(inputs: ScanInputs) -> dict[str, Tensor]:
-    """The tensors of expanded inputs as the kernels call them."""
-    x, gain, decay, B, C = inputs
-    return {"x": x, "gain": gain, "log_decay": decay.step, "B": B, "C": C}
-
-
-def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
-    """The arguments that the kernels of recurrences share."""
-    (b, t, h, p), (g, n) = inputs.x.shape, inputs.B.shape[2:]
-    (x_row, x_token), (bc_row, bc_token) = inputs.x.stride()[:2], inputs.B.stride()[:2]
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    (x_row, x_token), (bc_row, bc_token) = x.stride()[:2], B.stride()[:2]
     return {
         "b": b,
         "t": t,
@@ -128,53 +97,18 @@ def scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
         "p": p,
         "g": g,
         "n": n,
-        "decays": n if inputs.decay.step.ndim == 4 else 1,
+        "decays": n if log_decay.ndim == 4 else 1,
         "x_row": x_row,
         "x_token": x_token,
         "bc_row": bc_row,
         "bc_token": bc_token,
-        "y_token": h * p,
-        **_read(inputs),
-        "state": state,
+        "x": x,
+        "B": B,
+        "C": C,
+        "gain": gain.to(dtype).contiguous(),
+        "log_decay": log_decay.to(dtype).contiguous(),
+        "state": None if state is None else state.to(dtype).contiguous(),
     }
-
-
-class _Recurrence(torch.autograd.Function):
-    """A recurrence with its backward pass, which the kernel `<kernel>_gradient` computes."""
-
-    @staticmethod
-    def forward(ctx: Any, kernel: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*tensors)
-        ctx.kernel = kernel
-        ctx.set_materialize_grads(False)
-        x, gain, log_decay, B, C, state = tensors
-        return untracked(ScanInputs(x, gain, Decay(log_decay), B, C), state, kernel)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
-        x, gain, log_decay, B, C, state = ctx.saved_tensors
-        given = ScanInputs(x, gain, Decay(log_decay), B, C)
-        if grad_y is None and grad_final is None:
-            return (None,) * 7
-        dtype = state.dtype
-        inputs, before = readable(given, state, dtype)
-        grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
-        grads = {name: tensor.new_zeros(tensor.shape) for name, tensor in _read(inputs).items()}
-        grad_state = state.new_empty(state.shape)
-        call(
-            f"{ctx.kernel}_gradient",
-            dtype,
-            **scan_fields(inputs, before),
-            **{f"grad_{name}": grad for name, grad in grads.items()},
-            grad_y=grad_y.to(dtype).contiguous(),
-            grad_final=None if grad_final is None else grad_final.contiguous(),
-            grad_state=grad_state,
-        )
-        narrow = (grads[name].to(tensor.dtype) for name, tensor in _read(given).items())
-        return None, *narrow, grad_state
 
 
 def windowed_scan(
@@ -191,4 +125,4 @@ def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tens
         return limited(inputs, state, limit, scan)
     if channels.suits(inputs) and limit.ndim == 1:
         return channels.run(inputs, state, limit)
-    return untracked(inputs.expanded(), state, "scan", limit=limit)
+    return recurrence("scan", inputs, state, limit=limit)

@@ -6,6 +6,7 @@ slow ones after it no digits.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +17,22 @@ from longrnn.ops.transforms import is_transformed
 
 # exp of a smaller number is a denormal float32, with which a CPU is up to 60 times slower.
 FLOOR = -80.0
+# Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
+# would cost the decays after it their digits, which the delta rule amplifies.
+LEAST_LOG_DECAY = -800.0
 
 
-class KeyDecays(NamedTuple):
-    """What chunks of a recurrence with decays per key need, for c tokens.
+class ChunkDecays(NamedTuple):
+    """What decays do between the c tokens of a chunk; k is 1, or n with decays per key.
 
     Attributes:
-        scores: `(…, c, r, c)`; at `[i, :, j]`, what the r queries of token i read of token j: 0
-            for j > i.
-        since_start: `(…, c, n)`, the log decays from the chunk's start through each token.
-        to_end: `(…, c, n)`, the log decays after each token, to the chunk's end.
+        scores: for each kind of queries `(…, h, c, c)`; at `[i, j]`, what token i reads of token j:
+            0 for j > i.
+        since_start: `(…, h, c, k)`, the log decays from the chunk's start through each token.
+        to_end: `(…, h, c, k)`, the log decays after each token, to the chunk's end.
     """
 
-    scores: Tensor
+    scores: Sequence[Tensor]
     since_start: Tensor
     to_end: Tensor
 
@@ -43,11 +47,10 @@ def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:
 
     Args:
         state: `(b, h, p, n)`.
-        log_decay: `(b, h)`, or per key `(b, h, n)`.
+        log_decay: `(b, h, 1)`, or per key `(b, h, n)`.
         added: `(b, h, p, n)`.
     """
-    log_decay = log_decay[..., None, None] if log_decay.ndim == 2 else log_decay[..., None, :]
-    slow, rest = (part.to(state) for part in decay_parts(log_decay))
+    slow, rest = (part.to(state) for part in decay_parts(log_decay[..., None, :]))
     return slow * state + (rest * state + added)
 
 
@@ -60,16 +63,41 @@ def decay_parts(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return slow.to(log_decay), torch.where(slow, log_decay.expm1(), log_decay.exp())
 
 
-def key_decays(queries: Tensor, keys: Tensor, log_decay: Tensor) -> KeyDecays:
-    """Σ_n q_i k_j exp(Σ_{j < l ≤ i} log_decay_l) for all tokens j ≤ i, by halves of blocks.
+def chunk_decays(queries: Sequence[Tensor], keys: Tensor, log_decay: Tensor) -> ChunkDecays:
+    """Σ_n q_i k_j exp(Σ_{j < l ≤ i} log_decay_l) for all tokens j ≤ i of a chunk.
+
+    Args:
+        queries: one or several kinds, `(…, g, c, n)` each.
+        keys: `(…, g, c, n)`.
+        log_decay: `(…, h, c, k)`, where k is 1 or n.
+    """
+    heads = log_decay.shape[-3] // keys.shape[-3]
+    if log_decay.shape[-1] == keys.shape[-1] > 1:
+        queries = [one.repeat_interleave(heads, -3) for one in queries]
+        keys, log_decay = keys.repeat_interleave(heads, -3), log_decay.to(keys.dtype)
+        scores, since_start, to_end = _key_decays(torch.stack(queries, -2), keys, log_decay)
+        return ChunkDecays(scores.unbind(-2), since_start, to_end)
+    total = log_decay.double().clamp(min=LEAST_LOG_DECAY).cumsum(-2)
+    between = (total - total.mT).to(keys.dtype)
+    future = torch.ones(between.shape[-2:], dtype=torch.bool, device=keys.device).triu(1)
+    decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
+    scores = [(one @ keys.mT).repeat_interleave(heads, -3) * decay for one in queries]
+    return ChunkDecays(scores, total, total[..., -1:, :] - total)
+
+
+def _key_decays(queries: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`chunk_decays` with decays per key, by halves of blocks.
 
     Blocks of 1, 2, 4, … tokens are joined in pairs: what a token of the right half reads of one of
     the left half has decayed to the border between them, and from there to the reader.
 
     Args:
-        queries: `(…, c, r, n)`.
+        queries: `(…, c, r, n)`, of r kinds.
         keys: `(…, c, n)`.
         log_decay: `(…, c, n)`, at most 0.
+
+    Returns:
+        The scores `(…, c, r, c)`, and the log decays since the start and to the end.
     """
     count = keys.shape[-2]
     size = 1 << (count - 1).bit_length()
@@ -98,9 +126,7 @@ def key_decays(queries: Tensor, keys: Tensor, log_decay: Tensor) -> KeyDecays:
         keys = keys.unflatten(-3, (-1, 2)).flatten(-3, -2)
         queries = queries.unflatten(-4, (-1, 2)).flatten(-4, -3)
         length *= 2
-    return KeyDecays(
-        scores[..., 0, :count, :, :count], since[..., 0, :count, :], to_end[..., 0, :count, :]
-    )
+    return scores[..., 0, :count, :, :count], since[..., 0, :count, :], to_end[..., 0, :count, :]
 
 
 def all_states(whole: Tensor, rest: Tensor, added: Tensor, before: Tensor) -> Tensor:

@@ -17,16 +17,14 @@ Notable choices:
   segment again, so that memory holds its inputs and one state per segment.
 """
 
-import math
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.decays import FLOOR, advance, all_states, decay_exp, decay_parts, key_decays
+from longrnn.ops.scan.decays import advance, all_states, chunk_decays, decay_exp, decay_parts
 from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.transforms import recomputed
 
@@ -34,8 +32,6 @@ CHUNK = 64
 SEGMENT = 512
 # Up to this many tokens are computed one by one, which is faster than a chunk.
 FEW = 2
-# Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in every dtype.
-LEAST_LOG_DECAY = -1e4
 # Tokens of a segment that is computed entry by entry, and the least number of entries for which
 # that is faster than chunks with decays per head; chosen on a CPU.
 ENTRY_SEGMENT = 64
@@ -45,35 +41,23 @@ LEAST_ENTRIES = 8
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 
 
-def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes one token after another; see `scan`."""
+def loop(
+    inputs: ScanInputs, state: Tensor | None = None, *, erases: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Computes one token after another; see `scan`, and `chunks` for `erases`."""
     state = inputs.zero_state() if state is None else state
-    x, gain, decay, B, C = inputs.to(state.dtype)
-    u, B, C = x * gain[..., None], inputs.per_head(B), inputs.per_head(C)
-    outputs = []
-    per_token = zip(*(tensor.unbind(1) for tensor in (u, decay.log(), B, C)), strict=True)
-    for u_t, log_t, B_t, C_t in per_token:
-        state = advance(state, log_t, u_t[..., :, None] * B_t[..., None, :])
+    inputs, outputs = inputs.to(state.dtype), []
+    x, gain, _, B, C = inputs
+    log_decay = inputs.log_decay()
+    per_token = (x, gain[..., None], log_decay, inputs.per_head(B), inputs.per_head(C))
+    for x_t, gain_t, log_t, B_t, C_t in zip(*(one.unbind(1) for one in per_token), strict=True):
+        if erases:
+            x_t = x_t - (state @ (log_t.exp() * B_t)[..., None])[..., 0]
+        state = advance(state, log_t, (gain_t * x_t)[..., None] * B_t[..., None, :])
         outputs.append((state @ C_t[..., None])[..., 0])
     return torch.stack(outputs, dim=1), state
 
 
-def reversible(scan: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Gives a scan the argument `backward`: it then reads the last token first."""
-
-    @wraps(scan)
-    def directed(
-        inputs: ScanInputs, state: Tensor | None = None, *, backward: bool = False, **others: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not backward:
-            return scan(inputs, state, **others)
-        y, after = scan(inputs.each(lambda tensor: tensor.flip(1)), state, **others)
-        return y.flip(1), after
-
-    return directed
-
-
-@reversible
 def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -84,15 +68,13 @@ def scan(
         state: `(b, h, p, n)`, float32 or float64; None for zeros.
         final: whether the state after the last token is needed; if not, that part of the result has
             no meaning.
-        backward: whether time runs from the last token to the first.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
     if is_entrywise(inputs):
         return in_segments(inputs, state, _entries, _entries, ENTRY_SEGMENT)
-    chunks = _key_chunks if inputs.has_key_decays else _chunks
-    return in_segments(inputs, state, loop, partial(in_chunks, chunks=chunks, size=CHUNK))
+    return in_segments(inputs, state, loop, partial(in_chunks, size=CHUNK))
 
 
 def in_segments(
@@ -119,76 +101,56 @@ def in_segments(
 
 
 def in_chunks(
-    inputs: ScanInputs,
-    state: Tensor,
-    chunks: Callable[[ScanInputs, Tensor, int], tuple[Tensor, Tensor]],
-    size: int,
+    inputs: ScanInputs, state: Tensor, *, size: int, erases: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence for a few chunks, of which the last may be shorter."""
+    """The recurrence for a few chunks, of which the last may be shorter; see `chunks`."""
     time = inputs.x.shape[1]
     whole = time - time % size
     outputs = []
     for start, stop, length in ((0, whole, size), (whole, time, time - whole)):
         if start < stop:
-            y, state = chunks(inputs.slice(start, stop), state, length)
+            y, state = chunks(inputs.slice(start, stop), state, length, erases=erases)
             outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
 
-def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The recurrence for whole chunks m of tokens i and j, with heads r of groups g."""
-    dtype, heads, groups = state.dtype, inputs.x.shape[2], inputs.B.shape[2]
+def chunks(
+    inputs: ScanInputs, state: Tensor, size: int, *, erases: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The recurrence for whole chunks; tensors are `(b, m, h, i, …)` for tokens i of chunks m.
+
+    Args:
+        inputs: of m · size tokens.
+        state: before the first token.
+        size: tokens per chunk.
+        erases: whether tokens follow the delta rule, see `longrnn.ops.delta.definition`.
+    """
+    dtype, heads = state.dtype, inputs.x.shape[2] // inputs.B.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(1, (-1, size))
+        return tensor.unflatten(1, (-1, size)).transpose(2, 3)
 
-    def grouped(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.unflatten(dim, (groups, heads // groups))
-
-    u = grouped(cut(inputs.x.to(dtype) * inputs.gain.to(dtype)[..., None]), 3)  # b m j g r p
+    x, gain = cut(inputs.x.to(dtype)), cut(inputs.gain.to(dtype)[..., None])
     B, C = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
-    total = cut(inputs.decay.log().double().clamp(min=LEAST_LOG_DECAY)).cumsum(2)  # b m i h
-    last = total[:, :, -1]
-
-    # Within a chunk: attention with the decay between j and i.
-    between = (total[:, :, :, None] - total[:, :, None]).to(dtype)  # b m i j h
-    future = torch.ones(size, size, dtype=torch.bool, device=u.device).triu(1)
-    decay = between.masked_fill(future[..., None] | (between < FLOOR), -math.inf).exp()
-    scores = torch.einsum("bmign,bmjgn->bmgij", C, B)
-    weights = scores[:, :, :, None] * grouped(decay.permute(0, 1, 4, 2, 3), 2)  # b m g r i j
-    y = torch.einsum("bmgrij,bmjgrp->bmigrp", weights, u)
-
-    # Between chunks: what each adds to the state, and what its tokens read of the state before it.
-    to_end = grouped(decay_exp(last[:, :, None] - total, dtype), 3)  # b m j g r
-    added = torch.einsum("bmjgrp,bmjgn->bmgrpn", u * to_end[..., None], B).flatten(2, 3)
-    starts = []
-    for m in range(total.shape[1]):
-        starts.append(state)
-        state = advance(state, last[:, m], added[:, m])
-    since = grouped(decay_exp(total, dtype), 3)
-    read = torch.einsum("bmign,bmgrpn->bmigrp", C, grouped(torch.stack(starts, 1), 2))
-    y = y + read * since[..., None]
-    return y.flatten(3, 4).flatten(1, 2), state
-
-
-def _key_chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """`_chunks` with decays per key; tensors are `(b, m, h, i, …)` for tokens i of chunks m."""
-    dtype = state.dtype
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype).unflatten(1, (-1, size)).transpose(2, 3)
-
-    u = cut(inputs.x) * cut(inputs.gain[..., None])
-    B, C = cut(inputs.per_head(inputs.B)), cut(inputs.per_head(inputs.C))
-    log_decay = cut(inputs.decay.log())
-    scores, since_start, to_end = key_decays(C[..., None, :], B, log_decay)
-    added = u.mT @ (B * decay_exp(to_end, dtype))
-    starts = []
-    for m in range(u.shape[1]):
-        starts.append(state)
-        state = advance(state, since_start[:, m, :, -1], added[:, m])
-    read = (C * decay_exp(since_start, dtype)) @ torch.stack(starts, 1).mT
-    return (scores[..., 0, :] @ u + read).transpose(2, 3).flatten(1, 2), state
+    (scores, *alike), since_start, to_end = chunk_decays(
+        [C, B] if erases else [C], B, cut(inputs.log_decay())
+    )
+    B, C = (shared.repeat_interleave(heads, 2) for shared in (B, C))
+    since, u, erased = decay_exp(since_start, dtype), gain * x, None
+    if erases:  # u loses erased · h, where h is the state before the chunk
+        right = torch.cat([u, gain * since * B], dim=-1)
+        matrix = gain * alike[0]
+        solved = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
+        u, erased = solved.split([u.shape[-1], B.shape[-1]], dim=-1)
+    kept = B * decay_exp(to_end, dtype)
+    states, updates = [], []
+    for m in range(x.shape[1]):
+        states.append(state)
+        update = u[:, m] if erased is None else u[:, m] - erased[:, m] @ state.mT
+        updates.append(update)
+        state = advance(state, since_start[:, m, :, -1], update.mT @ kept[:, m])
+    y = scores @ torch.stack(updates, 1) + (C * since) @ torch.stack(states, 1).mT
+    return y.transpose(2, 3).flatten(1, 2), state
 
 
 def is_entrywise(inputs: ScanInputs) -> bool:
@@ -202,8 +164,9 @@ def is_entrywise(inputs: ScanInputs) -> bool:
 def _entries(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence of heads r of groups g, with one channel, token by token."""
     groups = inputs.B.shape[2]
-    x, gain, decay, B, C = inputs.to(state.dtype)
-    log_decay = decay.log() if decay.is_per_key else decay.log()[..., None]
+    inputs = inputs.to(state.dtype)
+    x, gain, _, B, C = inputs
+    log_decay = inputs.log_decay()
     whole, rest = decay_parts(log_decay.unflatten(2, (groups, -1)))  # b t g r n
     u = (x[..., 0] * gain).unflatten(2, (groups, -1))
     added = u[..., None] * B[:, :, :, None]

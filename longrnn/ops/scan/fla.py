@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import gpu
-from longrnn.ops.scan.definition import reversible
 from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.transforms import recomputed
 
@@ -28,7 +27,6 @@ def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> st
     return gpu.refusal((*inputs.tensors(), state), BY_KEY if by_key else BY_HEAD, *gpu.FLA_PACKAGES)
 
 
-@reversible
 def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:

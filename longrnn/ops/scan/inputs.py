@@ -90,6 +90,11 @@ class ScanInputs(NamedTuple):
         """Whether each key of a head has a decay of its own."""
         return self.decay.is_per_key
 
+    def log_decay(self) -> Tensor:
+        """The log decays, `(b, t, h, k)`, where k is 1, or n with decays per key."""
+        log = self.decay.log()
+        return log if log.ndim == 4 else log[..., None]
+
     def tensors(self) -> list[Tensor | None]:
         """All tensors: x, gain, the three of the decay, B, C."""
         return [self.x, self.gain, *self.decay, self.B, self.C]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.definition import CHUNK, LEAST_LOG_DECAY, SEGMENT, Scan, scan
+from longrnn.ops.scan.decays import LEAST_LOG_DECAY
+from longrnn.ops.scan.definition import CHUNK, SEGMENT, Scan, scan
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.transforms import in_vmap
 

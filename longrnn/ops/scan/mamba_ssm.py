@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longrnn.ops import gpu
 from longrnn.ops.scan import definition
-from longrnn.ops.scan.definition import FEW, reversible
+from longrnn.ops.scan.definition import FEW
 from longrnn.ops.scan.inputs import ScanInputs
 
 MODULE, REQUIREMENT = "mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2"
@@ -22,7 +22,6 @@ def refusal(inputs: ScanInputs, state: Tensor | None = None) -> str | None:
     return gpu.refusal((*inputs.tensors(), state), MODULE, REQUIREMENT)
 
 
-@reversible
 def scan(
     inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
 ) -> tuple[Tensor, Tensor]:
