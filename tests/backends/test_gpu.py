@@ -21,8 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
 from longrnn.ops import gpu
-from longrnn.ops.delta import definition as delta
-from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan import mamba_ssm as mamba_ssm_scan
@@ -192,12 +190,16 @@ def test_fla_computes_the_gated_delta_rule(
     unit = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=unit, gain=inputs.gain * 15)
     inputs = by_key(inputs) if keys else inputs
-    exact = outcome(of_scan(delta.loop), wide([*tensors_of(inputs), state]))
-    assert_near(outcome(of_scan(fla_delta.delta), [*tensors_of(inputs), state]), exact, 1e-5)
+    exact = outcome(of_scan(partial(loop, erases=True)), wide([*tensors_of(inputs), state]))
+    assert_near(
+        outcome(of_scan(partial(fla_scan.scan, erases=True)), [*tensors_of(inputs), state]),
+        exact,
+        1e-5,
+    )
     with torch.no_grad():
-        y, after = fla_delta.delta(inputs, state)
+        y, after = fla_scan.scan(inputs, state, erases=True)
         assert_near([y, after], exact[:2], 1e-5)
-        assert torch.equal(fla_delta.delta(inputs, state, final=False)[0], y)
+        assert torch.equal(fla_scan.scan(inputs, state, final=False, erases=True)[0], y)
     rule, few = "kda" if keys else "gated_delta_rule", time <= 64
     assert fla == [f"chunk_{rule}"] + 2 * [f"{'fused_recurrent' if few else 'chunk'}_{rule}"]
 
@@ -269,7 +271,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def install(**versions: str) -> None:
         gpu.missing.cache_clear()
         for name, package in (
-            ("fla_core", fla_scan.BY_HEAD),
+            ("fla_core", fla_scan.FLA_KERNELS[False, False][0]),
             ("mamba_ssm", mamba_ssm_scan.MODULE),
         ):
             module = ModuleType(package) if name in versions else None

@@ -22,6 +22,7 @@ pytestmark = [
 # each result and gradient. `{shim}` makes the library import on a machine without a GPU.
 INTERPRETED = """
 import json, sys, warnings
+from functools import partial
 warnings.simplefilter("ignore")
 import torch
 from triton.runtime.autotuner import Autotuner
@@ -33,14 +34,13 @@ Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
 {shim}
 from tests.backends.test_gpu import by_key, error, outcome, random_inputs, wide, window_of_20
 from tests.backends.test_operations import inputs_from, of_scan, tensors_of
-from longrnn.ops.delta import definition as delta
-from longrnn.ops.delta import fla as fla_delta
 from longrnn.ops.scan import definition as scan
 from longrnn.ops.scan import fla as fla_scan
 from longrnn.ops.scan import mamba_ssm
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.definition import loop
 
+delta_loop, fla_delta = partial(loop, erases=True), partial(fla_scan.scan, erases=True)
 found = []
 {calls}
 print(json.dumps(found))
@@ -62,13 +62,13 @@ for time, starts in ((5, (2,)), (70, (20, 66))):
     found.append([error(*pair) for pair in zip(ours, exact)])
     keys = torch.nn.functional.normalize(inputs.B, dim=-1)
     inputs = inputs._replace(B=keys, gain=inputs.gain * 15)
-    exact = outcome(of_scan(delta.loop), wide([*tensors_of(inputs), state]))
-    ours = outcome(of_scan(fla_delta.delta), [*tensors_of(inputs), state])
+    exact = outcome(of_scan(delta_loop), wide([*tensors_of(inputs), state]))
+    ours = outcome(of_scan(fla_delta), [*tensors_of(inputs), state])
     found.append([error(*pair) for pair in zip(ours, exact)])
     with torch.no_grad():
-        found.append([error(*pair) for pair in zip(fla_delta.delta(inputs, state), exact)])
+        found.append([error(*pair) for pair in zip(fla_delta(inputs, state), exact)])
     inputs = by_key(inputs)
-    for loop_of, fast in ((loop, fla_scan.scan), (delta.loop, fla_delta.delta)):
+    for loop_of, fast in ((loop, fla_scan.scan), (delta_loop, fla_delta)):
         exact = outcome(of_scan(loop_of), wide([*tensors_of(inputs), state]))
         ours = outcome(of_scan(fast), [*tensors_of(inputs), state])
         found.append([error(*pair) for pair in zip(ours, exact)])

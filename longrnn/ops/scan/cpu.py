@@ -29,18 +29,20 @@ def refusal(inputs: ScanInputs, state: Tensor | None = None, *others: Any) -> st
 
 
 def scan(
-    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True, erases: bool = False
 ) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.definition.scan`."""
+    if erases:
+        return _recurrence("delta", inputs, state, final=final)
     if channels.suits(inputs):
         return channels.scan(inputs, state, final=final)
     has_few_tokens = inputs.x.shape[1] <= FEW
     if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
         return definition.scan(inputs, state, final=final)
-    return recurrence("scan", inputs, state, final=final)
+    return _recurrence("scan", inputs, state, final=final)
 
 
-def recurrence(
+def _recurrence(
     kernel: str,
     inputs: ScanInputs,
     state: Tensor | None,
@@ -119,10 +121,12 @@ def windowed_scan(
     return windowed(inputs, recent, w, rows, scan=scan, attend=attend)
 
 
-def limited_scan(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+def limited_scan(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, *, erases: bool = False
+) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.limit.limited`, which computes calls with gradients."""
     if tracked((*inputs.tensors(), state)):
-        return limited(inputs, state, limit, scan)
-    if channels.suits(inputs) and limit.ndim == 1:
+        return limited(inputs, state, limit, scan, erases=erases)
+    if not erases and channels.suits(inputs) and limit.ndim == 1:
         return channels.run(inputs, state, limit)
-    return recurrence("scan", inputs, state, limit=limit)
+    return _recurrence("delta" if erases else "scan", inputs, state, limit=limit)

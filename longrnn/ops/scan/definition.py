@@ -1,11 +1,15 @@
 """The recurrence of scanning cells.
 
-h_t = h_{t−1} diag(exp(log_decay_t)) + gain_t x_t B_tᵀ, y_t = h_t C_t.
+    h_t = h_{t−1} diag(a_t) + gain_t x_t B_tᵀ,   y_t = h_t C_t,   a_t = exp(log_decay_t)
 
-The decay is one number per head, or one per key, a column of h. `loop` is the definition, one token
-at a time (arXiv 2405.21060, section 2). `scan` computes the same as matrix products over chunks
-(section 6), or for heads of one channel (Mamba-1) entry by entry. All consist of operations that
-torch differentiates any number of times, in both directions and under `torch.func`.
+The decay is one number per head, or one per key, a column of h. Where tokens erase, they follow the
+gated delta rule (arXiv 2412.06464; with decays per key arXiv 2510.26692): x_t − h_{t−1} diag(a_t)
+B_t takes the place of x_t. h is then the papers' Sᵀ, with k = B_t, v = x_t, q = C_t and β = gain_t.
+
+`loop` is the definition, one token at a time (arXiv 2405.21060, section 2). `scan` computes the
+same as matrix products over chunks (section 6), or for heads of one channel (Mamba-1) entry by
+entry. All consist of operations that torch differentiates any number of times, in both directions
+and under `torch.func`.
 
 Notable choices:
 - With decays per head, those between two tokens of a chunk are differences of a running sum in
@@ -15,6 +19,10 @@ Notable choices:
   the same way every time lets a long memory drift.
 - Time is cut into segments. With gradients, the backward pass computes the intermediate values of a
   segment again, so that memory holds its inputs and one state per segment.
+- What the tokens of a chunk add under the delta rule solves a triangular system (the WY form). What
+  such a token reads is the state at its chunk's start minus what was erased since: in float32,
+  tokens after which most of that state is erased read the little that is left with an error of
+  about 1e-7 of the state at the chunk's start. The state after the chunk has no such error.
 """
 
 from collections.abc import Callable
@@ -29,6 +37,8 @@ from longrnn.ops.scan.inputs import ScanInputs
 from longrnn.ops.transforms import recomputed
 
 CHUNK = 64
+# With more, solving for what tokens of the delta rule add would cost more time and digits.
+DELTA_CHUNK = 32
 SEGMENT = 512
 # Up to this many tokens are computed one by one, which is faster than a chunk.
 FEW = 2
@@ -38,13 +48,13 @@ ENTRY_SEGMENT = 64
 LEAST_ENTRIES = 8
 
 
-Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
+Scan = Callable[..., tuple[Tensor, Tensor]]
 
 
 def loop(
     inputs: ScanInputs, state: Tensor | None = None, *, erases: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token after another; see `scan`, and `chunks` for `erases`."""
+    """Computes one token after another; see `scan`."""
     state = inputs.zero_state() if state is None else state
     inputs, outputs = inputs.to(state.dtype), []
     x, gain, _, B, C = inputs
@@ -59,22 +69,25 @@ def loop(
 
 
 def scan(
-    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True, erases: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes the recurrence.
 
     Args:
-        inputs: t >= 1.
+        inputs: t >= 1. If tokens erase, the gain must be 0 at padding.
         state: `(b, h, p, n)`, float32 or float64; None for zeros.
         final: whether the state after the last token is needed; if not, that part of the result has
             no meaning.
+        erases: whether tokens follow the delta rule.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    if is_entrywise(inputs):
+    if is_entrywise(inputs) and not erases:
         return in_segments(inputs, state, _entries, _entries, ENTRY_SEGMENT)
-    return in_segments(inputs, state, loop, partial(in_chunks, size=CHUNK))
+    size = min(DELTA_CHUNK, CHUNK) if erases else CHUNK
+    few, segment = partial(loop, erases=erases), partial(in_chunks, size=size, erases=erases)
+    return in_segments(inputs, state, few, segment)
 
 
 def in_segments(
@@ -123,7 +136,7 @@ def chunks(
         inputs: of m · size tokens.
         state: before the first token.
         size: tokens per chunk.
-        erases: whether tokens follow the delta rule, see `longrnn.ops.delta.definition`.
+        erases: whether tokens follow the delta rule.
     """
     dtype, heads = state.dtype, inputs.x.shape[2] // inputs.B.shape[2]
 

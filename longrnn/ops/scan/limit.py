@@ -7,7 +7,8 @@ the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u
 the chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩.
 Only a few operations on one number per head remain sequential. With decays per key a state does not
 keep its direction when it decays, so that norms do not follow from products of inputs, and tokens
-are computed one after another wherever a limit may be reached.
+are computed one after another wherever a limit may be reached. So they are under the delta rule,
+where what a token erases depends on the state.
 
 Notable choices:
 - Where the triangle inequality shows that no state of a segment can reach its limit, the plain
@@ -15,7 +16,7 @@ Notable choices:
 - Products of inputs are computed in float64, in which the squares of any float32 are finite.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ MIN_PRODUCT = 1e-100
 
 
 def limited(
-    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan = scan
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan = scan, *, erases: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes the recurrence with a limit, in differentiable operations.
 
@@ -45,53 +46,39 @@ def limited(
         limit: the largest norm of each head's state, `(h,)` float64, above 0; may be infinite; or
             that at each token, `(t, h)`.
         plain: computes the recurrence without a limit.
+        erases: whether tokens follow the delta rule.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token.
     """
-    beyond = token_by_token if inputs.has_key_decays else _rescaled
-    return in_limited_segments(inputs, state, limit, plain, is_within, beyond)
-
-
-def in_limited_segments(
-    inputs: ScanInputs,
-    state: Tensor,
-    limit: Tensor,
-    plain: Scan,
-    within: Callable[[ScanInputs, Tensor, Tensor], bool],
-    beyond: Callable[[ScanInputs, Tensor, Tensor, Scan], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Computes a recurrence with a limit, as far as possible by `plain`.
-
-    Args:
-        inputs: t >= 1.
-        state: before the first token.
-        limit: see `limited`.
-        plain: computes the recurrence without a limit.
-        within: (inputs, state, limit `(t, h)`) → whether no state of a segment exceeds its limit.
-        beyond: computes at most a chunk in which one may, or its first tokens.
-    """
+    plain = partial(plain, erases=True) if erases else plain
+    one_by_one = erases or inputs.has_key_decays
     outputs, start, time = [], 0, inputs.x.shape[1]
     # The bounds of a head of one channel are as large as the decays of its keys.
     size = longest = CHUNK if inputs.has_key_decays and inputs.x.shape[3] == 1 else SEGMENT
     limit = limit.clamp(max=UNLIMITED).expand(time, -1)
     with own_precision(state):
         if in_vmap():
-            return token_by_token(inputs, state, limit, plain)
+            return _token_by_token(inputs, state, limit, plain)
         while start < time:
             part, highest = inputs.slice(start, start + size), limit[start : start + size]
-            is_plain = within(part, state, highest)
+            is_plain = _is_within(part, state, highest, plain if erases else None)
             if not is_plain and size > CHUNK:
                 size = CHUNK
                 continue
-            y, state = plain(part, state) if is_plain else beyond(part, state, highest, plain)
+            if is_plain:
+                y, state = plain(part, state)
+            elif one_by_one:
+                y, state = _token_by_token(part, state, highest, plain)
+            else:
+                y, state = _rescaled(part, state, highest, plain)
             outputs.append(y)
             start += y.shape[1]
             size = min(2 * size, longest) if is_plain else CHUNK
     return torch.cat(outputs, dim=1), state
 
 
-def token_by_token(
+def _token_by_token(
     inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan
 ) -> tuple[Tensor, Tensor]:
     """The recurrence with a limit `(t, h)`, whose outputs are scaled with the state."""
@@ -109,7 +96,7 @@ def _rescaled(
     inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan
 ) -> tuple[Tensor, Tensor]:
     """The rescaled recurrence as a plain one, possibly for the first tokens only."""
-    scales = scales_of(inputs, state, limit)
+    scales = _scales(inputs, state, limit)
     inputs = inputs.slice(0, scales.shape[1])
     gain, keep = inputs.gain * scales.to(inputs.gain), inputs.decay.keep
     decay = inputs.decay._replace(keep=scales if keep is None else keep * scales)
@@ -132,11 +119,14 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
-    """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN.
+def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, erasing: Scan | None) -> bool:
+    """Whether no state exceeds its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN.
 
-    With decays per key, this holds for each column of a state.
+    With decays per key, this holds for each column of a state. If tokens erase, `erasing` computes
+    the states of all tokens, and short calls are within a limit too where all scales are 1.
     """
+    if erasing is not None:
+        inputs = _without_erasing(inputs, state, erasing)
     heads = inputs.x.shape[2]
     added, start = _norms_of_inputs(inputs), state.double().norm(dim=2)
     if inputs.has_key_decays:
@@ -148,7 +138,21 @@ def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
     bounds = ScanInputs(ones.expand(*added.shape, 1), added, Decay(log_decay), ones, ones)
     bound, _ = scan(bounds, start.flatten(1)[..., None, None])
     bound = bound.unflatten(2, (heads, -1)).norm(dim=(3, 4))
-    return bool((bound * (1 + SLACK) <= limit).all())
+    is_bounded = bool((bound * (1 + SLACK) <= limit).all())
+    if is_bounded or erasing is None or inputs.has_key_decays or inputs.x.shape[1] > CHUNK:
+        return is_bounded
+    return bool((_scales(inputs, state, limit) == 1).all())
+
+
+def _without_erasing(inputs: ScanInputs, state: Tensor, erasing: Scan) -> ScanInputs:
+    """The inputs of the plain recurrence that has the same states as the delta rule."""
+    # Each token but the first reads the state before it: h_{t−1} diag(a_t) k_t is the output for
+    # q = diag(a_t) k_t.
+    keys = inputs.per_head(inputs.B).to(state) * inputs.log_decay().exp().to(state)
+    following = torch.cat([keys[:, 1:], keys[:, :1]], dim=1)
+    first = (state @ keys[:, 0, ..., None])[:, None, ..., 0]
+    read, _ = erasing(inputs._replace(B=inputs.per_head(inputs.B), C=following), state)
+    return inputs._replace(x=inputs.x.to(state) - torch.cat([first, read[:, :-1]], dim=1))
 
 
 def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
@@ -156,7 +160,7 @@ def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
     return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs()
 
 
-def scales_of(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
+def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
     products = _decayed_products(inputs, state).unbind(2)
     added = _norms_of_inputs(inputs) * inputs.per_head(inputs.B).double().norm(dim=-1)
