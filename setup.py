@@ -50,7 +50,7 @@ setup(
         Extension(
             f"longrnn.ops.cpu._{name}",
             [str(FOLDER / "kernels.cpp")],
-            include_dirs=[str(GENERATED)],
+            include_dirs=[str(GENERATED), str(FOLDER)],
             # Compiled again when these change, and they are part of the source distribution.
             depends=[*HEADERS, str(FOLDER / "signatures.py")],
             define_macros=[("LONGRNN_SOURCES", f'"{TABLE["digest"](FOLDER)}"')],

@@ -37,12 +37,12 @@ from longrnn.cells.scanning import (
 )
 from longrnn.cells.weights import WHOLE, Part, rows_from
 from longrnn.ops.conv.definition import ConvState
-from longrnn.ops.delta import DELTA
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.precision import without_autocast
 from longrnn.ops.rows import Rows
+from longrnn.ops.scan import DELTA
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 
 # Added to the square of the length of q and k.

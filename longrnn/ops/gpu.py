@@ -18,8 +18,8 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.files import one_line
+from longrnn.ops.cpu.checks import refuse_second_derivatives
 from longrnn.ops.transforms import is_transformed
 
 # fla-core before 0.6 has 32-bit offsets. With Triton before 3.7.1, its gradients are wrong on
@@ -45,15 +45,8 @@ def once_differentiable(y: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Results of a kernel, which raise a `UserError` in second derivatives."""
     for result in (y, state):
         if result.requires_grad:
-            result.register_hook(_refuse_second_derivatives)
+            result.register_hook(lambda _: refuse_second_derivatives("GPU"))
     return y, state
-
-
-def _refuse_second_derivatives(_: Tensor) -> None:
-    if torch.is_grad_enabled():  # create_graph=True, and torch cannot record what kernels compute
-        raise UserError(
-            "the GPU kernels have no second derivatives: load the model with backend='torch'"
-        )
 
 
 def refusal(tensors: Iterable[Tensor | None], module: str, *packages: str) -> str | None:

@@ -16,10 +16,9 @@ from longrnn.ops import cpu
 from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import ConvState
 from longrnn.ops.cpu.signatures import MAX_TAPS
-from longrnn.ops.delta import DELTA
 from longrnn.ops.gated_norm import GATED_NORM
 from longrnn.ops.operation import Implementation, Operation
-from longrnn.ops.scan import SCAN
+from longrnn.ops.scan import DELTA, SCAN
 from longrnn.ops.scan.definition import loop
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.limit import limited

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longrnn.ops.delta import DELTA
 from longrnn.ops.repeat import repeated
-from longrnn.ops.scan import SCAN
+from longrnn.ops.scan import DELTA, SCAN
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.scan.window import initial_recent, state_of
 from tests.backends.test_operations import assert_near, inputs_from, results, tensors_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from longrnn.ops.conv import definition
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.gradients import Differentiable
-from longrnn.ops.cpu.library import call
+from longrnn.ops.cpu.library import call, contiguous_tokens
 from longrnn.ops.rows import Rows
 
 
@@ -32,13 +32,9 @@ def conv(
 def _fields(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> dict[str, Any]:
     """The arguments that the kernel and its gradient share."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    wide = x.to(dtype)
-    wide = wide if wide.stride(2) == 1 else wide.contiguous()
     return {
         **dict(zip("btck", (*x.shape, weight.shape[1]), strict=True)),
-        "x_row": wide.stride(0),
-        "x_token": wide.stride(1),
-        "x": wide,
+        "x": contiguous_tokens(x, dtype),
         "state": state.to(dtype).contiguous(),
         "weight": weight.t().to(dtype).contiguous(),
         "bias": None if bias is None else bias.to(dtype).contiguous(),

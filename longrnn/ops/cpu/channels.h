@@ -116,8 +116,8 @@ template <class T> struct ChannelBlock {
 template <class T> Scan<T> as_scan(const Channels<T> &s, const T *log_decay) {
   Scan<T> token{};
   token.b = s.b, token.t = 1, token.h = s.h, token.p = 1, token.g = s.g, token.n = token.decays = s.n;
-  token.x = s.x, token.x_row = s.h, token.gain = s.gain, token.log_decay = log_decay;
-  token.B = s.B, token.C = s.C, token.bc_row = s.g * s.n;
+  token.x = {s.x, s.h, s.h}, token.gain = s.gain, token.log_decay = log_decay;
+  token.B = {s.B, s.g * s.n, s.g * s.n}, token.C = {s.C, s.g * s.n, s.g * s.n};
   token.state = s.state, token.final_state = s.final_state, token.y = s.y;
   token.limit = s.limit;
   return token;

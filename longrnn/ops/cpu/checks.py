@@ -45,9 +45,9 @@ def tracked(tensors: Iterable[Tensor | None]) -> bool:
     )
 
 
-def refuse_second_derivatives() -> None:
-    """Raises a `UserError` in a backward pass that is itself differentiated."""
+def refuse_second_derivatives(kernels: str) -> None:
+    """Raises a `UserError` in a backward pass that is itself differentiated (create_graph=True)."""
     if torch.is_grad_enabled():
         raise UserError(
-            "the C++ kernels have no second derivatives: load the model with backend='torch'"
+            f"the {kernels} kernels have no second derivatives: load the model with backend='torch'"
         )

@@ -1,4 +1,4 @@
-// The gated delta rule: see `longrnn/ops/delta/definition.py`.
+// The gated delta rule: see `longrnn/ops/scan/definition.py`.
 //
 // Notable choices:
 // - What the tokens of a chunk add, u, solves a triangular system whose right side has read the state before
@@ -38,7 +38,7 @@ template <class T> void delta_chunk(const Scan<T> &s, DeltaWork<T> &w, const Chu
     d.advance(kept, i);
     for (long j = 0; j < i; j++) w.weights[i * CHUNK + j] = T(-gain * kept[j]) * w.alike[i * CHUNK + j];
   }
-  scale_rows<T>(c.B, s.bc_token, factors, c.q, s.n, w.scaled);
+  scale_rows<T>(c.B, s.B.token, factors, c.q, s.n, w.scaled);
   product<T>(c.q, w.pp, s.n, {w.scaled, s.n, 1}, {w.memory, w.pp}, {w.inputs, w.pp}, true);
   solve<T>(c.q, w.pp, w.weights, w.inputs);
   chunk_of_inputs<T>(s, w, d, c);
@@ -49,7 +49,7 @@ template <class T> void delta(const Scan<T> &s) {
   chunks<T, DeltaWork<T>>(
       s, threads_for(double(s.b) * s.t * s.h * s.p * s.n),
       [&](DeltaWork<T> &w, const Chunk<T> &c) {
-        product<T>(c.q, padded<T>(c.q), s.n, {c.B, s.bc_token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
+        product<T>(c.q, padded<T>(c.q), s.n, {c.B, s.B.token, 1}, {w.right, CHUNK}, {w.alike, CHUNK}, false, LOWER_C);
       },
       [&](DeltaWork<T> &w, const Chunk<T> &c) { delta_chunk<T>(s, w, c); });
 }

@@ -36,7 +36,7 @@ inline void convolve_token(const States<float> &states, const Mixed &conv_weight
     for (long tap = 0; tap < k; tap++) taps[tap * c + i] = weight[i * k + tap];
   Convolution<float> s{};
   s.b = rows, s.t = 1, s.c = c, s.k = k;
-  s.x = x, s.x_row = s.x_token = step;
+  s.x = {x, step, step};
   s.state = before, s.weight = taps, s.bias = bias, s.y = y, s.final_state = after;
   convolution<float>(s);
 }
@@ -61,12 +61,12 @@ template <class T> void remember(const Scan<T> &s, const Window<T> &w, long row)
   const long *heads = static_cast<const long *>(w.heads);
   const long each = w.count / w.groups, at = row * w.capacity + w.length - 1;
   for (long i = 0; i < w.count; i++) {
-    write<T>(w.x, (at * w.count + i) * s.p, s.p, s.x + row * s.x_row + heads[i] * s.p);
+    write<T>(w.x, (at * w.count + i) * s.p, s.p, s.x.at(row, 0) + heads[i] * s.p);
     w.gain[at * w.count + i] = s.gain[row * s.h + heads[i]];
     w.decay[at * w.count + i] = s.log_decay[row * s.h + heads[i]];
   }
   for (long i = 0; i < w.groups; i++)
-    write<T>(w.B, (at * w.groups + i) * s.n, s.n, s.B + row * s.bc_row + heads[i * each] / (s.h / s.g) * s.n);
+    write<T>(w.B, (at * w.groups + i) * s.n, s.n, s.B.at(row, 0) + heads[i * each] / (s.h / s.g) * s.n);
 }
 
 // y of the windowed heads [first, last): attention to the tokens of the window. Weights are computed from the
@@ -85,7 +85,7 @@ void attend(const Scan<T> &s, const Window<T> &w, WindowWork<T> &work, long row,
     for (long i = 0; i < step; i += Lane<T>::W) store<T>(weights + i, exponential(load<T>(work.logs + i)));
     for (long group = first / each; group * each < last; group++) {
       const long from = std::max(first, group * each) - first, to = std::min(last, (group + 1) * each) - first;
-      const T *C = s.C + row * s.bc_row + heads[group * each] / (s.h / s.g) * s.n;
+      const T *C = s.C.at(row, 0) + heads[group * each] / (s.h / s.g) * s.n;
       const T score = dot<T>(C, B + group * s.n, s.n);
       for (long i = from; i < to; i++) weights[i] = work.logs[i] < LEAST_LOG ? T(0) : weights[i] * gain[i] * score;
     }

@@ -20,7 +20,7 @@ template <class T> void gate_gradient(const GateGradient<T> &to, GateWork<T> &w,
   const Gate<T> &s = to.of;
   const long d = s.h * s.p, size = d / s.groups;
   const T *scanned = s.scanned + token * d, *grad_y = to.grad_y + token * d;
-  const T *x = s.x + token * s.x_token, *z = s.z + token * s.z_token;
+  const T *x = s.x.at(token / s.t, token % s.t), *z = s.z.at(token / s.t, token % s.t);
   T *grad_scanned = to.grad_scanned + token * d, *grad_x = to.grad_x + token * d, *grad_z = to.grad_z + token * d;
   for (long head = 0; head < s.h; head++)
     for (long i = head * s.p; i < head * s.p + s.p; i++) w.inner[i] = scanned[i] + s.D[head] * x[i];
@@ -62,8 +62,8 @@ template <class T> void gate_gradient(const GateGradient<T> &to, GateWork<T> &w,
 
 template <class T> void gated_norm_gradient(const GateGradient<T> &to) {
   const Gate<T> &s = to.of;
-  const long d = s.h * s.p, blocks = (s.tokens + TOKENS - 1) / TOKENS;
-  const int threads = threads_for(double(s.tokens) * d * WORK_PER_CHANNEL);
+  const long d = s.h * s.p, tokens = s.b * s.t, blocks = (tokens + TOKENS - 1) / TOKENS;
+  const int threads = threads_for(double(tokens) * d * WORK_PER_CHANNEL);
   PerThread<GateWork<T>> works(threads, d, s.h);
 #pragma omp parallel num_threads(threads)
   {
@@ -71,7 +71,7 @@ template <class T> void gated_norm_gradient(const GateGradient<T> &to) {
 #pragma omp for schedule(static)
     for (long block = 0; block < blocks; block++) {
       std::fill(w.grad_weight.data, w.grad_weight + d, T(0));
-      for (long token = block * TOKENS; token < std::min(s.tokens, (block + 1) * TOKENS); token++)
+      for (long token = block * TOKENS; token < std::min(tokens, (block + 1) * TOKENS); token++)
         gate_gradient<T>(to, w, token);
       for (long i = 0; i < d; i++) w.sums[i] += double(w.grad_weight[i]);
     }

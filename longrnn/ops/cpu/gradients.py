@@ -41,7 +41,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives()
+        refuse_second_derivatives("C++")
         tensors = ctx.saved_tensors
         fields = ctx.kernel.fields(**dict(zip(ctx.names, tensors, strict=True)))
         dtype = fields["x"].dtype

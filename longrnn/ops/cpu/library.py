@@ -15,6 +15,7 @@ from struct import Struct
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longrnn.ops.cpu import signatures
 
@@ -27,6 +28,15 @@ POINTERS = ("in", "out", "doubles", "floats", "data")
 # a mapping of its own, and how much free memory at the end of the heap is kept.
 MALLOC_OPTIONS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
 KEPT_BYTES = 1 << 28
+
+
+def contiguous_tokens(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor `(b, t, …)` as kernels read a `strided` field, copied only where that is necessary.
+
+    Such tensors may be parts of one tensor.
+    """
+    wide = tensor.to(dtype)
+    return wide if wide[0, 0].is_contiguous() else wide.contiguous()
 
 
 @cache
@@ -76,10 +86,12 @@ def pack(struct: str, dtype: torch.dtype | None, **arguments: Any) -> bytes:
     layout, fields = _layout(struct, dtype)
     values: list[Any] = []
     for kind, name, is_optional in fields:
-        value = arguments.get(name) if is_optional else arguments[name]
+        value: Any = arguments.get(name) if is_optional else arguments[name]
         if kind == "mixed":
             narrow = value is not None and value.dtype == torch.bfloat16
             values += (0 if value is None else value.data_ptr(), narrow)
+        elif kind == "strided":
+            values += (value.data_ptr(), *value.stride()[:2])
         elif kind in POINTERS:
             values.append(0 if value is None else value.data_ptr())
         else:
@@ -111,7 +123,7 @@ def _function(kernel: str, dtype: torch.dtype | None) -> Callable[[bytes], int]:
 @cache
 def _layout(struct: str, dtype: torch.dtype | None) -> tuple[Struct, list[tuple[str, str, bool]]]:
     fields = list(_flat(struct))
-    letters = {"long": "l", "double": "d", "mixed": "Pl"}
+    letters = {"long": "l", "double": "d", "mixed": "Pl", "strided": "Pll"}
     letters |= dict.fromkeys(POINTERS, "P")
     letters["real"] = "f" if dtype is None else REALS[dtype]
     return Struct("@" + "".join(letters[kind] for kind, *_ in fields)), fields

@@ -36,8 +36,7 @@ inline void mix_token(const Mamba2<float> &s, const States<float> &states, long 
   Scan<float> scan_call{};
   scan_call.b = rows, scan_call.t = 1, scan_call.h = s.h, scan_call.p = s.p, scan_call.g = s.g, scan_call.n = s.n;
   scan_call.decays = 1;
-  scan_call.x = mixed, scan_call.B = mixed + d, scan_call.C = mixed + d + s.g * s.n;
-  scan_call.x_row = scan_call.x_token = scan_call.bc_row = scan_call.bc_token = c;
+  scan_call.x = {mixed, c, c}, scan_call.B = {mixed + d, c, c}, scan_call.C = {mixed + d + s.g * s.n, c, c};
   scan_call.gain = gain, scan_call.log_decay = log_decay;
   scan_call.state = states.state, scan_call.final_state = states.state_after;
   scan_call.y = y;
@@ -46,16 +45,15 @@ inline void mix_token(const Mamba2<float> &s, const States<float> &states, long 
     std::memcpy(inputs, mixed, rows * c * sizeof(float));
     for (long i = 0; i < rows * s.h; i++)  // 0 times an infinite input would be NaN
       if (gain[i] == 0) std::fill_n(inputs + i / s.h * c + i % s.h * s.p, s.p, 0.0f);
-    scan_call.x = inputs, scan_call.limit = s.edit + LIMIT * s.h;
+    scan_call.x.data = inputs, scan_call.limit = s.edit + LIMIT * s.h;
     edited_token<float>(scan_call, states.window);
   } else {
     scan<float>(scan_call);
   }
 
   Gate<float> gate_call{};
-  gate_call.tokens = rows, gate_call.h = s.h, gate_call.p = s.p, gate_call.groups = s.g, gate_call.eps = s.norm_eps;
-  gate_call.scanned = y, gate_call.x = mixed, gate_call.z = projected, gate_call.y = y;
-  gate_call.x_token = c, gate_call.z_token = width;
+  gate_call.b = rows, gate_call.t = 1, gate_call.h = s.h, gate_call.p = s.p, gate_call.groups = s.g, gate_call.eps = s.norm_eps;
+  gate_call.scanned = y, gate_call.x = {mixed, c, c}, gate_call.z = {projected, width, width}, gate_call.y = y;
   gate_call.D = D, gate_call.weight = weight;
   gate<float>(gate_call, threads_for(double(rows) * d * WORK_PER_CHANNEL));
 }

@@ -19,9 +19,6 @@ inline void narrow(const float *from, long n, uint16_t *to) {  // rounds to near
     to[i] = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 }
-// Only float states meet bfloat16.
-inline void widen(const uint16_t *, long, double *) { std::abort(); }
-inline void narrow(const double *, long, uint16_t *) { std::abort(); }
 
 template <class T> struct Wide {  // reads a Mixed tensor
   Buffer<T> copy;

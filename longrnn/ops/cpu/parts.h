@@ -10,7 +10,7 @@ namespace {
 
 // The input `at` tokens after the first of a row.
 template <class T> inline const T *input_of(const Convolution<T> &s, long row, long at) {
-  return at < 0 ? s.state + (row * (s.k - 1) + at + s.k - 1) * s.c : s.x + row * s.x_row + at * s.x_token;
+  return at < 0 ? s.state + (row * (s.k - 1) + at + s.k - 1) * s.c : s.x.at(row, at);
 }
 
 // y = silu(convolution of x over time)
@@ -42,9 +42,9 @@ template <class T> void keep_inputs(const Convolution<T> &s) {
 template <class T> void gate(const Gate<T> &s, int threads) {
   const long d = s.h * s.p, size = d / s.groups;
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (long token = 0; token < s.tokens; token++) {
+  for (long token = 0; token < s.b * s.t; token++) {
     T *y = s.y + token * d;
-    const T *x = s.x + token * s.x_token, *z = s.z + token * s.z_token, *from = s.scanned + token * d;
+    const T *x = s.x.at(token / s.t, token % s.t), *z = s.z.at(token / s.t, token % s.t), *from = s.scanned + token * d;
     for (long head = 0; head < s.h; head++)
       for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
     for (long group = 0; group < s.groups; group++) {
@@ -70,7 +70,7 @@ template <class T> void convolution(const Convolution<T> &s) {
   keep_inputs<T>(s);
 }
 template <class T> void gated_norm(const Gate<T> &s) {
-  gate<T>(s, threads_for(double(s.tokens) * s.h * s.p * WORK_PER_CHANNEL));
+  gate<T>(s, threads_for(double(s.b) * s.t * s.h * s.p * WORK_PER_CHANNEL));
 }
 
 }  // namespace

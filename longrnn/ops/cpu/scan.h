@@ -30,8 +30,8 @@ template <class T> struct Chunk {  // q tokens of a head
 
 // gain x of the tokens, to `w.inputs`.
 template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, const Chunk<T> &c) {
-  const T *x = s.x + c.row * s.x_row + c.start * s.x_token + c.head * s.p;
-  read_rows<T>(x, s.x_token, s.gain + c.at(s), s.h, c.q, s.p, w.pp, w.inputs);
+  const T *x = s.x.at(c.row, c.start) + c.head * s.p;
+  read_rows<T>(x, s.x.token, s.gain + c.at(s), s.h, c.q, s.p, w.pp, w.inputs);
 }
 
 // A chunk whose gain x is in `w.inputs`. `w.memory` is the transposed state, (n, p padded), and `w.scores` are
@@ -39,10 +39,6 @@ template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, const Chunk<T>
 // windows, the state is most of the work.
 template <class T> void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const Chunk<T> &c) {
   const long q = c.q, qp = padded<T>(q), pp = w.pp;
-  const auto scaled = [&](const T *from, const double *factors) -> const T * {
-    scale_rows<T>(from, s.bc_token, factors, q, s.n, w.scaled);
-    return w.scaled;
-  };
   double kept[CHUNK];
   for (long i = 0; i < q; i++) {  // scores times the decays from token j to token i
     d.advance(kept, i);
@@ -57,11 +53,15 @@ template <class T> void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Deca
   T *out = direct ? y : static_cast<T *>(w.output);
   const long ldo = direct ? s.h * s.p : pp;
   product<T>(q, pp, q, {w.weights, CHUNK, 1}, {w.inputs, pp}, {out, ldo}, false, LOWER_A);
-  if (c.start || s.state) product<T>(q, pp, s.n, {scaled(c.C, d.before), s.n, 1}, {w.memory, pp}, {out, ldo}, true);
+  if (c.start || s.state) {
+    scale_rows<T>(c.C, s.C.token, d.before, q, s.n, w.scaled);
+    product<T>(q, pp, s.n, {w.scaled, s.n, 1}, {w.memory, pp}, {out, ldo}, true);
+  }
   if (!direct)
     for (long i = 0; i < q; i++) std::memcpy(y + i * s.h * s.p, out + i * pp, s.p * sizeof(T));
   if (c.start + q == s.t && !s.final_state) return;
-  advance_state<T>(d, q, {s.n, pp, w.memory, w.memory, w.change}, {scaled(c.B, d.after), 1, s.n}, {w.inputs, pp});
+  scale_rows<T>(c.B, s.B.token, d.after, q, s.n, w.scaled);
+  advance_state<T>(d, q, {s.n, pp, w.memory, w.memory, w.change}, {w.scaled, 1, s.n}, {w.inputs, pp});
 }
 
 // How many of the r heads of a group one task computes: they are divided among threads only as far as
@@ -91,10 +91,10 @@ void chunks(const Scan<T> &s, int threads, Prepare prepare, Run run) {
       for (long head = first; head < last; head++)
         read_state<T>(part_of(s.state, row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
       for (long start = 0; start < s.t; start += CHUNK) {
-        const long q = std::min(CHUNK, s.t - start), bc = row * s.bc_row + start * s.bc_token + group * s.n;
-        Chunk<T> c{row, first, start, q, s.B + bc, s.C + bc};
-        transpose_chunk<T>(c.B, s.bc_token, q, s.n, w.right);
-        product<T>(q, padded<T>(q), s.n, {c.C, s.bc_token, 1}, {w.right, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
+        const long q = std::min(CHUNK, s.t - start);
+        Chunk<T> c{row, first, start, q, s.B.at(row, start) + group * s.n, s.C.at(row, start) + group * s.n};
+        transpose_chunk<T>(c.B, s.B.token, q, s.n, w.right);
+        product<T>(q, padded<T>(q), s.n, {c.C, s.C.token, 1}, {w.right, CHUNK}, {w.scores, CHUNK}, false, LOWER_C);
         prepare(w, c);
         for (; c.head < last; c.head++) {
           w.memory = memories + (c.head - first) * s.n * w.pp;

@@ -84,9 +84,9 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, const Chunk<T>
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, q = c.q, pp = padded<T>(p), qp = padded<T>(q), at = c.at(of);
   const T *gains = of.gain + at;
-  const T *x = of.x + c.row * of.x_row + c.start * of.x_token + c.head * p;
+  const T *x = of.x.at(c.row, c.start) + c.head * p;
   const Decays d(of.log_decay + at, of.h, q);
-  read_rows<T>(x, of.x_token, gains, of.h, q, p, pp, w.u);
+  read_rows<T>(x, of.x.token, gains, of.h, q, p, pp, w.u);
   read_rows<T>(s.grad_y + at * p, of.h * p, nullptr, 0, q, p, pp, w.g);
   scale_rows<T>(w.g, pp, d.before, q, pp, w.scaled_g);
   transpose_chunk<T>(w.u, pp, q, p, w.u_t);
@@ -122,7 +122,7 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, const Chunk<T>
   for (long i = 0; i < q; i++) {
     T *to = s.grad_x + (at + i * of.h) * p;
     const T *grad_u = w.grad_u + i * pp, gain = gains[i * of.h];
-    s.grad_gain[at + i * of.h] = dot<T>(x + i * of.x_token, grad_u, p);
+    s.grad_gain[at + i * of.h] = dot<T>(x + i * of.x.token, grad_u, p);
     for (long j = 0; j < p; j++) to[j] = grad_u[j] * gain;
   }
   sum = 0;
@@ -151,13 +151,12 @@ template <class T> void states_of_chunks(const ScanGradient<T> &s, GradientWork<
     read_state<T>(of.state + (m.row * of.h + head) * of.p * n, of.p, n, pp, m.states + (head - m.first) * n * pp);
   for (long start = 0; start + CHUNK < of.t; start += CHUNK) {
     T *from = m.states + start / CHUNK * all;
-    const T *B = of.B + m.row * of.bc_row + start * of.bc_token + m.group * n;
-    for (long i = 0; i < CHUNK; i++) std::memcpy(w.B + i * n, B + i * of.bc_token, n * sizeof(T));
+    for (long i = 0; i < CHUNK; i++) std::memcpy(w.B + i * n, of.B.at(m.row, start + i) + m.group * n, n * sizeof(T));
     for (long head = m.first; head < m.last; head++, from += n * pp) {
       const long at = (m.row * of.t + start) * of.h + head;
       const Decays d(of.log_decay + at, of.h, CHUNK);
-      const T *x = of.x + m.row * of.x_row + start * of.x_token + head * of.p;
-      read_rows<T>(x, of.x_token, of.gain + at, of.h, CHUNK, of.p, pp, w.u);
+      const T *x = of.x.at(m.row, start) + head * of.p;
+      read_rows<T>(x, of.x.token, of.gain + at, of.h, CHUNK, of.p, pp, w.u);
       scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.grad_u);
       advance_state<T>(d, CHUNK, {n, pp, from, from + all, w.change}, {w.B, 1, n}, {w.grad_u, pp});
     }
@@ -188,11 +187,10 @@ template <class T> void gradient_of_heads(const ScanGradient<T> &s, GradientWork
   states_of_chunks<T>(s, w, m);
   for (long start = (of.t - 1) / CHUNK * CHUNK; start >= 0; start -= CHUNK) {
     const long q = std::min(CHUNK, of.t - start), qp = padded<T>(q);
-    const long bc = m.row * of.bc_row + start * of.bc_token + m.group * n;
-    Chunk<T> c{m.row, m.first, start, q, of.B + bc, of.C + bc};
+    Chunk<T> c{m.row, m.first, start, q, of.B.at(m.row, start) + m.group * n, of.C.at(m.row, start) + m.group * n};
     for (long i = 0; i < q; i++) {
-      std::memcpy(w.B + i * n, c.B + i * of.bc_token, n * sizeof(T));
-      std::memcpy(w.C + i * n, c.C + i * of.bc_token, n * sizeof(T));
+      std::memcpy(w.B + i * n, c.B + i * of.B.token, n * sizeof(T));
+      std::memcpy(w.C + i * n, c.C + i * of.C.token, n * sizeof(T));
     }
     transpose_chunk<T>(w.B, n, q, n, w.B_t);
     transpose_chunk<T>(w.C, n, q, n, w.C_t);
@@ -217,8 +215,7 @@ template <class T> void scan_gradient(const ScanGradient<T> &s) {
   const long r = of.h / of.g, all = of.b * of.t * of.g * of.n;
   const int threads = threads_for(3 * double(of.b) * of.t * of.h * of.p * of.n);
   const long each = heads_per_task(r, of.b * of.g, threads), parts = (r + each - 1) / each;
-  // The first part writes the gradients of B and C, the others what is added to them.
-  Buffer<T> more(2 * (parts - 1) * all);
+  Buffer<T> sums(2 * parts * all);  // the gradients of B and C by part
   const long pp = padded<T>(of.p), tile = of.n * pp;
   PerThread<GradientWork<T>> works(threads, of.n, pp);
   PerThread<Buffer<T>> states(threads, (of.t + CHUNK - 1) / CHUNK * each * tile), after(threads, each * tile);
@@ -230,17 +227,16 @@ template <class T> void scan_gradient(const ScanGradient<T> &s) {
       const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;
       const long first = group * r + part * each, last = std::min(group * r + r, first + each);
       const long step = of.g * of.n, at = row * of.t * step + group * of.n;
-      T *grad_B = (part ? more + 2 * (part - 1) * all : s.grad_B) + at;
-      T *grad_C = (part ? more + (2 * part - 1) * all : s.grad_C) + at;
-      gradient_of_heads<T>(s, w, {row, group, first, last, states.mine(), after.mine(), grad_B, grad_C});
+      T *grad_B = sums + 2 * part * all + at;
+      gradient_of_heads<T>(s, w, {row, group, first, last, states.mine(), after.mine(), grad_B, grad_B + all});
     }
-    if (parts > 1) {
 #pragma omp for schedule(static)
-      for (long i = 0; i < all; i++)
-        for (long part = 0; part < parts - 1; part++) {
-          s.grad_B[i] += more[2 * part * all + i];
-          s.grad_C[i] += more[(2 * part + 1) * all + i];
-        }
+    for (long i = 0; i < all; i++) {
+      s.grad_B[i] = s.grad_C[i] = 0;
+      for (long part = 0; part < parts; part++) {
+        s.grad_B[i] += sums[2 * part * all + i];
+        s.grad_C[i] += sums[(2 * part + 1) * all + i];
+      }
     }
   }
 }

@@ -16,14 +16,12 @@ FEW_ROWS = 8
 
 # name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
 # `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to any;
-# `mixed`, a pointer to T or to bfloat16, and which of the two; the name of another struct. A field
-# with a question mark may be left out, and is then 0 or a null pointer.
+# `mixed` and `strided`, tensors of `fields.h`; the name of another struct. A field with a question
+# mark may be left out, and is then 0 or a null pointer.
 STRUCTS = {
     "Scan": """
-        long b t h p g n decays; in x; long x_row x_token; in gain log_decay B C;
-        long bc_row bc_token;
-        in state?; out y? final_state?; doubles limit?;
-        long limit_token?
+        long b t h p g n decays; strided x; in gain log_decay; strided B C; in state?;
+        out y? final_state?; doubles limit?; long limit_token?
     """,
     "ScanGradient": """
         Scan of; in grad_y grad_final; out grad_x grad_gain grad_log_decay grad_B grad_C grad_state
@@ -37,15 +35,11 @@ STRUCTS = {
         Channels of; in grad_y grad_final;
         out grad_x grad_gain grad_step grad_rates grad_B grad_C grad_state
     """,
-    "Convolution": """
-        long b t c k; in x; long x_row x_token; in state weight bias; out y? final_state?
-    """,
+    "Convolution": "long b t c k; strided x; in state weight bias; out y? final_state?",
     "ConvolutionGradient": """
         Convolution of; in grad_y grad_final; out grad_x grad_state grad_weight grad_bias?
     """,
-    "Gate": """
-        long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y?
-    """,
+    "Gate": "long b t h p groups; real eps; in scanned; strided x z; in D weight; out y?",
     "GateGradient": "Gate of; in grad_y; out grad_scanned grad_x grad_z grad_D grad_weight",
     "Window": """
         long count? groups? length? capacity?; data heads?; mixed x? B?; out gain? decay?
@@ -107,6 +101,7 @@ C_TYPES = {
     "real": "T",
     "in": "const T *",
     "out": "T *",
+    "strided": "Strided<T>",
     "doubles": "const double *",
     "floats": "float *",
     "data": "const void *",
@@ -125,14 +120,14 @@ def fields(name: str) -> list[tuple[str, str]]:
 
 def is_typed(name: str) -> bool:
     """Whether a struct has fields of type T."""
-    return any(kind in ("real", "in", "out") or kind in STRUCTS for kind, _ in fields(name))
+    typed = {"real", "in", "out", "strided", *STRUCTS}
+    return any(kind in typed for kind, _ in fields(name))
 
 
 def header() -> str:
     """The content of `signatures.h`."""
-    lines = ["// Written by signatures.py.", "#pragma once", "", "namespace {", ""]
-    lines += ["// A tensor in the dtype of the state, or in bfloat16.", "struct Mixed {"]
-    lines += ["  void *data;", "  long is_bfloat16;", "};", ""]
+    lines = ["// Written by signatures.py.", "#pragma once", '#include "fields.h"', ""]
+    lines += ["namespace {", ""]
     lines += [f"enum Number : long {{ {', '.join(map(str.upper, NUMBERS))} }};", ""]
     lines += [f"constexpr long MAX_TAPS = {MAX_TAPS}, FEW_ROWS = {FEW_ROWS};", ""]
     for name in STRUCTS:

@@ -51,20 +51,15 @@ struct Lstm {
   template <class V> static V read(V memory, V open) { return open * hyperbolic_tangent(memory); }
 };
 
-struct Tanh {
-  template <class V> static V of(V x) { return hyperbolic_tangent(x); }
-};
-struct Relu {
-  template <class V> static V of(V x) { return x < 0 ? V{} : x; }  // keeps a NaN
-};
-struct Identity {
-  template <class V> static V of(V x) { return x; }
-};
-template <class Activation> struct Elman {  // `add` is the new memory
+enum Activation { TANH, RELU, IDENTITY };
+
+template <Activation ACTIVATION> struct Elman {  // `add` is the new memory
   static constexpr int GATES = 1;
   static constexpr bool GATED = false;
   template <class V> static void update(const V *x, const V *h, V &, V &add, V &) {
-    add = Activation::of(x[0] + h[0]);
+    add = x[0] + h[0];
+    if constexpr (ACTIVATION == TANH) add = hyperbolic_tangent(add);
+    if constexpr (ACTIVATION == RELU) add = add < 0 ? V{} : add;  // keeps a NaN
   }
   template <class V> static V read(V memory, V) { return memory; }
 };
@@ -167,7 +162,7 @@ template <class T, class Cell> void stepwise_cell(const Stepwise<T> &s) {
 // In the order of `STEPWISE_CELLS` in tokens.py.
 template <class T> void stepwise(const Stepwise<T> &s) {
   static constexpr void (*cells[])(const Stepwise<T> &) = {
-      stepwise_cell<T, Elman<Tanh>>, stepwise_cell<T, Elman<Relu>>, stepwise_cell<T, Elman<Identity>>,
+      stepwise_cell<T, Elman<TANH>>, stepwise_cell<T, Elman<RELU>>, stepwise_cell<T, Elman<IDENTITY>>,
       stepwise_cell<T, Gru>, stepwise_cell<T, Lstm>};
   cells[s.cell](s);
 }

@@ -39,10 +39,9 @@ template <class T> struct Token {  // of one head
   long at;  // index of the gain
   Token(const Scan<T> &s, long row, long head, long i) : at((row * s.t + i) * s.h + head) {
     const long group = s.g == 1 ? 0 : s.g == s.h ? head : head / (s.h / s.g);  // a division takes long
-    const long shared = row * s.bc_row + i * s.bc_token + group * s.n;
-    x = s.x + row * s.x_row + i * s.x_token + head * s.p;
-    B = s.B + shared;
-    C = s.C + shared;
+    x = s.x.at(row, i) + head * s.p;
+    B = s.B.at(row, i) + group * s.n;
+    C = s.C.at(row, i) + group * s.n;
     log_decay = s.log_decay + at * s.decays;
     gain = s.gain[at];
   }

@@ -54,28 +54,23 @@ def stepwise(
     Returns:
         h after each token `(b, t, d)`, and h and memory after the last token.
     """
-    b, t, _ = projected.shape
-    y = h.new_empty(b, t, h.shape[1])
-    h, memory = h.contiguous(), memory.contiguous()
-    h_after, memory_after = torch.empty_like(h), torch.empty_like(memory)
+    (b, t, _), d = projected.shape, h.shape[1]
+    tensors = {"projected": projected, "weight": weight, "bias": bias, "h": h, "memory": memory}
+    y, h_after, memory_after = h.new_empty(b, t, d), h.new_empty(b, d), h.new_empty(b, d)
     call(
         "stepwise",
         h.dtype,
         cell=STEPWISE_CELLS.index(cell),
         b=b,
         t=t,
-        d=h.shape[1],
-        projected=projected.contiguous(),
-        weight=weight.contiguous(),
-        bias=bias.contiguous(),
-        h=h,
-        memory=memory,
-        y=y,
-        h_after=h_after,
-        memory_after=memory_after,
+        d=d,
         keep=keep,
         add=add,
         limit=limit,
+        **{name: tensor.contiguous() for name, tensor in tensors.items()},
+        y=y,
+        h_after=h_after,
+        memory_after=memory_after,
     )
     return y, h_after, memory_after
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.gradients import Differentiable
-from longrnn.ops.cpu.library import call
+from longrnn.ops.cpu.library import call, contiguous_tokens
 
 
 def refusal(
@@ -38,25 +38,13 @@ def _fields(
 ) -> dict[str, Any]:
     """The arguments that the kernel and its gradient share."""
     dtype = torch.promote_types(scanned.dtype, torch.float32)
-    b, t, h, p = x.shape
-    values, gates = _evenly_spaced(x.flatten(2).to(dtype)), _evenly_spaced(z.to(dtype))
     return {
-        "tokens": b * t,
-        "h": h,
-        "p": p,
+        **dict(zip("bthp", x.shape, strict=True)),
         "groups": groups,
         "eps": eps,
         "scanned": scanned.to(dtype).contiguous(),
-        "x": values,
-        "x_token": values.stride(1),
-        "z": gates,
-        "z_token": gates.stride(1),
+        "x": contiguous_tokens(x, dtype),
+        "z": contiguous_tokens(z, dtype),
         "D": D.to(dtype).contiguous(),
         "weight": weight.to(dtype).contiguous(),
     }
-
-
-def _evenly_spaced(wide: Tensor) -> Tensor:
-    """`(b, t, d)` with one distance between any two neighbouring tokens."""
-    row, token, channel = wide.stride()
-    return wide if channel == 1 and row == wide.shape[1] * token else wide.contiguous()

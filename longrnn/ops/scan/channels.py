@@ -26,13 +26,6 @@ def suits(inputs: ScanInputs) -> bool:
     )
 
 
-def scan(
-    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
-) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.scan.definition.scan`."""
-    return run(inputs, inputs.zero_state() if state is None else state)
-
-
 def run(inputs: ScanInputs, state: Tensor, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The recurrence; with a limit `(h,)`, see `longrnn.ops.scan.limit`, without gradients."""
     x, gain, (step, rate, keep), B, C = inputs

@@ -13,7 +13,7 @@ from torch import Tensor
 from longrnn.ops.cpu import checks
 from longrnn.ops.cpu.checks import tracked
 from longrnn.ops.cpu.gradients import Differentiable
-from longrnn.ops.cpu.library import call
+from longrnn.ops.cpu.library import call, contiguous_tokens
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import channels, definition
 from longrnn.ops.scan.definition import FEW, is_entrywise
@@ -35,7 +35,7 @@ def scan(
     if erases:
         return _recurrence("delta", inputs, state, final=final)
     if channels.suits(inputs):
-        return channels.scan(inputs, state, final=final)
+        return channels.run(inputs, inputs.zero_state() if state is None else state)
     has_few_tokens = inputs.x.shape[1] <= FEW
     if is_entrywise(inputs) and not inputs.has_key_decays and not has_few_tokens:
         return definition.scan(inputs, state, final=final)
@@ -60,11 +60,12 @@ def _recurrence(
         if kernel == "delta" or inputs.has_key_decays:  # gradients of B and C of every head
             inputs = inputs._replace(B=inputs.per_head(inputs.B), C=inputs.per_head(inputs.C))
     x, gain, decay, B, C = inputs
+    (b, _, h, p), n = x.shape, B.shape[3]
 
     def run(**tensors: Tensor) -> tuple[Tensor, Tensor]:
         fields = _fields(**tensors)
         y = fields["x"].new_empty(x.shape)
-        after = y.new_empty(*x.shape[::2], x.shape[3], B.shape[3]) if final or is_tracked else None
+        after = y.new_empty(b, h, p, n) if final or is_tracked else None
         limits = None if limit is None else limit.where(limit < UNLIMITED, torch.inf).contiguous()
         limit_token = limit.shape[1] if limit is not None and limit.ndim > 1 else 0
         results = {"y": y, "final_state": after}
@@ -79,34 +80,15 @@ def _recurrence(
 def _fields(
     *, x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments that the kernels share, copied only where that is necessary.
-
-    All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
-    """
+    """The arguments that the kernels share."""
     dtype = log_decay.dtype if state is None else state.dtype
-    x, B, C = (
-        tensor if tensor.stride()[2:] == (tensor.shape[3], 1) else tensor.contiguous()
-        for tensor in (x.to(dtype), B.to(dtype), C.to(dtype))
-    )
-    if B.stride() != C.stride():
-        B, C = B.contiguous(), C.contiguous()
-    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    (x_row, x_token), (bc_row, bc_token) = x.stride()[:2], B.stride()[:2]
     return {
-        "b": b,
-        "t": t,
-        "h": h,
-        "p": p,
-        "g": g,
-        "n": n,
-        "decays": n if log_decay.ndim == 4 else 1,
-        "x_row": x_row,
-        "x_token": x_token,
-        "bc_row": bc_row,
-        "bc_token": bc_token,
-        "x": x,
-        "B": B,
-        "C": C,
+        **dict(zip("bthp", x.shape, strict=True)),
+        **dict(zip("gn", B.shape[2:], strict=True)),
+        "decays": log_decay.shape[3] if log_decay.ndim == 4 else 1,
+        "x": contiguous_tokens(x, dtype),
+        "B": contiguous_tokens(B, dtype),
+        "C": contiguous_tokens(C, dtype),
         "gain": gain.to(dtype).contiguous(),
         "log_decay": log_decay.to(dtype).contiguous(),
         "state": None if state is None else state.to(dtype).contiguous(),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.scan.decays import LEAST_LOG_DECAY
+from longrnn.ops.scan.decays import chunk_decays
 from longrnn.ops.scan.definition import CHUNK, SEGMENT, Scan, scan
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 from longrnn.ops.transforms import in_vmap
@@ -193,15 +193,7 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     """
     u = (inputs.x.double() * inputs.gain.double()[..., None]).transpose(1, 2)  # b h t p
     B = inputs.B.double().transpose(1, 2)  # b g t n
-    groups = B.shape[1]
-    total = (
-        inputs.decay.log().double().clamp(min=LEAST_LOG_DECAY).cumsum(1).transpose(1, 2)
-    )  # b h t
-    # Above the diagonal, where nothing is read, exp would overflow.
-    between = (total[..., :, None] - total[..., None, :]).clamp(max=0).exp()
-    alike = (B @ B.mT).repeat_interleave(u.shape[1] // groups, dim=1)
-    among = (u @ u.mT) * alike * between
-    rows = state.double().unflatten(1, (groups, -1))
-    read = torch.einsum("bgrpn,bgtn->bgrtp", rows, B).flatten(1, 2)
-    start = (read * u).sum(-1) * total.exp()
-    return torch.cat([start[..., None], among], dim=3)
+    (alike,), since_start, _ = chunk_decays([B], B, inputs.log_decay().transpose(1, 2))
+    read = B.repeat_interleave(u.shape[1] // B.shape[1], 1) @ state.double().mT
+    start = (read * u).sum(-1, keepdim=True) * since_start.exp()
+    return torch.cat([start, (u @ u.mT) * alike], dim=3)
