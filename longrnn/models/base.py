@@ -20,15 +20,7 @@ from longrnn.mitigations.spec import MitigationSpec
 from longrnn.mitigations.spec import mitigation as build_mitigation
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
-from longrnn.state import (
-    LMState,
-    PyTree,
-    described,
-    leaves,
-    start_of,
-    tree_map,
-    with_recurrent,
-)
+from longrnn.state import LMState, PyTree, described, leaves, start_of, tree_map, with_recurrent
 
 # Logits, over all rows and tokens, that one call of `token_losses` may hold.
 MAX_LOGITS = 2**25

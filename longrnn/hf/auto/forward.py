@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from longrnn.checkpoints.names import INITIAL_STATE
@@ -31,24 +32,25 @@ INSTEAD = {
 }
 
 
-class RecurrentForward:
-    """What comes before `PreTrainedModel` among the bases of a model.
+class RecurrentForward(PreTrainedModel):
+    """A Hugging Face model that computes with a model of longrnn.
 
     Attributes:
-        language_model: the model of longrnn that computes.
+        language_model: the model of longrnn.
     """
 
+    supports_gradient_checkpointing = True
     qconfig = TrainableLM.qconfig
     language_model: Any
-    config: Any
-    training: bool
-    loss_function: Any
-    get_input_embeddings: Any
 
     @property
-    def base_model(self) -> Any:
+    def base_model(self) -> Any:  # pyright: ignore
         """The model without its head, as libraries call it that compute the loss themselves."""
         return Backbone(self)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """See `PreTrainedModel`."""
+        return self.language_model.head
 
     def save_start(self, folder: Path) -> None:
         """Writes the state from which the model starts, if it has one, beside its weights."""

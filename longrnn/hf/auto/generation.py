@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers import Cache, GenerationMixin
 
 from longrnn.errors import UserError
 from longrnn.state import LMState, expand, take
@@ -114,8 +114,8 @@ def cache_of(given: Any, state: LMState | None) -> StateCache:
     return given
 
 
-class RecurrentGeneration:
-    """What differs from `GenerationMixin` of transformers, which comes after it among the bases."""
+class RecurrentGeneration(GenerationMixin):
+    """What differs from `GenerationMixin` of transformers."""
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore
         """Positions come from the state; those that a user gives mark packed documents."""
@@ -124,7 +124,7 @@ class RecurrentGeneration:
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
         """Takes the pad token for padding, but not at the end of one prompt, nor in a draft."""
-        mask: Tensor = super()._prepare_attention_mask_for_generation(  # pyright: ignore
+        mask: Tensor = super()._prepare_attention_mask_for_generation(
             inputs_tensor, generation_config, model_kwargs
         )
         if generation_config.is_assistant:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
@@ -18,9 +18,7 @@ from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.programs import reason_of
 
 
-class HybridForCausalLM(  # pyright: ignore
-    RecurrentForward, RecurrentGeneration, PreTrainedModel, GenerationMixin
-):
+class HybridForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):  # pyright: ignore
     """A hybrid with the interface of `LongRNNForCausalLM`: padding, packed documents, states.
 
     It has the modules, the configuration and the other attributes of the Hugging Face model that
@@ -29,8 +27,6 @@ class HybridForCausalLM(  # pyright: ignore
     Args:
         model: a `HybridLM`, with its mitigation and its window of attention.
     """
-
-    supports_gradient_checkpointing = True
 
     def __init__(self, model: Any) -> None:
         vars(self).update(vars(model.model))
@@ -50,10 +46,6 @@ class HybridForCausalLM(  # pyright: ignore
     def get_input_embeddings(self) -> nn.Module:  # pyright: ignore
         """See `PreTrainedModel`."""
         return self.language_model.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """See `PreTrainedModel`."""
-        return self.language_model.head
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Makes the backward pass compute each layer again."""

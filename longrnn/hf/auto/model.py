@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig
 
 from longrnn.checkpoints.folder import CHECKPOINT_FORMAT, OPTIONS, read_config
 from longrnn.checkpoints.load import load
@@ -73,9 +73,7 @@ class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
 
 
 # transformers looks for GenerationMixin among the direct base classes.
-class LongRNNForCausalLM(  # pyright: ignore
-    RecurrentForward, RecurrentGeneration, PreTrainedModel, GenerationMixin
-):
+class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):  # pyright: ignore
     """A recurrent language model with the interface of Hugging Face.
 
     Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
@@ -90,7 +88,6 @@ class LongRNNForCausalLM(  # pyright: ignore
 
     config_class = LongRNNConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _input_embed_layer = "embedding"
     # A device_map puts the whole model on one device, where its state lives.
     _no_split_modules = ["RecurrentLM"]  # noqa: RUF012
@@ -222,10 +219,6 @@ class LongRNNForCausalLM(  # pyright: ignore
         if not self.model.head.weight.is_meta:
             is_tied = self.model.head.weight is self.model.embedding.weight
             self.config.tie_embeddings = self.model.config.tie_embeddings = is_tied
-
-    def get_output_embeddings(self) -> nn.Module:
-        """See `PreTrainedModel`."""
-        return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """See `PreTrainedModel`."""

@@ -150,17 +150,6 @@ def test_assisted_decoding_equals_greedy_decoding(draft: str, spec: dict[str, An
     assert torch.equal(new_tokens(model, tokens, 25, **help_), wanted)
 
 
-def test_a_cropped_cache_continues_as_if_the_last_tokens_had_not_been_read() -> None:
-    model, tokens = build_auto(), random_tokens(1, 12)
-    cache = model(tokens[:, :4]).past_key_values
-    cache.activate_past_recording()
-    model(tokens[:, 4:9], past_key_values=cache)
-    cache.crop(-3)
-    found = model(tokens[:, 9:], past_key_values=cache).logits
-    wanted = model(torch.cat([tokens[:, :6], tokens[:, 9:]], 1)).logits[:, 6:]
-    torch.testing.assert_close(found, wanted)
-
-
 def test_one_prefix_serves_many_questions() -> None:
     """`state=` starts every row from the state of one prefix, which stays as it was."""
     model, prefix, questions = build_auto(), random_tokens(1, 20), random_tokens(4, 3, seed=1)
