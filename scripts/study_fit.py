@@ -40,7 +40,7 @@ class WeightsFit(TimeScaleFit):
             self._train(job, [Additions(None, None, {}) for _ in job.model.cells])
 
     def _groups(self, layers: Sequence[Additions]) -> list[dict[str, Any]]:
-        return [{"params": self.trained, "lr": self.learning_rate}]
+        return [{"params": self.trained, "scale": self.learning_rate}]
 
 
 def main() -> None:
