@@ -1,4 +1,4 @@
-# make demo    state collapse, its mitigations and passkeys, on three of the six embedded checkpoints
+# make demo    state collapse, its mitigations and passkeys, on four of the six embedded checkpoints
 # make test    ruff, pyright and the default test suite
 # make slow    the long tests and studies
 # make docs    build the documentation site in site/; warnings are errors
