@@ -21,6 +21,10 @@ TABLE = runpy.run_path(str(FOLDER / "signatures.py"))
 GENERATED = Path("build/generated")
 GENERATED.mkdir(parents=True, exist_ok=True)
 (GENERATED / "signatures.h").write_text(TABLE["header"]())
+for name in SETS:  # a source of its own, and so an object of its own, as they are compiled at once
+    source = GENERATED / f"{name}.cpp"
+    if not source.exists():
+        source.write_text('#include "kernels.cpp"\n')
 HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 # Files of the checkout that `longrnn.bundled` finds inside the package in a wheel.
@@ -49,10 +53,10 @@ setup(
     ext_modules=[
         Extension(
             f"longrnn.ops.cpu._{name}",
-            [str(FOLDER / "kernels.cpp")],
+            [str(GENERATED / f"{name}.cpp")],
             include_dirs=[str(GENERATED), str(FOLDER)],
             # Compiled again when these change, and they are part of the source distribution.
-            depends=[*HEADERS, str(FOLDER / "signatures.py")],
+            depends=[*HEADERS, str(FOLDER / "kernels.cpp"), str(FOLDER / "signatures.py")],
             define_macros=[("LONGRNN_SOURCES", f'"{TABLE["digest"](FOLDER)}"')],
             extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *OPENMP, *flags],
             extra_link_args=OPENMP,
