@@ -116,7 +116,6 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
         ("study_initial_states.py", ["--train", "no.txt", "--text", "b.txt"], "no.txt"),
         ("study_capacity.py forget", ["--train-lengths", "100"], "step"),
         ("study_expressivity.py recall", ["--task", "S3"], "'S3'"),
-        ("compare_with_transformer.py books", [], "--train"),
         ("study_fit.py", ["collapse-tiny", "--trained=all", "--rate=1", "--text=no.txt"], "no.txt"),
         ("demo.py", ["--lengths", "x"], "'x'"),
     ],

@@ -106,12 +106,8 @@ class TimeScaleFit(Options):
         objective = Objective(model)
         groups = self._groups(layers)
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-        schedule = TrainConfig(
-            learning_rate=1.0,
-            min_lr_rate=0.1,
-            warmup_steps=max(1, self.steps // 20),
-            max_steps=self.steps,
-        )
+        rates = {"learning_rate": 1.0, "min_lr_rate": 0.1, "warmup_steps": max(1, self.steps // 20)}
+        schedule = TrainConfig.model_validate(rates | {"max_steps": self.steps})
         context, device = Context(job.model.init_state), job.model.init_state(1).position.device
         starts, length = [Carry(context), Carry(context)], self._segment_length(job)
         text = _stretches(job, self.rows)
