@@ -119,10 +119,10 @@ def test_random_rows(subject: Subject) -> None:
         found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
         expected, exact = one_by_one(model, tokens, state, masks), None
         if dtype == torch.float32:
-            wide = states.tree_map(
-                lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, state
-            )
-            exact = one_by_one(deepcopy(model).double(), tokens, wide, masks)
+            double = deepcopy(model).double()
+            zero = double.init_state(batch)
+            wide = states.tree_map(lambda leaf, like: leaf.to(like.dtype), state, zero)
+            exact = one_by_one(double, tokens, wide, masks)
         assert_same(found, expected, dtype, exact=exact)
 
 
