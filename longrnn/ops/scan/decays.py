@@ -78,9 +78,9 @@ def chunk_decays(queries: Sequence[Tensor], keys: Tensor, log_decay: Tensor) -> 
         scores, since_start, to_end = _key_decays(torch.stack(queries, -2), keys, log_decay)
         return ChunkDecays(scores.unbind(-2), since_start, to_end)
     total = log_decay.double().clamp(min=LEAST_LOG_DECAY).cumsum(-2)
-    between = (total - total.mT).to(keys.dtype)
-    future = torch.ones(between.shape[-2:], dtype=torch.bool, device=keys.device).triu(1)
-    decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
+    log_between = (total - total.mT).to(keys.dtype)
+    future = torch.ones(log_between.shape[-2:], dtype=torch.bool, device=keys.device).triu(1)
+    decay = log_between.masked_fill(future | (log_between < FLOOR), -math.inf).exp()
     scores = [(one @ keys.mT).repeat_interleave(heads, -3) * decay for one in queries]
     return ChunkDecays(scores, total, total[..., -1:, :] - total)
 
