@@ -86,17 +86,22 @@ class CheckpointName(NamedTuple):
         if isinstance(name, CheckpointName):
             return name
         checkpoint, spec = split_spec(str(name))
-        first, plus, rest = (spec or "").partition("+")
-        if first not in DTYPE_NAMES:
-            return cls(checkpoint).under(spec)
-        return cls(checkpoint, DTYPE_NAMES[first]).under(rest if plus else None)
+        return cls(checkpoint).under(spec)
 
     def under(self, mitigation: str | None) -> CheckpointName:
-        """Return the name of the same model under a mitigation, with another BOS or start."""
+        """Return the name of the same model under a mitigation, in a dtype, with a BOS or start.
+
+        Raises:
+            UserError: there are two dtypes.
+        """
         parts = [] if mitigation is None else split(mitigation)
         named = self
         for part in parts:
-            if part in BOS_NAMES:
+            if part in DTYPE_NAMES:
+                if named.dtype is not None:
+                    raise UserError(f"{part} is a second dtype of {self.checkpoint}: give one")
+                named = named._replace(dtype=DTYPE_NAMES[part])
+            elif part in BOS_NAMES:
                 named = named._replace(bos=BOS_NAMES[part])
             elif part.startswith(f"{FROM_STATE}(") and part.endswith(")"):
                 named = named._replace(start=part[len(FROM_STATE) + 1 : -1])

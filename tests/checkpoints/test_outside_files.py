@@ -129,7 +129,8 @@ def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path)
         assert model(random_tokens(2, 1), state).logits.isfinite().all()
     assert {"", "embedding.weight"} <= refused <= tensors.keys() - {"norm.weight"} | {""}
     save_file({**tensors, "embedding.weight": tensors["embedding.weight"].float()}, path)
-    assert load(f"{tmp_path}+float32")(random_tokens(1, 3)).logits.dtype == torch.float32
+    for name in (f"{tmp_path}+float32", f"{tmp_path}+none+float32"):
+        assert load(name)(random_tokens(1, 3)).logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
