@@ -2,6 +2,7 @@
 
     python scripts/study_expressivity.py tracking
     python scripts/study_expressivity.py recall
+    python scripts/study_expressivity.py gradients --task parity --cell mamba3
 
 Small models (`configs/train/expressivity.yaml`) of every cell learn each task on short sequences,
 continue on longer ones, and are tested on sequences that training never drew. The first seed
@@ -15,17 +16,21 @@ confirms its inability if no seed solves the longest sequences although another 
 not seen if all seeds do. The rest is inconclusive.
 `recall`: multi-query recall and phone books by the size of the state, if the cell has a matrix as
 its state. Finished runs are skipped.
+`gradients`: models of `tracking` continue on longer documents, read in segments, with gradients
+through one segment or through the whole document: as many tokens and steps, from the same start.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import studies
 
 from longrnn import TASKS, load
+from longrnn.data.batch import Batch, Task, row_starts
 from longrnn.errors import UserError
 from longrnn.intervals import mean
 from longrnn.state import nbytes
@@ -62,9 +67,37 @@ CLAIMS = {
     "S3": {*NONLINEAR, "gated_deltanet (β to 2)"},
     "A5": {*NONLINEAR},
 }
-LENGTHS = {"tracking": (8, 40, [256]), "recall": (24, 48, [])}
+LENGTHS = {"tracking": (8, 40, [256]), "recall": (24, 48, []), "gradients": (8, 40, [256, 1024])}
 TESTED, SOLVED = 512, 0.95
+# Tokens of a segment, and segments of a document, of `gradients`.
+SEGMENT, SEGMENTS = 32, 8
 NOT_SEEN = "not seen at this size"
+
+
+@TASKS.register("documents")
+class Documents(Task):
+    """Documents of another task, one after another, of which a batch has one segment.
+
+    Args:
+        tokenizer: ignored.
+        of: the other task.
+        segments: of a document.
+    """
+
+    carries = True
+
+    def __init__(self, tokenizer: object = None, *, of: dict[str, Any], segments: int) -> None:
+        self.task, self.segments = TASKS.build(of), segments
+        self.vocab_size = self.task.vocab_size
+
+    def batch(self, index: int, rows: range, *, length: int, **how: Any) -> Batch:
+        document, place = divmod(index, self.segments)
+        how |= {"length": length * self.segments, "carried": False}
+        whole = self.task.batch(document, rows, **how)
+        tokens, targets = (
+            each[:, place * length : (place + 1) * length] for each in (whole.tokens, whole.targets)
+        )
+        return Batch(tokens, targets, row_starts(tokens, place == 0))
 
 
 class Outcome(NamedTuple):
@@ -86,39 +119,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--start-steps", type=int, default=2000, help="on short sequences")
     parser.add_argument("--steps", type=int, default=1000, help="on long sequences")
+    parser.add_argument("--document-steps", type=int, default=200, help="of gradients")
     parser.add_argument("--rows", type=int, default=32, help="per step")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, help="tested (default: 256; recall: as in training)")
     args = parser.parse_args()
-    known = TASKS_OF[args.part]
+    known = TASKS_OF["recall" if args.part == "recall" else "tracking"]
     if unknown := set(args.task or []) - known.keys():
         raise UserError(f"{args.part} has no task {min(unknown)!r}: use {', '.join(known)}")
     args.tasks = {name: known[name] for name in args.task or known}
     args.output /= args.part
-    (tracking if args.part == "tracking" else recall)(args)
+    {"tracking": tracking, "recall": recall, "gradients": gradients}[args.part](args)
 
 
 def outcome(args: Namespace, name: str, task: dict[str, Any], mixer: dict[str, Any]) -> Outcome:
     """Trains the seeds of one cell on a task, and tests them."""
-    start, length, further = LENGTHS[args.part]
+    length, further = LENGTHS[args.part][1:]
     lengths = [length, *([args.length] if args.length else further)]
-    held_out = [TASKS.build(task).held_out(TESTED, length=tested) for tested in lengths]
 
     def reached(rate: float, seed: int) -> list[float]:
-        folder = args.output / f"{name}-{args.layers}-rate{rate:g}-seed{seed}"
-        common = {"task": task, "learning_rate": rate, "seed": seed}
-        common["per_device_train_batch_size"] = args.rows
-        first, last = (
-            {**common, "length.max": of, "max_steps": steps, "save_steps": steps}
-            for of, steps in ((start, args.start_steps), (length, args.steps))
-        )
-        # There are few short sequences: 256 of parity.
-        first |= {"task": {**task, "held_out": 64}}
-        first |= {"model.mixer": mixer, "model.n_layers": args.layers}
-        base = studies.train("expressivity", folder / "short", first)
-        model = load(studies.train({}, folder / "long", last | {"init_from": str(base)}))
-        shares = [studies.right(model, batch.tokens, batch.targets) for batch in held_out]
-        return [float(share.double().mean()) for share in shares]
+        return accuracies(learned(args, name, task, mixer, rate, seed), task, lengths)
 
     of_rates = {rate: reached(rate, 0) for rate in args.rates}
     best = max(args.rates, key=lambda rate: of_rates[rate][0])
@@ -126,6 +146,69 @@ def outcome(args: Namespace, name: str, task: dict[str, Any], mixer: dict[str, A
     model = load(args.output / f"{name}-{args.layers}-rate{best:g}-seed0" / "long")
     state = nbytes(model.init_state(1).layers) // 4
     return Outcome(best, [v[0] for v in values], [v[-1] for v in values], state)
+
+
+def learned(
+    args: Namespace, name: str, task: dict[str, Any], mixer: dict[str, Any], rate: float, seed: int
+) -> Path:
+    """Trains a cell on short sequences, then on longer ones, and returns the folder."""
+    start, length, _ = LENGTHS[args.part]
+    folder = args.output / f"{name}-{args.layers}-rate{rate:g}-seed{seed}"
+    common = {"task": task, "learning_rate": rate, "seed": seed}
+    common["per_device_train_batch_size"] = args.rows
+    first, last = (
+        {**common, "length.max": of, "max_steps": steps, "save_steps": steps}
+        for of, steps in ((start, args.start_steps), (length, args.steps))
+    )
+    # There are few short sequences: 256 of parity.
+    first |= {"task": {**task, "held_out": 64}}
+    first |= {"model.mixer": mixer, "model.n_layers": args.layers}
+    base = studies.train("expressivity", folder / "short", first)
+    return studies.train({}, folder / "long", last | {"init_from": str(base)})
+
+
+def accuracies(folder: Path, task: dict[str, Any], lengths: list[int]) -> list[float]:
+    """Tests a run by the share of right tokens, at lengths."""
+    model = load(folder)
+    held_out = [TASKS.build(task).held_out(TESTED, length=length) for length in lengths]
+    shares = [studies.right(model, batch.tokens, batch.targets) for batch in held_out]
+    return [float(share.double().mean()) for share in shares]
+
+
+def gradients(args: Namespace) -> None:
+    rows, verdicts = [], []
+    lengths = LENGTHS["gradients"][2]
+    ways = {"one segment": (SEGMENTS, 1), "the document": (1, SEGMENTS)}
+    for (name, task), cell, rate in product(args.tasks.items(), args.cell, args.rates):
+        found: dict[str, list[list[float]]] = {"start": [], **{way: [] for way in ways}}
+        for seed in range(args.seeds):
+            start = learned(args, f"{name}-{cell}", task, CELLS[cell], rate, seed)
+            found["start"].append(accuracies(start, task, lengths))
+            further = {
+                "task": {"kind": "documents", "of": task, "segments": SEGMENTS},
+                "init_from": str(start),
+                "initial_state.kind": "carry",
+                "seed": seed,
+                "learning_rate": rate,
+                "max_steps": args.document_steps,
+                "length.max": SEGMENT,
+                "save_steps": args.document_steps,
+            }
+            for way, (more_rows, segments) in ways.items():
+                further["per_device_train_batch_size"] = args.rows * more_rows
+                further["segments_per_step"] = segments
+                folder = start.parent / way.replace(" ", "-")
+                found[way].append(accuracies(studies.train({}, folder, further), task, lengths))
+        for at, length in enumerate(lengths):
+            shares = {way: [values[at] for values in seeds] for way, seeds in found.items()}
+            gain = studies.differences(shares["the document"], shares["one segment"])
+            verdicts.append(studies.verdict(gain))
+            means = map(mean, shares.values())
+            rows.append([name, cell, f"{rate:g}", length, *means, gain, verdicts[-1]])
+    head = ["task", "cell", "rate", "tokens", "start", *ways, "difference", "verdict"]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+    said = f"**Verdict.** Gradients through the document, beside one segment: {counts}."
+    studies.record(args.output, "Gradients through documents", studies.table(head, rows), said)
 
 
 def tracking(args: Namespace) -> None:
