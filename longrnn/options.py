@@ -1,5 +1,6 @@
 """Options as pydantic models, with lengths such as `4k`, and one sentence for what is not valid."""
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
@@ -56,6 +57,15 @@ def listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _ranges(value: Any) -> Any:
+    """Return the numbers that `4-12,20` names."""
+    numbers: list[Any] = []
+    for part in listed(value):
+        match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(part))
+        numbers += range(int(match[1]), int(match[2]) + 1) if match else [part]
+    return numbers
+
+
 def ascending(values: list[int]) -> list[int]:
     """Return numbers in ascending order, without repeats."""
     return sorted(set(values))
@@ -69,6 +79,13 @@ Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1, lt=2**63)]
 # Several, as a list or as `256,4k`; ascending, without repeats.
 Lengths = Annotated[
     list[Tokens], BeforeValidator(listed), Field(min_length=1), AfterValidator(ascending)
+]
+# Numbers of layers, as a list or as `4-12,20`; likewise.
+Layers = Annotated[
+    list[Annotated[int, Field(ge=0)]],
+    BeforeValidator(_ranges),
+    Field(min_length=1),
+    AfterValidator(ascending),
 ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.options import Lengths, validated
+from longrnn.options import Layers, Lengths, validated
 from longrnn.seeds import mix
 from longrnn.units import format_length, parse_length, parse_lengths
 
@@ -38,6 +38,13 @@ def test_lists_keep_their_order_without_repeats() -> None:
     for text in ("", "256,", ",256", "256,,512", "256;512"):
         with pytest.raises(UserError):
             parse_lengths(text)
+
+
+def test_ranges_of_layers() -> None:
+    assert validated(Layers, "4-6,20,5", "layers") == [4, 5, 6, 20]
+    for text in ("", "6-4", "a-b", "-1", "1-", "1.5"):
+        with pytest.raises(UserError):
+            validated(Layers, text, "layers")
 
 
 @pytest.mark.parametrize(

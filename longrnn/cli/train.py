@@ -16,7 +16,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.imports import import_options
-from longrnn.options import Options, Tokens
+from longrnn.options import Layers, Options, Tokens
 from longrnn.processes import is_main
 from longrnn.progress import is_quiet
 from longrnn.text import Documents
@@ -147,6 +147,12 @@ class Linearizing(Options):
     """How many first tokens it reads beside them."""
     length: Tokens = 1024
     """Tokens of a row, which the transformer reads whole."""
+    layers: Layers | None = None
+    """Layers that get a memory, counted from 0, such as 4-12,20 (default: all); the others have the
+    window alone."""
+    keys: Annotated[int, Field(ge=0)] = 0
+    """Rows of each batch with keys in their text, up to 8, which questions at their end ask for.
+    Their distance grows over `task.grow_steps` (100) steps up to the whole row."""
     evaluate_to: Tokens | None = None
     """Longest length of the evaluation (default: 4 × --length)."""
     no_evaluate: bool = False
@@ -156,7 +162,7 @@ class Linearizing(Options):
 def linearize(options: Linearizing) -> None:
     """Give a transformer a recurrent memory, so that it reads any length in constant memory.
 
-    Attention is limited to a window and the first tokens, and a Mamba-2 beside it in every layer
+    Attention is limited to a window and the first tokens, and a Mamba-2 beside it in each layer
     learns what the window removes, while the transformer's own weights stay: first layer by layer,
     then its predictions. OUTPUT/teacher is the result, a Falcon-H1 that transformers runs too.
     OUTPUT/evaluation/report.html compares the transformer, the window alone, the memory, and the
@@ -184,7 +190,7 @@ def linearize(options: Linearizing) -> None:
         model,
         options.text,
         options.output,
-        **options.model_dump(include={"window", "sinks", "length"}),
+        **options.model_dump(include={"window", "sinks", "length", "layers", "keys"}),
         overrides=overrides,
         quiet=is_quiet(),
     )

@@ -1,5 +1,6 @@
 """Tasks to train on, and the texts that they are made of. They know nothing about models."""
 
+from longrnn.data import keyed as keyed
 from longrnn.data import lookup as lookup
 from longrnn.data import reversals as reversals
 from longrnn.data import tracking as tracking

@@ -152,7 +152,29 @@ class Passkey(PasskeyPrompts, Task):
             if row >= rows.start:
                 context = self.context(needles, asked[0], length=length, start=start)
                 made.append(self._row(context, [needles[index] for index in asked]))
-        return self._batch(made)
+        return self.batch_of(made)
+
+    def in_text(self, text: Tensor, rng: random.Random, reach: float) -> PasskeyRow:
+        """A row of the length of a text: its beginning with keys, and a question about each.
+
+        Args:
+            text: `(t,)`, ids.
+            rng: draws the number of keys, of which as many are taken as fit, and their places.
+            reach: how much of the text before the questions may hold keys, from 0 to 1.
+
+        Raises:
+            LengthError: one key does not fit.
+        """
+        count = rng.choice(self.n_keys)
+        while True:
+            drawn = draw_needles(rng, count)
+            needles = [needle._replace(depth=1 - reach * needle.depth) for needle in drawn]
+            end = sum(len(self.question(needle)) + len(self.answer(needle)) for needle in needles)
+            room = len(text) + 1 - self.n_header - end
+            if count == 1 or sum(len(self.line(needle)) for needle in needles) <= room:
+                hidden = self.hidden(needles, 0, room, len(text), text)
+                return self._row(torch.cat([self._header, hidden]), rng.sample(needles, count))
+            count -= 1
 
     def _queried(self, rng: random.Random, count: int) -> list[int]:
         """Indices of the keys that are queried in a text of `count` keys, in their order."""
@@ -174,7 +196,7 @@ class Passkey(PasskeyPrompts, Task):
         )
         return ids[:-1], ids[1:].where(has_target, UNSCORED), is_answer
 
-    def _batch(
+    def batch_of(
         self, rows: Sequence[PasskeyRow], begins: Tensor | bool = True, fork: int | None = None
     ) -> Batch:
         """A batch of rows, whose tokens from index `fork` on run on a fork of the state."""
@@ -203,7 +225,7 @@ class Passkey(PasskeyPrompts, Task):
             made.append(self._row(body, document.asked, asked=document.asks(place)))
             begins.append(place == 0)
             repeat.append(document.repeats[place])
-        batch = self._batch(made, torch.tensor(begins), fork=length)
+        batch = self.batch_of(made, torch.tensor(begins), fork=length)
         return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
     def _document(self, row: int, index: int, seed: int) -> PasskeyDocument:

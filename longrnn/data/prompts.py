@@ -135,8 +135,26 @@ class PasskeyPrompts:
             least = max(least, self.n_header + lines + len(self.question(needles[-1])))
         return least
 
-    def hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> Tensor:
-        """`room` tokens of filler and key lines; `start` counts through the filler."""
+    def hidden(
+        self,
+        needles: Sequence[Needle],
+        start: int,
+        room: int,
+        length: int,
+        filler: Tensor | None = None,
+    ) -> Tensor:
+        """`room` tokens of filler and key lines; `start` counts through the filler.
+
+        Args:
+            needles: the keys.
+            start: where in the filler the first token is.
+            room: tokens to return.
+            length: of the whole text, for the error.
+            filler: ids in the place of the filler, `(t,)`.
+
+        Raises:
+            LengthError: there is no room for the keys.
+        """
         lines = [self.line(needle) for needle in needles]
         free = room - sum(map(len, lines))
         if free < 0:
@@ -144,7 +162,8 @@ class PasskeyPrompts:
                 f"the keys of a passkey text need at least {length - free} tokens with this "
                 f"tokenizer, not {length}: use a greater length, or fewer keys"
             )
-        filler = self._filler[torch.arange(start, start + free) % self.n_filler]
+        source = self._filler if filler is None else filler
+        filler = source[torch.arange(start, start + free) % len(source)]
         parts, used = [], 0
         for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
             place = round(needles[index].depth * free)

@@ -1,4 +1,4 @@
-"""Gives a transformer a recurrent memory: a Mamba-2 beside the attention of every layer.
+"""Gives a transformer a recurrent memory: a Mamba-2 beside the attention of its layers.
 
 The result is a Falcon-H1 (arXiv 2507.22448): its layer is that of a LLaMA, with a Mamba-2 that
 reads the same input and whose output is added to that of attention. So it is an ordinary
@@ -6,11 +6,13 @@ checkpoint, which transformers runs, and which `load` opens as a `HybridLM`.
 
 A head of the memory begins with the projections of the head of attention beside it (as in arXiv
 2408.15237): C from its queries, B from its keys, x from its values. Its output projection is 0, so
-that the new model computes what the transformer does.
+that the new model computes what the transformer does. A Falcon-H1 has a Mamba-2 in every layer: in
+one without a memory all of its weights are 0, and longrnn neither computes nor trains it.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import FalconH1Config, FalconH1ForCausalLM
 from transformers.initialization import no_init_weights
 
 from longrnn.errors import UserError
+from longrnn.hf.hybrid.layers import MEMORIES_KEY
 from longrnn.programs import reason_of
 
 # Weights of a LLaMA by the names that they have in a Falcon-H1.
@@ -40,16 +43,19 @@ MEMORY = ".mamba."  # in the names of its weights
 OPEN_GATE = 1.2784645427610738
 
 
-def with_memory(base: Any, *, shortest: int, longest: int) -> FalconH1ForCausalLM:
+def with_memory(
+    base: Any, *, shortest: int, longest: int, layers: Sequence[int] | None = None
+) -> FalconH1ForCausalLM:
     """Returns a Falcon-H1 with the weights of a transformer, and memories whose output is 0.
 
     Args:
         base: a causal Hugging Face model with the layers of a LLaMA, such as a LLaMA or Qwen2.
         shortest: tokens in which the first head of each memory loses half of a value.
         longest: the same of the last head; those between are spaced geometrically.
+        layers: the numbers of those with a memory; None for all.
 
     Raises:
-        UserError: the model has layers that a Falcon-H1 does not compute.
+        UserError: the model has layers that a Falcon-H1 does not compute, or not the given ones.
     """
     given, kind = base.config.to_dict(), base.config.model_type
     if absent := [name for name in SHARED_OPTIONS if name not in given]:
@@ -74,8 +80,19 @@ def with_memory(base: Any, *, shortest: int, longest: int) -> FalconH1ForCausalL
     half_lives = torch.logspace(
         math.log10(shortest), math.log10(longest), config.mamba_n_heads, dtype=torch.float64
     )
-    for layer in model.model.layers:
-        _begin_memory(layer, half_lives)
+    count = len(model.model.layers)
+    if layers is not None and max(layers) >= count:
+        raise UserError(
+            f"this {kind} has the layers 0 to {count - 1}, and {max(layers)} is to get a memory: "
+            "give layers that it has"
+        )
+    for number, layer in enumerate(model.model.layers):
+        for parameter in layer.mamba.parameters():
+            nn.init.zeros_(parameter)
+        if layers is None or number in layers:
+            _begin_memory(layer, half_lives)
+    if layers is not None:
+        setattr(config, MEMORIES_KEY, list(layers))
     _compare(base, model)
     return model
 
@@ -112,11 +129,9 @@ def _renamed(base: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _begin_memory(layer: Any, half_lives: Tensor) -> None:
-    """Gives a memory the projections of the attention beside it, and an output of 0."""
+    """Gives a memory the projections of the attention beside it, and leaves its other weights 0."""
     memory, attention = layer.mamba, layer.self_attn
     heads, size = memory.num_heads, memory.head_dim
-    for parameter in memory.parameters():
-        parameter.zero_()
     width = heads * size
     parts = {
         "x": (attention.v_proj, slice(width, 2 * width)),

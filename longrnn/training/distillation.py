@@ -98,27 +98,31 @@ class AttentionDifference(Distillation):
 
     Each memory reads what the layer of the teacher reads, and is to return the difference between
     full attention and its window. The loss is the squared error relative to the square of the
-    difference, as a mean over rows and layers: 1 at the start, when the memories return 0.
+    difference, both weighted as the batch weights its tokens, as a mean over rows and layers: 1 at
+    the start, when the memories return 0.
     """
 
     def __init__(self, model: TrainableLM, *, recomputes: bool = False) -> None:
         super().__init__(model, recomputes=recomputes)
         student: Any = model
-        self.differences = Differences(self.teacher, student.attention)
+        self.numbers = student.layer_numbers
+        self.differences = Differences(self.teacher, student.attention, self.numbers)
         self.teacher.attention = self.differences
 
     def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         (batch,) = segments
         _, inputs = self.taught(batch)
-        for block in self.model.blocks:
+        for block in (self.model.blocks[number] for number in self.numbers):
             if isinstance(block, FSDPModule):
                 block.unshard()  # its memory is called without it
         rows, losses = rows_of(batch, slice(None)), []
         for cell, x, removed in zip(self.model.cells, inputs, self.differences.taken, strict=True):
             y, _ = cell(x, cell.init_state(len(x)), None, rows)
             removed = removed.to(torch.promote_types(removed.dtype, torch.float32))
-            whole = removed.square().sum((1, 2)).clamp(min=torch.finfo(removed.dtype).tiny)
-            losses.append(((y - removed).square().sum((1, 2)) / whole).mean())
+            weights = token_weights(batch, removed.dtype)[..., None]
+            whole = (weights * removed.square()).sum((1, 2))
+            missing = (weights * (y - removed).square()).sum((1, 2))
+            losses.append((missing / whole.clamp(min=torch.finfo(whole.dtype).tiny)).mean())
         return StepOutput(torch.stack(losses).mean()[None], state, [])
 
 
@@ -128,14 +132,15 @@ class Differences(WindowedAttention):
     Args:
         teacher: the model with full attention.
         window: the attention of the student.
+        numbers: of the layers with a memory.
 
     Attributes:
-        taken: of the last call, the differences of each layer, `(b, t, d)`.
+        taken: of the last call, the differences of each layer with a memory, `(b, t, d)`.
     """
 
-    def __init__(self, teacher: Any, window: WindowedAttention) -> None:
+    def __init__(self, teacher: Any, window: WindowedAttention, numbers: Sequence[int]) -> None:
         super().__init__(teacher, AttentionWindow())
-        self.student = window
+        self.student, self.numbers = window, numbers
         self.taken: list[Tensor] = []
 
     def call(self, before: Tensor, time: int, rows: Rows | None) -> WindowedCall:
@@ -149,11 +154,13 @@ class _DifferenceCall(WindowedCall):
         self, attention: Differences, before: Tensor, time: int, rows: Rows | None
     ) -> None:
         super().__init__(attention, before, time, rows)
-        self._taken = attention.taken
+        self._taken, self._numbers = attention.taken, attention.numbers
         self._windowed = attention.student.call(before, time, rows)
 
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
         full = super().attend(layer, query, key, value, dict(options))
+        if self._attention.layers[layer].number not in self._numbers:
+            return full
         windowed = self._windowed.attend(layer, query, key, value, dict(options))
         self._taken.append(layer.o_proj((full - windowed).flatten(2)))
         return full

@@ -23,6 +23,7 @@ from longrnn.config import RECORDED, load_config, read_recorded
 from longrnn.errors import UserError
 from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.foreign import MITIGATION_KEY
+from longrnn.hf.hybrid.layers import MEMORIES_KEY
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.trainable import write_hybrid
 from longrnn.hf.memory import with_memory
@@ -67,6 +68,8 @@ def linearize(
     window: int = 64,
     sinks: int = 4,
     length: int = 1024,
+    layers: Sequence[int] | None = None,
+    keys: int = 0,
     overrides: Sequence[str] = (),
     quiet: bool = True,
 ) -> Linearized:
@@ -79,6 +82,8 @@ def linearize(
         window: how many tokens attention reads.
         sinks: how many first tokens it reads beside them.
         length: tokens of a row, which the teacher reads whole.
+        layers: numbers of those with a memory; None for all.
+        keys: rows of each batch with keys (`longrnn.data.keyed`).
         overrides: `key=value`, for both stages.
         quiet: print no progress.
 
@@ -88,7 +93,8 @@ def linearize(
     start, limited = output / START, f"{ATTENTION_WINDOW}{AttentionWindow(window, sinks)}"
     values = load_config(BUNDLED) | {"length": {"max": length}}
     if data:
-        values["task"] = {"kind": "text", "data": list(data)}
+        kind = {"kind": "keyed_text", "keys": keys} if keys else {"kind": "text"}
+        values["task"] = {**kind, "data": list(data)}
     folders = [start, *(output / stage for stage in STAGES)]
     configs = [
         configured(
@@ -105,13 +111,18 @@ def linearize(
         def begin() -> None:
             stack.enter_context(locked(output, instead="choose another --output"))
             if not start.exists():
-                write_start(model, start, window=window, sinks=sinks, length=length)
-            found = read_config(start)
-            for key, wanted in ((BASE_KEY, base_path(model)), (MITIGATION_KEY, limited)):
+                sizes = {"window": window, "sinks": sinks, "length": length}
+                write_start(model, start, **sizes, layers=layers)
+            found, given = read_config(start), None if layers is None else list(layers)
+            for what, key, wanted in (
+                ("of the transformer", BASE_KEY, base_path(model)),
+                ("with", MITIGATION_KEY, limited),
+                ("with memories in the layers", MEMORIES_KEY, given),
+            ):
                 if found.get(key) != wanted:
                     raise UserError(
-                        f"{output} has a run of {found.get(key)}, which is not {wanted}: give "
-                        "that, or another --output"
+                        f"{output} has a run {what} {found.get(key) or 'of all'}, not "
+                        f"{wanted or 'of all'}: give that, or another --output"
                     )
 
         on_main(begin)
@@ -154,7 +165,15 @@ def base_path(model: str) -> str:
     return str(resolve(CheckpointName.parse(model).checkpoint).resolve())
 
 
-def write_start(model: str, folder: Path, *, window: int, sinks: int, length: int) -> None:
+def write_start(
+    model: str,
+    folder: Path,
+    *,
+    window: int,
+    sinks: int,
+    length: int,
+    layers: Sequence[int] | None = None,
+) -> None:
     """Writes a transformer under a window, with memories that return 0, and its tokenizer.
 
     Args:
@@ -163,6 +182,7 @@ def write_start(model: str, folder: Path, *, window: int, sinks: int, length: in
         window: see `linearize`.
         sinks: likewise.
         length: likewise; values stay in the memories for a window to eight times that.
+        layers: see `linearize`.
 
     Raises:
         UserError: see `linearize`.
@@ -178,7 +198,7 @@ def write_start(model: str, folder: Path, *, window: int, sinks: int, length: in
             f"{length:,}: give a smaller --length"
         )
     tokenizer = load_tokenizer(name.tokenizer)
-    whole = with_memory(loaded.model, shortest=window, longest=8 * length)
+    whole = with_memory(loaded.model, shortest=window, longest=8 * length, layers=layers)
     setattr(whole.config, BASE_KEY, base_path(model))
     hybrid = HybridLM(whole).with_attention_window(window, sinks)
     with complete_folder(folder, "choose another folder") as draft:

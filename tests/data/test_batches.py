@@ -13,10 +13,19 @@ from tests.training.runs import assert_equal
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"data": TEXTS},
+    "keyed_text": {"data": TEXTS, "keys": 9},
     "instruct": {"data": "pairs.jsonl"},
     "passkey": {"max_segments": 3},
 }
-LENGTHS = {"passkey": 180, "text": 40, "instruct": 40, "mqar": 32, "parity": 24, "phonebook": 24}
+LENGTHS = {
+    "passkey": 180,
+    "keyed_text": 180,
+    "text": 40,
+    "instruct": 40,
+    "mqar": 32,
+    "parity": 24,
+    "phonebook": 24,
+}
 tasks = pytest.mark.parametrize("kind", sorted(TASKS))
 
 

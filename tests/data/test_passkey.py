@@ -53,7 +53,7 @@ def test_the_drawing_in_the_docstring() -> None:
     task = Passkey(Signs())
     needles = [Needle("42719", 3 / 8)]
     text = task.context(needles, 0, length=14)
-    batch = task._batch([task._row(text, needles)])
+    batch = task.batch_of([task._row(text, needles)])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],

@@ -39,10 +39,10 @@ def transformer(name: str = "llama", **options: Any) -> Any:
     return architecture(name.partition("-")[0], **LLAMAS[name], **options)
 
 
-def opened(base: Any) -> Any:
+def opened(base: Any, layers: list[int] | None = None) -> Any:
     """The hybrid under its window, whose memories return something."""
     torch.manual_seed(0)
-    model: Any = open_hugging_face(with_memory(base, shortest=4, longest=32))
+    model: Any = open_hugging_face(with_memory(base, shortest=4, longest=32, layers=layers))
     for cell in model.cells:
         torch.nn.init.normal_(cell.layer.out_proj.weight, std=0.3)
     return model.with_attention_window(WINDOW, SINKS)
@@ -59,6 +59,26 @@ def test_a_new_memory_changes_nothing(name: str) -> None:
     windowed = open_hugging_face(base).with_attention_window(WINDOW, SINKS)
     model = open_hugging_face(whole).with_attention_window(WINDOW, SINKS)
     assert_continues(model, text, windowed(text).logits, 1e-5)
+
+
+def test_layers_without_a_memory() -> None:
+    """They have no cell, nothing of them is trained, and the others compute what they did."""
+    base, text = transformer(), tokens(2, 30)
+    model = opened(base, [1])
+    assert model.layer_numbers == [1]
+    expected = [model(text[:, :1])]
+    for place in range(1, 30):
+        expected.append(model(text[:, place : place + 1], expected[-1].state))
+    assert_continues(model, text, torch.cat([each.logits for each in expected], 1), 1e-5)
+    both = opened(base)
+    for name in ("in_proj.weight", "out_proj.weight", "in_proj.bias"):
+        both.cells[1].layer.get_parameter(name).data = model.cells[0].layer.get_parameter(name)
+    torch.nn.init.zeros_(both.cells[0].layer.out_proj.weight)
+    assert_near(both(text).logits, model(text).logits, 1e-6)
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert not any("layers.0.mamba" in name for name in trained)
+    with pytest.raises(UserError, match="layers 0 to 1"):
+        with_memory(base, shortest=4, longest=32, layers=[0, 2])
 
 
 @pytest.mark.parametrize(
@@ -78,14 +98,16 @@ def test_other_layers_are_refused(kind: str, options: dict[str, Any], reason: st
 
 
 def batch(text: torch.Tensor) -> Batch:
-    return Batch(text[:, :-1], text[:, 1:], row_starts(text[:, :-1]))
+    weights = torch.rand(text[:, 1:].shape, generator=torch.Generator().manual_seed(0)).double()
+    return Batch(text[:, :-1], text[:, 1:], row_starts(text[:, :-1]), weights)
 
 
-def test_memories_are_taught_what_the_window_removes() -> None:
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_memories_are_taught_what_the_window_removes(layers: list[int] | None) -> None:
     """Attention with and without the window's mask, by hooks on transformers in float64; sinks
     are near enough that positions are those of the text."""
     base = transformer().double()
-    model, text = opened(base), tokens(2, 13)
+    model, text = opened(base, layers), tokens(2, 13)
     objective = AttentionDifference(model.with_attention_window(12, 0))
     steps = torch.arange(12)
     distance = steps[:, None] - steps
@@ -105,23 +127,24 @@ def test_memories_are_taught_what_the_window_removes() -> None:
         layer.self_attn.register_forward_hook(compare, with_kwargs=True)
     with torch.no_grad():
         logits = base(input_ids=text[:, :-1], use_cache=False).logits
-    losses = []
-    for cell, x, wanted in zip(model.cells, inputs, removed, strict=True):
-        y, _ = cell(x, cell.init_state(2))
-        shares = (y - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2))
-        losses.append(shares.mean())
+    losses, weights = [], batch(text).weights[..., None]  # type: ignore[index]
+    for cell, number in zip(model.cells, model.layer_numbers, strict=True):
+        y, _ = cell(inputs[number], cell.init_state(2))
+        missing = (weights * (y - removed[number]).square()).sum((1, 2))
+        losses.append((missing / (weights * removed[number].square()).sum((1, 2))).mean())
     found = own([batch(text)], model.init_state(2))
     assert_near(found.loss, torch.stack(losses).mean(), 1e-7)  # transformers rotates in float32
     assert float(objective([batch(text)], model.init_state(2)).loss) > 1e9  # nothing is removed
     # The other objective: the predictions of the transformer, and its own.
     teacher = Teacher(model)([batch(text)], model.init_state(2))
     ours = model(text[:, :-1]).logits
-    wanted = F.cross_entropy(ours.flatten(0, 1), logits.softmax(-1).flatten(0, 1))
-    assert_near(teacher.loss, wanted, 1e-6)
+    each = F.cross_entropy(ours.mT, logits.softmax(-1).mT, reduction="none")
+    assert_near(teacher.loss, (weights[..., 0] * each).sum(1).mean(), 1e-6)
 
 
 def run(folder: Path, *overrides: str, **options: Any) -> Any:
-    base = with_bytes(transformer(vocab_size=256), folder / "base")
+    larger: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": 256}
+    base = with_bytes(transformer(**larger), folder / "base")
     sizes: dict[str, Any] = {"window": WINDOW, "sinks": SINKS, "length": 32}
     return linearize(
         str(base), TEXTS, folder / "out", overrides=[*QUICK, *overrides], **sizes | options
@@ -130,7 +153,7 @@ def run(folder: Path, *overrides: str, **options: Any) -> Any:
 
 def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
     """The memories are trained alone, transformers opens the result, and the command continues."""
-    made = run(tmp_path, *LONGER)
+    made = run(tmp_path, *LONGER, layers=[1])
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     after = AutoModelForCausalLM.from_pretrained(made.trained)
     weights = after.state_dict()
@@ -138,7 +161,9 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
     for name in ("q_proj", "o_proj"):
         name = f"model.layers.1.self_attn.{name}.weight"
         assert torch.equal(weights[name], before[name])
-    assert all(bool(weights[n].any()) for n in weights if n.endswith("mamba.out_proj.weight"))
+    for layer, has_memory in enumerate([False, True]):
+        of_layer = [weights[name] for name in weights if f"layers.{layer}.mamba" in name]
+        assert any(bool(weight.any()) for weight in of_layer) == has_memory
     losses = [row["loss"] for row in metrics(tmp_path / "out/attention") if "loss" in row]
     assert losses[0] == pytest.approx(1)
     assert min(losses) < 1
@@ -147,20 +172,25 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
         assert_near(model(text).logits, after(input_ids=text).logits, 1e-5)
     assert load(made.trained).fingerprint() != model.fingerprint()
     trained = Path(made.trained, "model.safetensors").read_bytes()
-    assert run(tmp_path, *LONGER) == made
+    assert run(tmp_path, *LONGER, layers=[1]) == made
     assert Path(made.trained, "model.safetensors").read_bytes() == trained
     other = with_bytes(transformer(vocab_size=256), tmp_path / "other")
     with pytest.raises(UserError, match="other"):
         linearize(str(other), TEXTS, tmp_path / "out", window=WINDOW, sinks=SINKS, length=32)
-    for options in ({"window": 4}, {"length": 16}):
+    for options in ({"window": 4}, {"length": 16}, {"layers": [0]}, {"layers": None}):
         with pytest.raises(UserError, match="output"):
-            run(tmp_path, **options)
+            run(tmp_path, **{"layers": [1]} | options)
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [({"length": 256}, "128 tokens"), ({"window": 200}, "128 tokens")]
+    ("options", "reason"),
+    [
+        ({"length": 512}, "256 tokens"),
+        ({"window": 300}, "256 tokens"),
+        ({"layers": [0, 9]}, "layers 0 to 1"),
+    ],
 )
-def test_lengths_beyond_the_transformer_are_refused(
+def test_more_than_the_transformer_has_is_refused(
     options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=reason):
@@ -172,9 +202,11 @@ def test_lengths_beyond_the_transformer_are_refused(
     "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
 )
 def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
-    made = run(tmp_path / "one", "per_device_train_batch_size=2")
+    options: dict[str, Any] = {"length": 192, "layers": [1], "keys": 1}
+    made = run(tmp_path / "one", "per_device_train_batch_size=2", **options)
     base, output = tmp_path / "one/base", tmp_path / "two"
-    words = ["--window", WINDOW, "--sinks", SINKS, "--length", 32, "--no-evaluate", *QUICK]
+    words = ["--window", WINDOW, "--sinks", SINKS, "--length", 192, "--no-evaluate", *QUICK]
+    words += ["--layers", "1", "--keys", 1]
     texts = [word for path in TEXTS for word in ("--text", path)]
     done = launched(
         "linearize",

@@ -15,6 +15,10 @@ from longrnn.cells import Cell
 from longrnn.hf.hybrid.cache import CacheEntry, HybridCache
 from longrnn.hf.hybrid.families import FAMILIES
 
+# The key of a configuration with the numbers of the layers whose recurrence is used; the output of
+# all others is 0. None for all layers.
+MEMORIES_KEY = "longrnn_memories"
+
 
 class HybridForward:
     """The `forward` of a recurrent layer in a hybrid: that of our cell if the cache is a hybrid's.
@@ -24,11 +28,11 @@ class HybridForward:
     Args:
         layer: the layer of transformers.
         index: its number in the model, embeddings not counted.
-        cell: our cell on its weights.
+        cell: our cell on its weights; None for a layer whose output is 0.
         returns_state: whether the layer returns its output and a state, which is None here.
     """
 
-    def __init__(self, layer: Any, index: int, cell: Cell, returns_state: bool) -> None:
+    def __init__(self, layer: Any, index: int, cell: Cell | None, returns_state: bool) -> None:
         self.layer, self.index, self.cell = layer, index, cell
         self.returns_state = returns_state
 
@@ -36,6 +40,8 @@ class HybridForward:
         cache = given_cache([*args, *kwargs.values()])
         if cache is None:
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+        if self.cell is None:
+            return torch.zeros_like(hidden_states)
         edit, states = cache.edits[self.index], cache.cells
         if self.index not in states:
             states[self.index] = self.cell.init_state(len(hidden_states), edit)

@@ -30,6 +30,7 @@ from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
 from longrnn.hf.hybrid.cache import HybridCache, attention_masks
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
+    MEMORIES_KEY,
     HybridForward,
     RecomputedForward,
     recurrent_layers,
@@ -53,7 +54,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         model: a causal language model of an architecture in `FAMILIES`.
 
     Attributes:
-        layer_numbers: the number in the model of each recurrent layer.
+        layer_numbers: the number in the model of each recurrent layer; without those whose output
+            is 0 by `MEMORIES_KEY`.
 
     Raises:
         UserError: see `ForeignLM`.
@@ -63,12 +65,19 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
     _attends = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        layers = recurrent_layers(model)
+        layers, used = recurrent_layers(model), getattr(model.config, MEMORIES_KEY, None)
         family = FAMILIES[model.config.model_type]
         # A list, because the weights are already in `model`.
-        self._cells: list[Cell] = [family.cell(layer, family) for layer in layers.values()]
-        self.layer_numbers = list(layers)
-        for (number, layer), cell in zip(layers.items(), self._cells, strict=True):
+        self._cells: list[Cell] = []
+        self.layer_numbers: list[int] = []
+        for number, layer in layers.items():
+            cell = None
+            if used is None or number in used:
+                cell = family.cell(layer, family)
+                self._cells.append(cell)
+                self.layer_numbers.append(number)
+            else:
+                layer.requires_grad_(False)
             layer.forward = HybridForward(layer, number, cell, family.returns_state)
         entries = DynamicCache(config=model.config).layers
         # The window that the architecture gives each layer of attention, and all of them.

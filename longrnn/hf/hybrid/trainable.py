@@ -40,7 +40,7 @@ def trainable(model: HybridLM) -> HybridLM:
     start = model.start
     model = HybridLM(model.model.float()).under(model.mitigation).starting_from(start)
     tokens = torch.arange(8).view(2, 4) % model.vocab_size
-    weights = list(model.parameters())
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         first = model(tokens)
         second = model(tokens, first.state)
