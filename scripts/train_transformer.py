@@ -5,13 +5,14 @@
 
 From passkeys alone a model of this size learned nothing in 500 steps. So it reads repeated random
 bytes first, from which it learns to copy, and passkeys then. `--positions none` leaves out the
-rotary positions.
+rotary positions. `--task` takes the prompts of another model, as its train.yaml has them.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import studies
@@ -21,9 +22,11 @@ from torch.nn import functional as F
 
 from longrnn import TASKS
 from longrnn.hf.tokenizer import byte_level
+from longrnn.options import validated
 from longrnn.seeds import mix, seeded
+from longrnn.yaml import parse_yaml
 
-LENGTH, LONGEST_ANSWER = 256, 16
+LONGEST_ANSWER = 16
 COPY_ROWS, COPY_LENGTH, PASSKEY_ROWS = 32, 128, 8
 COPY_RATE, PASSKEY_RATE = 2e-3, 1.5e-3
 
@@ -34,6 +37,8 @@ def main() -> None:
     parser.add_argument("--copy-steps", type=int, default=500)
     parser.add_argument("--steps", type=int, default=700, help="at most, on passkeys")
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256, help="of the longest prompts")
+    parser.add_argument("--task", type=parse_yaml, default={"kind": "passkey"}, help="in YAML")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -42,15 +47,16 @@ def main() -> None:
     studies.fit(
         model, lambda step: loss_of(model, *copies(args.seed, step)), warm_up, weight_decay=0
     )
-    task, seen = TASKS.build({"kind": "passkey"}), []
+    task, seen = TASKS.build(validated(dict[str, Any], args.task, "--task")), []
 
     def passkey_loss(step: int) -> Tensor:
-        length = LENGTH if step % 3 == 0 else 160 + 6 * (step % 16)
+        length = args.length - (0 if step % 3 == 0 else 96 - 6 * (step % 16))
         drawn = passkeys(task, step, length, PASSKEY_ROWS, args.seed)
         seen.append(drawn.tokens.numel())
         return loss_of(model, drawn.tokens, drawn.targets.clamp(min=0), drawn.weights)
 
-    studies.fit(model, passkey_loss, passkey_rates(model, args.steps), weight_decay=0)
+    check = partial(share_recalled, model, task, args.length)
+    studies.fit(model, passkey_loss, passkey_rates(check, args.steps), weight_decay=0)
     model.save_pretrained(args.output)
     byte_level().save(args.output)
     count = sum(weight.numel() for weight in model.parameters())
@@ -59,7 +65,7 @@ def main() -> None:
         args.output,
         f"A LLaMA on passkeys, positions: {args.positions}",
         f"{count:,} parameters; {copied:,} tokens to copy, then {sum(seen):,} of passkeys.",
-        f"**Verdict.** It recalls {share_recalled(model, 200):.3f} of 200 keys at {LENGTH} tokens.",
+        f"**Verdict.** It recalls {check(200):.3f} of 200 keys at {args.length} tokens.",
     )
 
 
@@ -75,7 +81,7 @@ def build(args: Namespace) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
-        "max_position_embeddings": LENGTH + LONGEST_ANSWER,
+        "max_position_embeddings": args.length + LONGEST_ANSWER,
         **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"]),
     }
     if args.positions == "rotary":
@@ -99,12 +105,12 @@ def passkeys(task: Any, index: int, length: int, rows: int, seed: int) -> Any:
     return task.batch(index, range(rows), of=rows, length=length, seed=seed, carried=False)
 
 
-def passkey_rates(model: Any, steps: int) -> Iterator[float]:
-    """Yields learning rates until 97 % of held-out keys are recalled in three checks."""
+def passkey_rates(check: Callable[[int], float], steps: int) -> Iterator[float]:
+    """Yields learning rates until 97 % of other keys are recalled in three checks."""
     checks = []
     for step in range(steps):
         if step % 50 == 0:
-            checks.append(share_recalled(model, 40) >= 0.97)
+            checks.append(check(40) >= 0.97)
         if checks[-3:] == [True] * 3:
             return
         left = (steps - step) / (0.4 * steps)
@@ -119,9 +125,9 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor, weights: Tensor) -> Ten
 
 
 @torch.no_grad()
-def share_recalled(model: Any, count: int) -> float:
-    """The share of held-out keys whose every byte is the most probable one."""
-    drawn = passkeys(TASKS.build({"kind": "passkey"}), 10**7, LENGTH, count, seed=1)
+def share_recalled(model: Any, task: Any, length: int, count: int) -> float:
+    """Returns the share of other keys whose every byte is the most probable one."""
+    drawn = passkeys(task, 10**7, length, count, seed=1)
     found = model(drawn.tokens).logits.argmax(-1)
     return float(((found == drawn.targets) | ~drawn.answer).all(1).float().mean())
 
