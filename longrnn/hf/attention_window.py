@@ -14,7 +14,7 @@ Notable choices:
   sinks and whatever else a model does to its scores is therefore applied to them too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from longrnn.ops.rows import MORE_THAN_ANY_DOCUMENT, Rows, positions_of
 
-# Fewer tokens are not read apart from others: products of few rows are slow.
-LEAST_BLOCK = 128
+# Tokens of one call of a model, over all rows, and of one row under a window at least: longer calls
+# compute scores that no window reaches, and shorter ones have products of few rows, which are slow.
+CALL_TOKENS, LEAST_WINDOWED = 1024, 256
 
 
 class AttentionWindow(NamedTuple):
@@ -50,6 +51,10 @@ class AttentionWindow(NamedTuple):
     def kept(self, position: int) -> int:
         """How many keys stay after `position` tokens."""
         return min(position, self.reach)
+
+    def call_length(self, batch_size: int) -> int:
+        """How many tokens of each row go through a model in one call."""
+        return max(16, min(CALL_TOKENS // batch_size, max(LEAST_WINDOWED, self.reach // 2)))
 
 
 class Rotation(NamedTuple):
@@ -80,18 +85,21 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * cos, x.gather(-1, self.partner.to(x.device).expand_as(x)), sin)
 
 
-class QueryBlock(NamedTuple):
-    """Tokens of a call whose attention is computed together.
+class KeysRead(NamedTuple):
+    """Which keys the tokens of a call read, and where they are.
 
     Attributes:
-        tokens: which.
-        keys: `(k,)` int64, those that they can read, far sinks first.
-        mask: `(b or 1, 1, t, k)` bool, which of these keys each token reads.
+        mask: `(b or 1, 1, t, s + k)` bool, which keys each token reads, far sinks in front; None if
+            every token reads all of them.
+        positions: `(b or 1, k)` int64, by which the keys are rotated.
+        sinks: `(b or 1, s)` int64, the far sinks among the keys; None for none.
+        sink_positions: `(b or 1, s)` int64, by which these are rotated.
     """
 
-    tokens: slice
-    keys: Tensor
-    mask: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    sinks: Tensor | None = None
+    sink_positions: Tensor | None = None
 
 
 class WindowCall:
@@ -111,9 +119,14 @@ class WindowCall:
         self._rotation_tables = cache(Rotation.tables)
         self._mask_to_add = cache(added_mask)
         self._stored = window.kept(int(before.max()))
-        positions, self._after = positions_of(before, time, rows)
-        stored, is_stored = self._kept(self._stored, before)
+        self._positions, self.after = positions_of(before, time, rows)
         self._is_even = rows is None and len(before) == 1
+
+    @cached_property
+    def read(self) -> KeysRead:
+        """Which keys the tokens read."""
+        window, positions = self.window, self._positions
+        stored, is_stored = self._kept(self._stored, self._before)
         keys = torch.cat([stored, positions], 1)
         slots = torch.arange(keys.shape[1], device=keys.device)
         distance = positions[..., None] - keys[:, None]  # (b, t, k)
@@ -121,36 +134,29 @@ class WindowCall:
         if not self._is_even:
             own = torch.cat([is_stored, torch.ones_like(positions, dtype=torch.bool)], 1)
             reads = reads & own[:, None]
-        if rows is not None:
-            document = rows.is_start.long().cumsum(1)
+        if self._rows is not None:
+            document = self._rows.is_start.long().cumsum(1)
             of_key = torch.cat([torch.zeros_like(stored), document], 1)
             reads = reads & (document[..., None] == of_key[:, None])
         is_far = positions[..., None] >= window.reach
         to_sink = reads & is_far & (keys < window.sinks)[:, None]
-        self._sinks: Tensor | None = None
-        self._rotates_queries = time > 1
-        self._mask: Tensor | None = reads[:, None]
-        if time == 1:
+        if positions.shape[1] == 1:
             # Keys are rotated by their distance. All of them are in the window, or sinks.
             far = window.reach - keys[:, None]
-            self._key_positions = -torch.where(to_sink, far, distance)[:, 0]
-            self._mask = None if self._is_even else self._mask
-        else:
-            # Keys and tokens are rotated by their distance from the first token.
-            self._key_positions = slots[None] - self._stored
-            in_window = reads & (~is_far | (distance < (window.size or MORE_THAN_ANY_DOCUMENT)))
-            self._read_apart(keys, in_window, to_sink)
-
-    def _read_apart(self, keys: Tensor, in_window: Tensor, to_sink: Tensor) -> None:
-        """Let tokens read far sinks with a rotation of their own, in front of the other keys."""
+            mask = None if self._is_even else reads[:, None]
+            return KeysRead(mask, -torch.where(to_sink, far, distance)[:, 0])
+        # Keys and tokens are rotated by their distance from the first token. Far sinks are read
+        # with a rotation of their own, in front of the other keys.
+        mask = reads & (~is_far | (distance < (window.size or MORE_THAN_ANY_DOCUMENT)))
+        near = slots[None] - self._stored
         is_sink = to_sink.any(1)
         number = int(is_sink.sum(1).max())
-        if number:
-            self._sinks = (~is_sink).long().argsort(dim=1, stable=True)[:, :number]
-            self._sink_positions = keys.gather(1, self._sinks) - self.window.reach
-            far = to_sink.gather(2, self._sinks[:, None].expand(-1, to_sink.shape[1], -1))
-            in_window = torch.cat([far, in_window], 2)
-        self._mask = in_window[:, None]
+        if not number:
+            return KeysRead(mask[:, None], near)
+        sinks = (~is_sink).long().argsort(dim=1, stable=True)[:, :number]
+        far = to_sink.gather(2, sinks[:, None].expand(-1, to_sink.shape[1], -1))
+        mask = torch.cat([far, mask], 2)[:, None]
+        return KeysRead(mask, near, sinks, keys.gather(1, sinks) - window.reach)
 
     def attend(
         self,
@@ -171,16 +177,19 @@ class WindowCall:
         """
         near, rotated = key, query
         if rotation is not None:
-            cos, sin = self._rotation_tables(rotation, self._key_positions, key.dtype)
+            cos, sin = self._rotation_tables(rotation, self.read.positions, key.dtype)
             near = rotation.apply(key, cos, sin)
-            if self._rotates_queries:
+            if self._positions.shape[1] > 1:
                 time = query.shape[2]
                 rotated = rotation.apply(query, cos[..., -time:, :], sin[..., -time:, :])
-        if self._sinks is None:
-            return self._in_blocks(rotated, near, value, attention)
-        far = _gather(key, self._sinks)
+        mask = self.read.mask
+        if mask is not None:  # a layer may compute the last tokens only
+            mask = self._mask_to_add(mask, query.dtype)[:, :, -query.shape[2] :]
+        if self.read.sinks is None:
+            return attention(rotated, near, value, mask)
+        far = _gather(key, self.read.sinks)
         if rotation is not None:
-            tables = self._rotation_tables(rotation, self._sink_positions, key.dtype)
+            tables = self._rotation_tables(rotation, self.read.sink_positions, key.dtype)
             far = rotation.apply(far, *tables)
         number, groups = far.shape[2], query.shape[1] // key.shape[1]
         product = query.unflatten(1, (-1, groups)) @ far.transpose(-1, -2)[:, :, None]
@@ -188,62 +197,21 @@ class WindowCall:
         unit = F.pad(unit, (key.shape[-1], 0)).expand(*far.shape[:2], -1, -1)
         queries = torch.cat([rotated, product.flatten(1, 2)], -1)
         keys = torch.cat([unit, F.pad(near, (0, number))], 2)
-        values = torch.cat([_gather(value, self._sinks), value], 2)
+        values = torch.cat([_gather(value, self.read.sinks), value], 2)
         # Of equal width, which the fast kernels of torch need.
         values = F.pad(values, (0, max(0, keys.shape[-1] - value.shape[-1])))
-        output = self._in_blocks(queries, keys, values, attention)
+        output = attention(queries, keys, values, mask)
         return output[..., : value.shape[-1]].contiguous()  # models view it
-
-    def _in_blocks(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    ) -> Tensor:
-        """`attend` for rotated tensors, with far sinks in front."""
-        if self._mask is None:
-            return attention(query, key, value, None)
-        if query.shape[2] < self._mask.shape[2]:  # of a layer that computes the last tokens only
-            mask = self._mask_to_add(self._mask, query.dtype)
-            return attention(query, key, value, mask[:, :, -query.shape[2] :])
-        outputs = [
-            attention(
-                query[:, :, block.tokens],
-                key.index_select(2, block.keys),
-                value.index_select(2, block.keys),
-                self._mask_to_add(block.mask, query.dtype),
-            )
-            for block in self._blocks
-        ]
-        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-
-    @cached_property
-    def _blocks(self) -> list[QueryBlock]:
-        """Blocks of a size at which most keys that are read are those of the window."""
-        assert self._mask is not None
-        time, count = self._mask.shape[2:]
-        slots = torch.arange(count, device=self._mask.device)
-        # The number of a key in the state and the call; negative for a far sink.
-        number = slots - (count - self._stored - time)
-        size = min(max(LEAST_BLOCK, self.window.reach // 2), time)
-        blocks = []
-        for first in range(0, time, size):
-            tokens = slice(first, min(time, first + size))
-            is_near = number >= self._stored + first - self.window.reach
-            keys = slots[(number < 0) | (is_near & (number < self._stored + tokens.stop))]
-            blocks.append(QueryBlock(tokens, keys, self._mask[:, :, tokens, keys]))
-        return blocks
 
     def keep(self, entries: Tensor) -> Tensor:
         """Return the keys or values, `(b, h, k + t, d)`, that the state after the call holds."""
-        size = self.window.kept(int(self._after.max()))
+        size = self.window.kept(int(self.after.max()))
         if self._is_even:
             sinks, first = self.window.sinks, entries.shape[2] - size
             if not first or not sinks:
                 return entries[:, :, first:]
             return torch.cat([entries[:, :, :sinks], entries[:, :, first + sinks :]], 2)
-        wanted, is_kept = self._kept(size, self._after)
+        wanted, is_kept = self._kept(size, self.after)
         before = self._before[:, None]
         had = before.clamp(max=self.window.reach)
         old = self._stored + torch.where(wanted < self.window.sinks, wanted - had, wanted - before)
@@ -272,14 +240,17 @@ def _even_call(window: AttentionWindow, before: int, time: int, device: torch.de
     return WindowCall(window, torch.tensor([before], device=device), time, None)
 
 
-def window_call(
-    window: AttentionWindow, before: Tensor, time: int, rows: Rows | None
-) -> WindowCall:
-    """`WindowCall` of these arguments, or one that was made before for such rows."""
-    read = before.tolist()
-    if rows is None and min(read) == max(read):
-        return _even_call(window, window.kept(read[0]), time, before.device)
-    return WindowCall(window, before, time, rows)
+def window_calls(
+    windows: Sequence[AttentionWindow], before: Tensor, time: int, rows: Rows | None
+) -> list[WindowCall]:
+    """The `WindowCall` of each layer; layers with one window have one, made before if possible."""
+    read, calls = before.tolist(), dict[AttentionWindow, WindowCall]()
+    for window in {*windows}:
+        if rows is None and min(read) == max(read):
+            calls[window] = _even_call(window, window.kept(read[0]), time, before.device)
+        else:
+            calls[window] = WindowCall(window, before, time, rows)
+    return [calls[window] for window in windows]
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

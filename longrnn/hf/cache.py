@@ -8,6 +8,7 @@ it changes in place (convolution inputs, recurrent states) are copied when a cac
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, cache_utils
 
@@ -102,12 +103,10 @@ def keep_cache(cache: Any, calls: Sequence[WindowCall] | None = None) -> tuple[L
     for layer in cache.layers:
         if type(layer) not in CONVERTED_LAYERS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
-    if calls is None:
-        return tuple(LayerCache(**kept_keys(layer), **_recurrent(layer)) for layer in cache.layers)
-    pairs = zip(cache.layers, calls, strict=True)
+    name = "keys" if calls is None else "unrotated"
+    pairs = zip(cache.layers, calls or [None] * len(cache.layers), strict=True)
     return tuple(
-        LayerCache(**kept_keys(layer, call.keep, "unrotated"), **_recurrent(layer))
-        for layer, call in pairs
+        LayerCache(**kept_keys(layer, call, name), **_recurrent(layer)) for layer, call in pairs
     )
 
 
@@ -160,19 +159,23 @@ def _recurrent(layer: Any) -> dict[str, Any]:
 
 
 def kept_keys(
-    layer: Any, keep: Callable[[Tensor], Tensor] = lambda entries: entries, name: str = "keys"
+    layer: Any, call: WindowCall | None, name: str, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """Returns the fields of a `LayerCache` for keys and values; none without attention.
 
     Args:
         layer: of a cache after a call.
-        keep: returns those of all keys, or values, that the state holds.
+        call: says which of them the state holds; None for all.
         name: of the field for the keys.
+        dtype: of them in the state; None for that of the call.
     """
     if getattr(layer, "keys", None) is None:
         return {}
-    keys, values = (History(released(keep(entries))) for entries in (layer.keys, layer.values))
-    return {name: keys, "values": values}
+    fields = {}
+    for field, entries in ((name, layer.keys), ("values", layer.values)):
+        kept = entries if call is None else call.keep(entries)
+        fields[field] = History(released(kept.to(dtype or kept.dtype)))
+    return fields
 
 
 def released(entries: Tensor) -> Tensor:

@@ -30,8 +30,6 @@ from longrnn.ops.rows import Rows
 from longrnn.programs import reason_of
 from longrnn.state import LMState, PyTree
 
-# Tokens of one piece, over all rows.
-PIECE_TOKENS = 1024
 # Names under which models take a cache and return it.
 CACHES = ("past_key_values", "cache_params")
 # Architectures known to continue a state with one token at a time only.
@@ -174,6 +172,10 @@ class ForeignLM(LanguageModel):
         """What attention reads; None for every token."""
         return None if self.attention is None else self.attention.window
 
+    def call_length(self, batch_size: int) -> int:
+        """Return how many tokens of each row go through the model in one call."""
+        return (self.attention_window or AttentionWindow()).call_length(batch_size)
+
     def own_windows(self) -> list[int | None]:
         """Return the window that the architecture gives each layer of a cache; None for none."""
         layers = DynamicCache(config=self.model.config).layers
@@ -239,7 +241,7 @@ class ForeignLM(LanguageModel):
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
         while start < time:
-            width, position = max(16, PIECE_TOKENS // len(tokens)), int(state.position.max())
+            width, position = self.call_length(len(tokens)), int(state.position.max())
             if position and not self.tokens_together:
                 width = 1
             elif self.attention is not None and self.attention.counts_keys:

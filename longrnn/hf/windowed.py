@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, cache_utils
 
 from longrnn.errors import UserError
-from longrnn.hf.attention_window import AttentionWindow, Rotation, WindowCall, window_call
+from longrnn.hf.attention_window import AttentionWindow, Rotation, window_calls
 from longrnn.ops.rows import Rows, positions_of
 from longrnn.programs import reason_of
 
@@ -132,8 +132,7 @@ class WindowedCall:
         self._attention = attention
         self.after = positions_of(before, time, rows)[1]
         self._implementation = masked_implementation(attention.model)
-        calls = {window: window_call(window, before, time, rows) for window in {*attention.windows}}
-        self.calls: list[WindowCall] = [calls[window] for window in attention.windows]
+        self.calls = window_calls(attention.windows, before, time, rows)
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which the model attends so."""

@@ -1,17 +1,15 @@
 """`HybridCache`: the cache that a `HybridLM` gives to the layers of a Hugging Face model."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import cache_utils
 
 from longrnn.cells import Edit
-from longrnn.hf.attention_window import AttentionWindow, added_mask
+from longrnn.hf.attention_window import WindowCall
 from longrnn.hf.cache import LayerCache, UncutCache, kept_keys
-from longrnn.hf.windowed import WindowedCall, masked_implementation
+from longrnn.hf.windowed import WindowedCall
 from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
 
@@ -74,65 +72,16 @@ class HybridCache(UncutCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def layers_after(
-        self, windows: Sequence[AttentionWindow], position: int, dtype: torch.dtype
+        self, calls: Sequence[WindowCall], dtype: torch.dtype
     ) -> tuple[LayerCache, ...]:
         """Returns the layers of the state after the call.
 
         Args:
-            windows: of the attention of each layer.
-            position: how many tokens were read in the row that has read the most.
+            calls: of each layer.
             dtype: of the keys and values, which a call under autocast computes in a narrower one.
         """
-        name, layers = "keys" if self.attention is None else "unrotated", []
-        for number, entry in enumerate(self.layers):
-            keep = partial(self._kept, number, windows[number].kept(position), dtype)
-            cell = self.cells.get(number, ())
-            layers.append(LayerCache(cell=cell, **kept_keys(entry, keep, name)))
-        return tuple(layers)
-
-    def _kept(self, number: int, count: int, dtype: torch.dtype, entries: Tensor) -> Tensor:
-        """The entries `(b, h, t, d)` of a layer that the state holds, `count` of each row."""
-        if self.attention is not None:
-            kept = self.attention.calls[number].keep(entries)
-        elif self.rows is not None and self.rows.has_padding:
-            kept = self.rows.last(entries.transpose(1, 2), count).transpose(1, 2)
-        else:
-            kept = entries[..., entries.shape[-2] - count :, :]
-        return kept.to(dtype)
-
-
-def attention_masks(
-    model: Any,
-    windows: Mapping[str, int | None],
-    positions: Tensor,
-    before: Sequence[int],
-    rows: Rows | None,
-) -> dict[str, Any]:
-    """Returns the masks of a call by argument; none where transformers makes the same.
-
-    Args:
-        model: of transformers.
-        windows: by the name of a kind of attention; None for none.
-        positions: `(b, t)`, of each token in its document.
-        before: the position of each row before the call.
-        rows: where documents and padding begin.
-
-    Raises:
-        UserError: the model's implementation of attention takes no masks.
-    """
-    known, time = max(before), positions.shape[1]
-    is_even = rows is None and min(before) == known
-    if is_even and all(w is None or known + time <= w for w in windows.values()):
-        return {}
-    implementation = masked_implementation(model)
-    masks: dict[str, Tensor | None] = {"linear_attention": None}
-    # How many earlier tokens of its document each token reads.
-    reach = positions[:1, :, None] if is_even else positions[..., None]
-    for name, window in windows.items():
-        stored = AttentionWindow(window).kept(known)
-        keys = torch.arange(stored + time, device=positions.device)
-        distance = keys[stored:, None] - keys
-        limit = reach if window is None else reach.clamp(max=window - 1)
-        mask = ((distance >= 0) & (distance <= limit))[:, None]
-        masks[name] = added_mask(mask, model.dtype) if implementation == "eager" else mask
-    return {"attention_mask": masks}
+        name = "keys" if self.attention is None else "unrotated"
+        return tuple(
+            LayerCache(cell=self.cells.get(number, ()), **kept_keys(entry, call, name, dtype))
+            for number, (entry, call) in enumerate(zip(self.layers, calls, strict=True))
+        )

@@ -12,10 +12,12 @@ Notable choices:
 - Attention reads the keys of the state by a mask: how many tokens before it a token reads follows
   from its position in its document and the window. So rows that have read different numbers of
   tokens, padded rows and packed documents go through the model in one call.
-- A call with gradients goes through the model as a whole, any other call in pieces.
+- A call with gradients goes through the model as a whole, unless its attention has a window,
+  and any other call in pieces.
 """
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -24,10 +26,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from longrnn.cells import Cell
-from longrnn.hf.attention_window import AttentionWindow
+from longrnn.hf.attention_window import AttentionWindow, WindowCall, added_mask, window_calls
 from longrnn.hf.cache import fill_cache
-from longrnn.hf.foreign import PIECE_TOKENS, ForeignLM
-from longrnn.hf.hybrid.cache import HybridCache, attention_masks
+from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.hybrid.cache import HybridCache
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
     MEMORIES_KEY,
@@ -36,7 +38,7 @@ from longrnn.hf.hybrid.layers import (
     recurrent_layers,
     whole_layers,
 )
-from longrnn.hf.windowed import WindowedCall
+from longrnn.hf.windowed import WindowedCall, masked_implementation
 from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.models.base import refuse_long
 from longrnn.models.trainable import TrainableLM
@@ -146,8 +148,10 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         return "+".join(filter(None, [named, super().spec])) or None
 
     def segment_width(self, batch_size: int, time: int) -> int:
-        """See `TrainableLM`: a call with gradients goes through the model as a whole."""
-        return max(1, time) if torch.is_grad_enabled() else max(16, PIECE_TOKENS // batch_size)
+        """See `TrainableLM`; with gradients, rows are not cut to save memory."""
+        if not torch.is_grad_enabled():
+            return self.call_length(batch_size)
+        return max(1, time) if self.attention is None else self.call_length(1)
 
     def call(
         self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None
@@ -164,29 +168,47 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         Raises:
             UserError: more tokens than `max_length`.
         """
-        positions, after = positions_of(state.position, tokens.shape[1], rows)
-        refuse_long(self, int(positions.max()) + 1)
-        before = state.position.tolist()
-        attention = self.attention and self.attention.call(state.position, tokens.shape[1], rows)
+        before, time = state.position, tokens.shape[1]
+        positions, after = positions_of(before, time, rows)
+        last = int(positions.max())
+        refuse_long(self, last + 1)
+        attention = self.attention and self.attention.call(before, time, rows)
+        calls = window_calls(self.windows, before, time, rows)
         cache = self.new_cache(rows, attention)
         if state.layers:
-            fill_cache(cache, state.layers, max(before), self.windows)
+            fill_cache(cache, state.layers, int(before.max()), self.windows)
             cache.cells = {number: state.layers[number].cell for number in self.layer_numbers}
         given: dict[str, Any] = {}
         if observe is not None:
             given["output_hidden_states"] = True
-        if attention is None and self._attends:
-            sliding = next(filter(None, self._sliding), None)
-            kinds = {"full_attention": self._family_window, "sliding_attention": sliding}
-            given |= attention_masks(self.model, kinds, positions, before, rows)
+        # Rows that have read as many tokens have the masks of transformers, up to the window.
+        is_even = rows is None and bool((before == before[0]).all())
+        reads_all = is_even and all(last <= window.reach for window in self.windows)
+        if attention is None and self._attends and not reads_all:
+            given["attention_mask"] = self._masks(calls)
         with nullcontext() if attention is None else attention.reading():
             places = positions if attention is None else torch.zeros_like(positions)
             output = self.run(tokens, places, cache, **given)
         if observe is not None:
             # The last entry is what libraries multiply, without the factor of the logits.
             observe += output.hidden_states
-        layers = cache.layers_after(self.windows, int(after.max()), self.model.dtype)
+        layers = cache.layers_after(calls, self.model.dtype)
         return output[0] * self._logit_scale, LMState(after, layers)
+
+    def _masks(self, calls: Sequence[WindowCall]) -> dict[str, Tensor | None]:
+        """Return the masks of a call, by the names that transformers has for kinds of layers.
+
+        Raises:
+            UserError: the model's implementation of attention takes no masks.
+        """
+        implementation = masked_implementation(self.model)
+        masks: dict[str, Tensor | None] = {"linear_attention": None}
+        for sliding, call in zip(self._sliding, calls, strict=True):
+            mask = call.read.mask
+            if mask is not None and implementation == "eager":
+                mask = added_mask(mask, self.model.dtype)
+            masks["full_attention" if sliding is None else "sliding_attention"] = mask
+        return masks
 
     def run(
         self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 1, **given: Any
