@@ -118,8 +118,9 @@ def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
     built, folder = str(tmp_path / "checked.so"), Path(__file__).parents[1]
     (tmp_path / "signatures.h").write_text(signatures.header())
     flags = "-O1 -g -std=c++17 -march=native -fopenmp -fPIC -shared -fno-sanitize-recover=all"
-    command = ["g++", *flags.split(), "-fsanitize=address,undefined", f"-I{tmp_path}", "-o", built]
-    subprocess.check_call([*command, str(signatures.FOLDER / "kernels.cpp")])
+    flags += f" -fsanitize=address,undefined -I{tmp_path} -I{signatures.FOLDER}"
+    source = str(signatures.FOLDER / "kernels.cpp")
+    subprocess.check_call(["g++", *flags.split(), "-o", built, source])
     find = [["g++", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan")]
     runtime = " ".join(subprocess.check_output(one, text=True).strip() for one in find)
     checks = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
