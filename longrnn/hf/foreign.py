@@ -154,10 +154,13 @@ class ForeignLM(LanguageModel):
                 be limited; see `longrnn.hf.windowed`.
         """
         size = checked_window(self, window, sinks)
-        reason = probe(self.attending(AttentionWindow()))
+        whole = self.attending(AttentionWindow())
+        reason = probe(whole)
         if reason is not None:
             raise no_window(self, reason)
-        return self.attending(size)
+        other = self.attending(size)
+        other._like = whole._like  # found before the weights are sharded, where no call finds it
+        return other
 
     def attending(self, window: AttentionWindow) -> Self:
         """Return a model with this window, unchecked, and without `max_length`."""

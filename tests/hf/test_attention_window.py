@@ -164,6 +164,16 @@ def test_padded_and_packed_rows_are_read_as_their_documents(kind: str, sinks: in
         assert_near(follow[row], model(text[row : row + 1, :4], state).logits[0], 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
+def test_an_empty_state_needs_no_call(kind: str) -> None:
+    """Training makes one while the weights are sharded, where the model cannot be called."""
+    whole: Any = open_hugging_face(architecture(kind))
+    model, twin = (whole.with_attention_window(WINDOW, SINKS) for _ in range(2))
+    names = [name for name, _ in states.leaves(twin(tokens(3, 4), keep=0).state)]
+    whole.model.forward = None
+    assert [name for name, _ in states.leaves(model.init_state(3))] == names
+
+
 @pytest.mark.parametrize("kind", ["llama", "bloom", "falcon_h1", "mistral"])
 def test_a_state_stops_growing(kind: str) -> None:
     """It holds no more memory than its size."""
