@@ -153,6 +153,9 @@ class Linearizing(Options):
     keys: Annotated[int, Field(ge=0)] = 0
     """Rows of each batch with keys in their text, up to 8, which questions at their end ask for.
     Their distance grows over `task.grow_steps` (100) steps up to the whole row."""
+    budget: Annotated[float, Field(gt=0)] | None = None
+    """Minutes for both stages, which then have as many steps as fit, by the speed measured, instead
+    of max_steps."""
     evaluate_to: Tokens | None = None
     """Longest length of the evaluation (default: 4 × --length)."""
     no_evaluate: bool = False
@@ -190,12 +193,14 @@ def linearize(options: Linearizing) -> None:
         model,
         options.text,
         options.output,
-        **options.model_dump(include={"window", "sinks", "length", "layers", "keys"}),
+        **options.model_dump(include={"window", "sinks", "length", "layers", "keys", "budget"}),
         overrides=overrides,
         quiet=is_quiet(),
     )
     if is_main():
-        say(f"{made.trained}: the transformer with its memory")
+        spent = f"{made.minutes:.1f}"
+        spent += "" if options.budget is None else f" of {options.budget:g}"
+        say(f"{made.trained}: the transformer with its memory, after {spent} minutes")
     if not options.no_evaluate and made.config.validation is not None:
         device = pick_device("auto")
         models = [open_checkpoint(of, name=name, device=device) for name, of in made.names.items()]

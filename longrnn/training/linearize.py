@@ -6,6 +6,7 @@ attention beside it, and `teacher` the run in which all of them learn to predict
 transformer predicts. The weights of the transformer stay what they were.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -53,11 +54,13 @@ class Linearized(NamedTuple):
             window alone, the memory, and what shows whether it remembers or knows the style of
             the text: limited to what the window reads too, and beside full attention.
         config: of the last stage.
+        minutes: that the stages took in this call.
     """
 
     trained: str
     names: dict[str, str]
     config: TrainConfig
+    minutes: float
 
 
 def linearize(
@@ -70,6 +73,7 @@ def linearize(
     length: int = 1024,
     layers: Sequence[int] | None = None,
     keys: int = 0,
+    budget: float | None = None,
     overrides: Sequence[str] = (),
     quiet: bool = True,
 ) -> Linearized:
@@ -84,6 +88,9 @@ def linearize(
         length: tokens of a row, which the teacher reads whole.
         layers: numbers of those with a memory; None for all.
         keys: rows of each batch with keys (`longrnn.data.keyed`).
+        budget: minutes for both stages, which then have as many steps as fit. The first one has
+            half of them, and the second one what is left; a stage that was begun by another call
+            keeps its steps. None for `max_steps` each.
         overrides: `key=value`, for both stages.
         quiet: print no progress.
 
@@ -126,10 +133,16 @@ def linearize(
                     )
 
         on_main(begin)
-        for config in configs:
-            is_begun, is_done = on_main(partial(progress_of, config))
-            if not is_done:
-                train(config, resume=config.output_dir if is_begun else None, quiet=quiet)
+        begun, spent = time.monotonic(), 0.0
+        for number, config in enumerate(configs):
+            is_begun, is_done = on_main(partial(progress_of, config, any_steps=budget is not None))
+            left = None if budget is None else (budget - spent) / (len(configs) - number)
+            if is_begun and not is_done:
+                train(resume=config.output_dir, quiet=quiet)
+            elif not is_done:
+                train(config, minutes=left, quiet=quiet)
+            passed = (time.monotonic() - begun) / 60
+            spent = max(passed, spent + (left or 0.0)) if is_begun else passed
     trained = configs[-1].output_dir
     names = {
         "transformer": model,
@@ -138,11 +151,15 @@ def linearize(
         "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
         "memory, full attention": f"{trained}+none",
     }
-    return Linearized(trained, names, configs[-1])
+    return Linearized(trained, names, configs[-1], passed)
 
 
-def progress_of(config: TrainConfig) -> tuple[bool, bool]:
+def progress_of(config: TrainConfig, *, any_steps: bool) -> tuple[bool, bool]:
     """Whether a run has begun, and whether it has written its final model.
+
+    Args:
+        config: of the run.
+        any_steps: whether a run with another number of steps is meant too.
 
     Raises:
         UserError: its folder has a run with another configuration.
@@ -152,6 +169,8 @@ def progress_of(config: TrainConfig) -> tuple[bool, bool]:
     if not recorded:
         return False, False
     before = configured(recorded | {"output_dir": str(folder)}, source=str(folder / RECORDED))
+    if any_steps:
+        config = configured(config, [f"max_steps={before.max_steps}"])
     if differing := changes(before, config):
         raise UserError(
             f"{folder} has a run with other options ({differing[0]}): give those, or another "

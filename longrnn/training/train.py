@@ -29,6 +29,7 @@ def train(
     config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
     *overrides: str,
     resume: str | Path | None = None,
+    minutes: float | None = None,
     quiet: bool = True,
 ) -> Run:
     """Trains a model to the end, and returns the run, whose folder holds everything.
@@ -39,6 +40,8 @@ def train(
         overrides: `key=value` with dotted keys.
         resume: the folder of a run, to continue it from its newest checkpoint; or a checkpoint, to
             continue from there in another `output_dir`.
+        minutes: a new run has as many steps as they allow, by the speed measured, instead of
+            `max_steps`; at least one.
         quiet: print no progress.
 
     Raises:
@@ -65,7 +68,9 @@ def train(
 
         start = processes.on_main(lock_and_find)
         trainer = Trainer(settings, accelerator, start, quiet=quiet)
-        processes.on_main(lambda: record(settings, trainer.step))
+        if minutes is not None and start is None:
+            trainer.fit_steps(minutes)
+        processes.on_main(lambda: record(trainer.config, trainer.step))
         trainer.train()
     return read_runs([folder])[0]
 

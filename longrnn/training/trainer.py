@@ -30,7 +30,7 @@ from longrnn.progress import Progress
 from longrnn.seeds import mix
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import TrainConfig, configured
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import StepOutput, objective_class
@@ -38,6 +38,7 @@ from longrnn.training.optim import learning_rate, set_learning_rate
 from longrnn.training.repeat import check_repeats
 from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
+from longrnn.units import counted
 
 # Keys of the configuration that determine which rows a process reads and what their states are.
 ROW_KEYS = {
@@ -116,6 +117,23 @@ class Trainer:
         """Prints a line, unless quiet."""
         if not self.quiet:
             say(line, error=True)
+
+    def fit_steps(self, minutes: float) -> None:
+        """Sets `max_steps` to what fits into a time, by the speed of two steps that train nothing.
+
+        Args:
+            minutes: of all processes together.
+        """
+        seconds = 0.0
+        for _ in range(2):  # the first one is slower
+            begun = time.monotonic()
+            for micro in range(self.config.gradient_accumulation_steps):
+                self._forward_backward(micro)
+            self.optimizer.zero_grad()
+            seconds = time.monotonic() - begun
+        steps = processes.on_main(lambda: max(1, int(60 * minutes / seconds)))
+        self.config = configured(self.config, [f"max_steps={steps}"])
+        self.say(f"{minutes:.1f} minutes allow {counted(steps, 'step')} of {seconds:.2g} seconds")
 
     def train_step(self, *, stop: bool = False) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
