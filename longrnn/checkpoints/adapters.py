@@ -87,6 +87,7 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     model.base_fingerprint = model.weights_fingerprint()
+    unused = {weight for weight in model.parameters() if not weight.requires_grad}
     inside: Any = ModulesAlone(model)
     layout = LAYOUTS.get(str(model.base_layout))
     if layout is not None:
@@ -104,7 +105,7 @@ def add_adapters(
     inject_adapter_in_model(options, inside)
     model.peft_config = inside.peft_config
     for name, parameter in inside.named_parameters():
-        if set(name.split(".")) & set(full):
+        if set(name.split(".")) & set(full) and parameter not in unused:
             parameter.requires_grad_(True)
 
 

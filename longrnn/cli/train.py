@@ -16,7 +16,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.imports import import_options
-from longrnn.options import Layers, Options, Tokens
+from longrnn.options import Count, Layers, Options, Tokens
 from longrnn.processes import is_main
 from longrnn.progress import is_quiet
 from longrnn.text import Documents
@@ -153,6 +153,9 @@ class Linearizing(Options):
     keys: Annotated[int, Field(ge=0)] = 0
     """Rows of each batch with keys in their text, up to 8, which questions at their end ask for.
     Their distance grows over `task.grow_steps` (100) steps up to the whole row."""
+    lora: Count | None = None
+    """Rank of adapters of the attention, which the second stage trains too; OUTPUT/teacher is then
+    an adapter of OUTPUT/attention."""
     budget: Annotated[float, Field(gt=0)] | None = None
     """Minutes for both stages, which then have as many steps as fit, by the speed measured, instead
     of max_steps."""
@@ -193,7 +196,7 @@ def linearize(options: Linearizing) -> None:
         model,
         options.text,
         options.output,
-        **options.model_dump(include={"window", "sinks", "length", "layers", "keys", "budget"}),
+        **options.model_dump(exclude={"words", "text", "output", "evaluate_to", "no_evaluate"}),
         overrides=overrides,
         quiet=is_quiet(),
     )

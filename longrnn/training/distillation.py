@@ -51,8 +51,10 @@ class Distillation(Objective):
         return self._teacher[0]
 
     @contextmanager
-    def without_memories(self) -> Iterator[list[Tensor]]:
-        """A context in which each memory returns 0; yields the inputs of those that ran."""
+    def without_additions(self) -> Iterator[list[Tensor]]:
+        """A context in which each memory returns 0, and each adapter too; yields the inputs of the
+        memories that ran."""
+        adapted: list[Any] = [part for part in self.model.modules() if hasattr(part, "lora_A")]
         inputs: list[Tensor] = []
 
         def silence(layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -63,16 +65,20 @@ class Distillation(Objective):
             cell.layer.register_forward_hook(silence, with_kwargs=True)  # pyright: ignore
             for cell in self.model.cells
         ]
+        for part in adapted:
+            part.scale_layer(0)
         try:
             yield inputs
         finally:
             for handle in handles:
                 handle.remove()
+            for part in adapted:
+                part.unscale_layer()
 
     def taught(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """What the teacher computes for rows: its hidden vectors and the inputs of the memories."""
         state = self.teacher.init_state(len(batch.tokens))
-        with torch.no_grad(), self.without_memories() as inputs:
+        with torch.no_grad(), self.without_additions() as inputs:
             hidden, _ = self.teacher.segment(batch.tokens, state, rows_of(batch, slice(None)), None)
         return hidden, inputs
 

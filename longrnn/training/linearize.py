@@ -3,7 +3,8 @@
 In the output folder, `start` is the transformer under a window of attention with memories that
 return 0, `attention` the run in which each memory learns what the window removes from the
 attention beside it, and `teacher` the run in which all of them learn to predict what the
-transformer predicts. The weights of the transformer stay what they were.
+transformer predicts, beside adapters of the attention if wanted. The weights of the transformer
+stay what they were.
 """
 
 import time
@@ -17,7 +18,7 @@ import torch
 
 from longrnn.checkpoints.folder import read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import CheckpointName, resolve
+from longrnn.checkpoints.names import ADAPTER, CheckpointName, resolve
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.config import RECORDED, load_config, read_recorded
@@ -43,6 +44,8 @@ CONFIG = "config.json"
 # The key of the configuration in `start` under which the transformer is recorded.
 BASE_KEY = "longrnn_base"
 START, STAGES = "start", ("attention", "teacher")
+# The modules that get adapters.
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 class Linearized(NamedTuple):
@@ -74,6 +77,7 @@ def linearize(
     layers: Sequence[int] | None = None,
     keys: int = 0,
     budget: float | None = None,
+    lora: int | None = None,
     overrides: Sequence[str] = (),
     quiet: bool = True,
 ) -> Linearized:
@@ -91,6 +95,7 @@ def linearize(
         budget: minutes for both stages, which then have as many steps as fit. The first one has
             half of them, and the second one what is left; a stage that was begun by another call
             keeps its steps. None for `max_steps` each.
+        lora: rank of adapters of the attention, which the second stage trains too; None for none.
         overrides: `key=value`, for both stages.
         quiet: print no progress.
 
@@ -102,15 +107,14 @@ def linearize(
     if data:
         kind = {"kind": "keyed_text", "keys": keys} if keys else {"kind": "text"}
         values["task"] = {**kind, "data": list(data)}
-    folders = [start, *(output / stage for stage in STAGES)]
-    configs = [
-        configured(
-            values | {"objective": stage, "init_from": str(before), "output_dir": str(folder)},
-            overrides,
-            source="longrnn linearize",
-        )
-        for stage, before, folder in zip(STAGES, folders[:-1], folders[1:], strict=True)
-    ]
+    configs, before = [], start
+    for stage in STAGES:
+        values |= {"objective": stage, "init_from": str(before), "output_dir": str(output / stage)}
+        if lora is not None and stage == STAGES[-1]:
+            values["peft"] = {"r": lora, "targets": ATTENTION, "full": ["mamba"]}
+            values["learning_rate_scale"] = values["learning_rate_scale"] | {"*.lora_*": 1}
+        configs.append(configured(values, overrides, source="longrnn linearize"))
+        before = output / stage
     build_accelerator(configs[0])  # joins the processes of a launch
 
     with ExitStack() as stack:
@@ -176,7 +180,7 @@ def progress_of(config: TrainConfig, *, any_steps: bool) -> tuple[bool, bool]:
             f"{folder} has a run with other options ({differing[0]}): give those, or another "
             "--output"
         )
-    return True, (folder / CONFIG).is_file()
+    return True, (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
 
 
 def base_path(model: str) -> str:

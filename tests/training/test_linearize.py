@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from longrnn import load
+from longrnn.checkpoints.adapters import add_adapters
 from longrnn.data.batch import Batch, row_starts
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
@@ -113,6 +116,10 @@ def test_memories_are_taught_what_the_window_removes(layers: list[int] | None) -
     steps = torch.arange(12)
     distance = steps[:, None] - steps
     own = AttentionDifference(model.with_attention_window(WINDOW, 0))
+    add_adapters(model, r=2, targets=["q_proj", "o_proj"], full=["mamba"])
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
     mask = torch.zeros(12, 12).double().masked_fill((distance < 0) | (distance >= WINDOW), -1e30)
     inputs: list[Any] = []
     removed: list[Any] = []
@@ -183,6 +190,23 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
             run(tmp_path, **{"layers": [1]} | options)
 
 
+def test_adapters_beside_the_memories(tmp_path: Path) -> None:
+    """They are trained in the second stage, PEFT opens them, and the teacher is without them."""
+    made = run(tmp_path, *LONGER, layers=[1], lora=2)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out/attention")
+    adapted, text = PeftModel.from_pretrained(base, made.trained), tokens(2, 40)
+    with torch.no_grad():
+        expected = adapted(input_ids=text).logits
+    assert_near(load(f"{made.trained}+none")(text).logits, expected, 1e-5)
+    weights = load_file(Path(made.trained, "adapter_model.safetensors"))
+    assert any("layers.0.self_attn.q_proj.lora_B" in name for name in weights)
+    assert all("lora" in name or "layers.1.mamba" in name for name in weights)
+    assert all(bool(weights[name].any()) for name in weights if "out_proj" in name)
+    assert run(tmp_path, *LONGER, layers=[1], lora=2)[:3] == made[:3]
+    with pytest.raises(UserError, match="output"):
+        run(tmp_path, *LONGER, layers=[1])
+
+
 def test_a_budget_is_turned_into_steps(tmp_path: Path) -> None:
     """Two stages have the steps that fit; a run that was stopped continues with its own."""
     few = ("save_steps=1000", "logging_steps=1", "validation=null")
@@ -220,11 +244,11 @@ def test_more_than_the_transformer_has_is_refused(
     "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
 )
 def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"length": 192, "layers": [1], "keys": 1}
+    options: dict[str, Any] = {"length": 192, "layers": [1], "keys": 1, "lora": 2}
     made = run(tmp_path / "one", "per_device_train_batch_size=2", **options)
     base, output = tmp_path / "one/base", tmp_path / "two"
     words = ["--window", WINDOW, "--sinks", SINKS, "--length", 192, "--no-evaluate", *QUICK]
-    words += ["--layers", "1", "--keys", 1]
+    words += ["--layers", "1", "--keys", 1, "--lora", 2]
     texts = [word for path in TEXTS for word in ("--text", path)]
     done = launched(
         "linearize",
