@@ -137,7 +137,7 @@ def linearize(
                     )
 
         on_main(begin)
-        begun, spent = time.monotonic(), 0.0
+        begun, spent, passed = time.monotonic(), 0.0, 0.0
         for number, config in enumerate(configs):
             is_begun, is_done = on_main(partial(progress_of, config, any_steps=budget is not None))
             left = None if budget is None else (budget - spent) / (len(configs) - number)

