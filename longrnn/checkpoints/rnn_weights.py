@@ -162,30 +162,33 @@ def _names_in_torch(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _model(tensors: dict[str, Tensor], names: WeightNames) -> RecurrentLM:
     """Return the model; a ValueError for tensors that do not make up one."""
-    if names.mixer.get("kind") not in GATES:
-        matrix = tuple(_take(tensors, _of_layer(names.recurrent or names.input, 0)).shape)
+    kind = str(names.mixer.get("kind"))
+    if kind not in GATES:
+        matrix = tuple(_take(tensors, names.recurrent or names.input, 0).shape)
         counts = ", ".join(f"{kind} {len(gates)}" for kind, gates in GATES.items())
         raise ValueError(
             f"the kind of its cells is not known from mixer = {names.mixer} and the shape {matrix} "
             f"of the weights of the state, one square matrix per gate ({counts} gates): give "
             "mixer: {kind: lstm}, or the right kind, in --names"
         )
+    order, wanted = names.gates or GATES[kind], GATES[kind]
+    if sorted(order) != sorted(wanted) or (names.transposed and kind != "rnn" and not names.gates):
+        raise ValueError(f"gates are {names.gates}: give {wanted} in the order of the weights")
+    if names.forget_bias and kind != "lstm":
+        raise ValueError(f"a {kind} has no forget bias: leave forget_bias out")
     weights, layers = dict[str, Tensor](), 0
-    while not layers or ("{layer}" in names.input and _of_layer(names.input, layers) in tensors):
-        for name, weight in _layer(tensors, names, layers).items():
+    while not layers or names.input.replace("{layer}", str(layers)) in tensors:
+        for name, weight in zip(PARAMETERS, _layer(tensors, names, layers), strict=True):
             weights[f"blocks.{layers}.mixer.cell.{name}_l0"] = weight
         layers += 1
     first = weights["blocks.0.mixer.cell.weight_ih_l0"]
     d_embedding, d_model = first.shape[1], weights["blocks.0.mixer.cell.weight_hh_l0"].shape[1]
-    weights["embedding.weight"] = (
-        torch.eye(d_embedding, dtype=first.dtype)
-        if names.embedding is None
-        else _take(tensors, names.embedding)
-    )
+    others = {"embedding.weight": names.embedding, "head.bias": names.head_bias}
+    weights |= {ours: _take(tensors, theirs) for ours, theirs in others.items() if theirs}
+    if names.embedding is None:
+        weights["embedding.weight"] = torch.eye(d_embedding, dtype=first.dtype)
     if names.head is not None:
         weights["head.weight"] = _take(tensors, names.head, transposed=names.transposed)
-    if names.head_bias is not None:
-        weights["head.bias"] = _take(tensors, names.head_bias)
     if any(name.endswith("_reverse") for name in tensors):
         raise ValueError("a bidirectional layer reads what follows: give a causal language model")
     for name in tensors.keys() - names.ignore:
@@ -203,35 +206,39 @@ def _model(tensors: dict[str, Tensor], names: WeightNames) -> RecurrentLM:
         head_bias=names.head_bias is not None,
         d_embedding=None if d_embedding == d_model else d_embedding,
     )
-    return cast_weights(build_model(config, weights), None)
+    model = build_model(config, weights)  # which checks all shapes
+    by_gate = [order.index(gate) for gate in wanted]
+    for name, weight in model.named_parameters():
+        if ".mixer." in name:
+            rows = weight.data.unflatten(0, (len(wanted), -1))[by_gate]
+            if names.forget_bias and "bias_ih" in name:
+                rows[wanted.index("f")] += names.forget_bias
+            weight.data = rows.flatten(0, 1)
+    return cast_weights(model, None)
 
 
-def _of_layer(pattern: str, layer: int) -> str:
-    return pattern.replace("{layer}", str(layer))
-
-
-def _take(tensors: dict[str, Tensor], name: str, *, transposed: bool = False) -> Tensor:
+def _take(
+    tensors: dict[str, Tensor], name: str, layer: int = 0, *, transposed: bool = False
+) -> Tensor:
     """Remove a tensor and return it; a ValueError if there is none of that name."""
+    name = name.replace("{layer}", str(layer))
     if name not in tensors:
         raise ValueError(f"it has no tensor {name}: change --names; {nearest(name, tensors)}")
     return tensors.pop(name).T if transposed else tensors.pop(name)
 
 
-def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> dict[str, Tensor]:
-    """Remove the tensors of a layer and return them as torch.nn has them."""
+def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> list[Tensor]:
+    """Remove the tensors of a layer and return them as `PARAMETERS`, gates in their order."""
     kind = names.mixer["kind"]
-    order, wanted = names.gates or GATES[kind], GATES[kind]
-    if sorted(order) != sorted(wanted) or (names.transposed and kind != "rnn" and not names.gates):
-        raise ValueError(f"gates are {names.gates}: give {wanted} in the order of the weights")
     matrices = [
-        _take(tensors, _of_layer(name, layer), transposed=names.transposed)
+        _take(tensors, name, layer, transposed=names.transposed)
         for name in (names.input, names.recurrent)
         if name is not None
     ]
     rows = len(matrices[0])
-    size = rows // len(wanted)
-    weight_ih, weight_hh = matrices if names.recurrent else matrices[0].tensor_split([-size], 1)
-    biases = [_take(tensors, _of_layer(name, layer)) for name in names.bias]
+    if names.recurrent is None:
+        matrices = [*matrices[0].tensor_split([-(rows // len(GATES[kind]))], 1)]
+    biases = [_take(tensors, name, layer) for name in names.bias]
     if len(biases) == 1:  # Keras has both of a GRU in one tensor
         biases = [*biases[0].view(-1, rows)]
     if kind == "gru" and names.transposed and len(biases) < 2:
@@ -239,19 +246,5 @@ def _layer(tensors: dict[str, Tensor], names: WeightNames, layer: int) -> dict[s
             "a GRU of TensorFlow with one bias multiplies the state after its reset gate, which "
             "longrnn does not compute: convert one with reset_after=True"
         )
-    for tensor, shape in [(weight_hh, (rows, size)), *((bias, (rows,)) for bias in biases)]:
-        if rows != size * len(wanted) or tensor.shape != shape:
-            raise ValueError(
-                f"layer {layer} of a {kind} has {len(wanted)} gates and {rows} rows of weights of "
-                f"the input, and a tensor {tuple(tensor.shape)} where {shape} was expected: give "
-                "the kind of cell as mixer in --names, or name the right tensors"
-            )
-    bias_ih, bias_hh = [*biases, *[weight_hh.new_zeros(rows)] * 2][:2]
-    if names.forget_bias:
-        if kind != "lstm":
-            raise ValueError(f"a {kind} has no forget bias: leave forget_bias out")
-        is_forget = torch.tensor([gate == "f" for gate in order]).repeat_interleave(size)
-        bias_ih = bias_ih + names.forget_bias * is_forget
-    by_gate = [order.index(gate) for gate in wanted]
-    found = zip(PARAMETERS, (weight_ih, weight_hh, bias_ih, bias_hh), strict=True)
-    return {name: w.unflatten(0, (len(order), size))[by_gate].flatten(0, 1) for name, w in found}
+    zero = matrices[0].new_zeros(rows)
+    return [*matrices, *biases, zero, zero][: len(PARAMETERS)]
