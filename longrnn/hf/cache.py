@@ -64,6 +64,7 @@ class UncutCache(DynamicCache):
 
     Attributes:
         latest: the number of the layer to which keys were added last.
+        rnn_state: what an xLSTM takes from its cache for each layer, and writes to.
     """
 
     latest = 0
@@ -74,6 +75,7 @@ class UncutCache(DynamicCache):
             WITHOUT_WINDOW[type(layer)]() if type(layer) in WITHOUT_WINDOW else layer
             for layer in self.layers
         ]
+        self.rnn_state = [()] * len(self.layers)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -11,6 +11,7 @@ Notable choices:
 
 import copy
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -304,6 +305,10 @@ class ForeignLM(LanguageModel):
     def new_cache(self) -> UncutCache:
         """Return an empty cache for `run`."""
         return UncutCache(self.model.config)
+
+    def calling(self, cache: UncutCache) -> AbstractContextManager[Any]:
+        """Return a context for `run` from an empty cache."""
+        return nullcontext()
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight

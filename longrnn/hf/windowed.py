@@ -237,7 +237,7 @@ def attention_layers(model: Any, reach: int) -> dict[nn.Module, AttentionLayer]:
         batch, heads, time, _ = query.shape
         return value.new_zeros(batch, time, heads, value.shape[-1])
 
-    with attending_by(model.model, record):
+    with attending_by(model.model, record), model.calling(cache):
         model.run(tokens, positions[:, None].expand_as(tokens), cache)
     if not layers:
         raise ValueError("it has no attention that can be given a mask")

@@ -1,9 +1,10 @@
 """The layers of a hybrid: how ours take the place of those of transformers, and recomputation."""
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +12,56 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longrnn.cells import Cell
-from longrnn.hf.hybrid.cache import CacheEntry, HybridCache
+from longrnn.cells import Cell, Edit
+from longrnn.hf.cache import UncutCache
 from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.windowed import WindowedCall
+from longrnn.ops.rows import Rows
+from longrnn.state import PyTree
 
 # The key of a configuration with the numbers of the layers whose recurrence is used; the output of
 # all others is 0. None for all layers.
 MEMORIES_KEY = "longrnn_memories"
 
 
+_call: ContextVar["HybridCall | None"] = ContextVar("call", default=None)
+
+
+class HybridCall:
+    """One call of a hybrid.
+
+    Args:
+        cache: for the layers of attention.
+        states: of the cells, by their layer's number in the model; empty before the first token.
+        edits: of the cells, likewise.
+        rows: where documents and padding begin; None for rows of one document.
+        attention: computes the attention of the call; None for transformers alone.
+    """
+
+    def __init__(
+        self,
+        cache: UncutCache,
+        states: dict[int, PyTree],
+        edits: Mapping[int, Edit | None],
+        rows: Rows | None,
+        attention: WindowedCall | None,
+    ) -> None:
+        self.cache, self.states, self.edits, self.rows = cache, states, edits, rows
+        self.attention = attention
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """A context in which the layers of the model compute this call."""
+        token = _call.set(self)
+        try:
+            with nullcontext() if self.attention is None else self.attention.reading():
+                yield self
+        finally:
+            _call.reset(token)
+
+
 class HybridForward:
-    """The `forward` of a recurrent layer in a hybrid: that of our cell if the cache is a hybrid's.
+    """The `forward` of a recurrent layer in a hybrid: that of our cell in a `HybridCall`.
 
     A class and not a closure, so that a copy of the layer runs the copy of the cell.
 
@@ -37,16 +77,16 @@ class HybridForward:
         self.returns_state = returns_state
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = given_cache([*args, *kwargs.values()])
-        if cache is None:
+        call = _call.get()
+        if call is None:
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         if self.cell is None:
             return torch.zeros_like(hidden_states)
-        edit, states = cache.edits[self.index], cache.cells
+        edit, states = call.edits[self.index], call.states
         if self.index not in states:
             states[self.index] = self.cell.init_state(len(hidden_states), edit)
         # The state is replaced and never changed in place, so that no copy is needed.
-        y, states[self.index] = self.cell(hidden_states, states[self.index], edit, cache.rows)
+        y, states[self.index] = self.cell(hidden_states, states[self.index], edit, call.rows)
         return (y, None) if self.returns_state else y
 
 
@@ -64,30 +104,20 @@ class RecomputedForward:
         self.layer, self.index = layer, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, index = given_cache([*args, *kwargs.values()]), self.index
-        if cache is None or not torch.is_grad_enabled():
+        call, index = _call.get(), self.index
+        if call is None or not torch.is_grad_enabled():
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        layers, states = list(cache.layers), dict(cache.cells)
+        layers, states = list(call.cache.layers), dict(call.states)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # From the state before the layer, also when the backward pass runs it again. What that
             # computes is dropped when it runs the layer before.
-            cache.layers, cache.cells = list(layers), dict(states)
-            cache.layers[index] = copy.copy(layers[index])
-            with nullcontext() if cache.attention is None else cache.attention.reading():
+            call.cache.layers, call.states = list(layers), dict(states)
+            call.cache.layers[index] = copy.copy(layers[index])
+            with call.running():
                 return type(self.layer).forward(self.layer, *args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def given_cache(arguments: list[Any]) -> HybridCache | None:
-    """The cache among the arguments of a layer, whose names and places differ by architecture."""
-    for argument in arguments:
-        if isinstance(argument, HybridCache):
-            return argument
-        if isinstance(argument, CacheEntry):
-            return argument.cache
-    return None
 
 
 def whole_layers(model: PreTrainedModel) -> list[Any]:

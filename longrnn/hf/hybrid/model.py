@@ -1,8 +1,8 @@
 """`HybridLM`: a Hugging Face model whose recurrent layers are computed by our cells.
 
-A recurrent layer of transformers gets its cache as an argument. Given a `HybridCache` it is
-computed by our cell, with the state and the edit in the cache; given anything else, or nothing, it
-computes what it always did. The layer itself and the names of its weights do not change.
+In a `HybridCall`, a recurrent layer of transformers is computed by our cell, with the state and the
+edit of the call; otherwise it computes what it always did. The layer itself and the names of its
+weights do not change.
 
 When a hybrid is opened, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A model with a layer that
@@ -18,21 +18,22 @@ Notable choices:
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from longrnn.cells import Cell
 from longrnn.hf.attention_window import AttentionWindow, WindowCall, added_mask, window_calls
-from longrnn.hf.cache import fill_cache
+from longrnn.hf.cache import LayerCache, UncutCache, fill_cache, kept_keys
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.cache import HybridCache
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
     MEMORIES_KEY,
+    HybridCall,
     HybridForward,
     RecomputedForward,
     recurrent_layers,
@@ -87,6 +88,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         self._family_window: int | None = (
             getattr(model.config, family.window) if family.window else None
         )
+        # transformers asks a cache without a layer of attention for its length.
+        self._is_cached = any(isinstance(entry, CacheLayerMixin) for entry in entries)
         self._logit_scale = family.logit_scale(model.config)
         self.soft_cap = None if family.soft_cap is None else getattr(model.config, family.soft_cap)
         super().__init__(model)
@@ -174,10 +177,10 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         refuse_long(self, last + 1)
         attention = self.attention and self.attention.call(before, time, rows)
         calls = window_calls(self.windows, before, time, rows)
-        cache = self.new_cache(rows, attention)
+        cache, cells = self.new_cache(), dict[int, PyTree]()
         if state.layers:
             fill_cache(cache, state.layers, int(before.max()), self.windows)
-            cache.cells = {number: state.layers[number].cell for number in self.layer_numbers}
+            cells = dict(zip(self.layer_numbers, self.cell_states(state), strict=True))
         given: dict[str, Any] = {}
         if observe is not None:
             given["output_hidden_states"] = True
@@ -186,14 +189,19 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         reads_all = is_even and all(last <= window.reach for window in self.windows)
         if attention is None and self._attends and not reads_all:
             given["attention_mask"] = self._masks(calls)
-        with nullcontext() if attention is None else attention.reading():
-            places = positions if attention is None else torch.zeros_like(positions)
+        places = positions if attention is None else torch.zeros_like(positions)
+        with self.calling(cache, cells, rows, attention) as call:
             output = self.run(tokens, places, cache, **given)
         if observe is not None:
             # The last entry is what libraries multiply, without the factor of the logits.
             observe += output.hidden_states
-        layers = cache.layers_after(calls, self.model.dtype)
-        return output[0] * self._logit_scale, LMState(after, layers)
+        # Under autocast, keys and values are computed in a narrower dtype than that of the state.
+        name, dtype = "keys" if attention is None else "unrotated", self.model.dtype
+        layers = [
+            LayerCache(cell=call.states.get(number, ()), **kept_keys(layer, reading, name, dtype))
+            for number, (layer, reading) in enumerate(zip(cache.layers, calls, strict=True))
+        ]
+        return output[0] * self._logit_scale, LMState(after, tuple(layers))
 
     def _masks(self, calls: Sequence[WindowCall]) -> dict[str, Tensor | None]:
         """Return the masks of a call, by the names that transformers has for kinds of layers.
@@ -214,18 +222,22 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 1, **given: Any
     ) -> Any:
         """See `ForeignLM.run`; tokens may be embeddings, and the output has no logits."""
-        given |= {str(self._cache_name): cache, "use_cache": False}
+        given |= {str(self._cache_name): cache if self._is_cached else None, "use_cache": False}
         if "position_ids" in self._accepted:  # which some models count wrong themselves
             given["position_ids"] = positions
         given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
         return self.model.base_model(**given)
 
-    def new_cache(
-        self, rows: Rows | None = None, attention: WindowedCall | None = None
-    ) -> HybridCache:
-        """See `ForeignLM.new_cache`."""
+    def calling(
+        self,
+        cache: UncutCache,
+        states: dict[int, PyTree] | None = None,
+        rows: Rows | None = None,
+        attention: WindowedCall | None = None,
+    ) -> AbstractContextManager[HybridCall]:
+        """See `ForeignLM.calling`; the arguments are those of `HybridCall`."""
         edits = dict(zip(self.layer_numbers, self.edits, strict=True))
-        return HybridCache(self.model.config, edits, rows, attention)
+        return HybridCall(cache, states or {}, edits, rows, attention).running()
 
     def own_windows(self) -> list[int | None]:
         """See `ForeignLM.own_windows`."""
