@@ -23,6 +23,7 @@ import transformers.utils
 import yaml
 from transformers.models.auto import modeling_auto
 
+from longrnn.cells import MIXERS
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models.blocks import Block
 from tests.contracts.builders import mixer_spec
@@ -69,6 +70,8 @@ COMMON: Any = import_module(f"{PACKAGE}.test_modeling_common")
 
 # Tests that do not apply, by the reason.
 SKIPPED = yaml.safe_load((DATA / "transformers_skipped.yaml").read_text())
+# Tests of parameters that are never cast to a narrower dtype, for cells that have some.
+OF_WIDE_WEIGHTS = ("test_keep_in_fp32_modules", "test_keep_in_fp32_modules_exist")
 # Tests that transformers runs on models without a head only.
 OF_BASE_MODELS = (
     "test_inputs_embeds_matches_input_ids",
@@ -159,6 +162,8 @@ def _test_class(name: str, options: dict[str, Any]) -> type:
             found = matching(dir(COMMON.ModelTesterMixin), pattern)
             assert found, f"no test matches {pattern}"
             body |= dict.fromkeys(found, _skip(reason))
+    if not MIXERS[options["mixer"]["kind"]].wide_weights:
+        body |= dict.fromkeys(OF_WIDE_WEIGHTS, _skip("its cell has no such weights"))
     body["test_training_overfit"] = pytest.mark.slow(TRAINING.test_training_overfit)
     mixins = (COMMON.ModelTesterMixin, COMMON.GenerationTesterMixin, TRAINING)
     bases = (LongRNNTest, *mixins, unittest.TestCase)

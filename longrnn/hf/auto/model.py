@@ -7,6 +7,7 @@ Notable choices:
 - An argument that a recurrent model cannot follow is refused, not ignored.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from pathlib import Path
@@ -14,26 +15,29 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 
 from longrnn.checkpoints.folder import CHECKPOINT_FORMAT, OPTIONS, read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import is_adapter, resolve
+from longrnn.checkpoints.names import INITIAL_STATE, is_adapter, resolve
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.forward import RecurrentForward
 from longrnn.hf.auto.generation import RecurrentGeneration
 from longrnn.hf.auto.hybrid import HybridForCausalLM
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.imports import refuse_missing_of
 from longrnn.mitigations import mitigation
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
 
 # Arguments of `from_pretrained` that have a meaning for a model that `load` opens.
 IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 HUB = {"cache_dir", "force_download", "local_files_only", "token"}
 FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS, *HUB}
 # Those that the Auto class or a library adds, which change nothing here.
-OF_AUTO = {"_from_auto", "adapter_kwargs", "low_cpu_mem_usage", "weights_only"}
+OF_AUTO = {"_from_auto", "adapter_kwargs", "low_cpu_mem_usage", "trust_remote_code", "weights_only"}
 
 
 class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
@@ -96,7 +100,17 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         super().__init__(config)
         options = {name: getattr(config, name) for name in OPTIONS}
         self.model = RecurrentLM(RecurrentConfig(**options))
+        for weight in self.model.parameters():
+            # RecurrentLM has initialised itself, unless it is on the meta device.
+            setattr(weight, INITIALISED, not weight.is_meta)
+        self._keep_in_fp32_modules_strict = {
+            f"mixer.{name}" for mixer in self.model.cells for name in mixer.wide_weights
+        }
         self.post_init()
+        if self.model.head.weight.is_meta:
+            # Until weights are loaded: transformers marks a tied head as initialised, which would
+            # hide that the embedding is missing.
+            self.model.head.weight = nn.Parameter(torch.empty_like(self.model.head.weight))
 
     @classmethod
     def of(cls, model: Any, *, tokenizer: str = "tokenizer.json") -> Any:
@@ -122,10 +136,6 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         if plain.loaded_from is not None and model.spec == plain.trained_under:
             # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
             config.name_or_path = plain.loaded_from
-        return cls._holding(plain, config)
-
-    @classmethod
-    def _holding(cls, plain: RecurrentLM, config: LongRNNConfig) -> Any:
         with torch.device("meta"):
             whole = cls(config)
         whole.model = plain
@@ -135,7 +145,7 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
-        """See `PreTrainedModel`; of any model that `load` opens and `of` takes.
+        """See `PreTrainedModel`; it may be any other model that `load` opens and `of` takes.
 
         An adapter is merged, as by `load`: PEFT would know neither the mitigation of `longrnn
         train` nor the parameters that were trained as a whole, and transformers cannot add all.
@@ -143,37 +153,38 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         Raises:
             UserError: as `load` and `of`, and for arguments that `load` does not have.
         """
+        name = pretrained_model_name_or_path
         # The Auto class gives the name of an adapter there, and its base model as first argument.
         options = kwargs.get("adapter_kwargs") or {}
         adapter = options.get("_adapter_model_path")
-        place, revision = pretrained_model_name_or_path, kwargs.get("revision")
-        if adapter:
-            place, revision = adapter, options.get("revision")
-        hub = {option: kwargs[option] for option in HUB & kwargs.keys()}
-        folder = resolve(place, revision, **hub) / (kwargs.get("subfolder") or "")
-        given = {name for name, value in kwargs.items() if value is not None and value is not False}
+        subfolder = kwargs.get("subfolder") or ""
+        if (place := adapter or name) is not None:
+            refuse_missing_of(Path(place) / subfolder)
+            starts = os.path.isfile(os.path.join(place, subfolder, INITIAL_STATE))
+            if adapter or starts or not isinstance(config, LongRNNConfig):
+                revision = options.get("revision") if adapter else kwargs.get("revision")
+                hub = {option: kwargs[option] for option in HUB & kwargs.keys()}
+                folder = resolve(place, revision, **hub) / subfolder
+                if _is_read_by_load(folder):
+                    return cls._load(folder, kwargs)
+        return super().from_pretrained(name, *args, config=config, **kwargs)
+
+    @classmethod
+    def _load(cls, folder: Path, options: Mapping[str, Any]) -> Any:
+        """A model that `load` opens, with those options of `from_pretrained` that it can follow."""
+        given = {
+            name for name, value in options.items() if value is not None and value is not False
+        }
         for name in sorted(given - FOLLOWED - OF_AUTO):
             raise UserError(
                 f"{name} is not an argument for {folder}, which longrnn.load opens: leave it out "
                 f"({nearest(name, FOLLOWED)})"
             )
-        dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
+        dtype = options.get("dtype", options.get("torch_dtype", "auto"))
         dtype = None if dtype == "auto" else dtype
-        loaded: Any = load(folder, dtype=dtype, device=_device_of(kwargs.get("device_map")))
-        if is_adapter(folder) or read_config(folder).get("model_type") != "longrnn":
-            model = cls.of(loaded)
-        else:  # which may have further options
-            config = config or LongRNNConfig.from_pretrained(folder)
-            config.name_or_path = str(place)
-            config.tie_embeddings = loaded.config.tie_embeddings
-            for name, value in asdict(loaded.config).items():
-                if getattr(config, name) != value:
-                    raise UserError(f"{folder} has {name} = {value!r}: leave {name} as it is")
-            model = cls._holding(loaded.under(None), config)
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+        model = cls.of(load(folder, dtype=dtype, device=_device_of(options.get("device_map"))))
         for name in sorted(given & IMPLEMENTATIONS):
-            getattr(model, f"set_{name}")(kwargs[name])
+            getattr(model, f"set_{name}")(options[name])
         return model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,8 +198,27 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         if is_main and self.config.tokenizer == "bytes" and not has_tokenizer:
             byte_level().save(folder)
 
-    def init_weights(self) -> None:
-        """Does nothing: `RecurrentLM` has initialised itself."""
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Gives weights that a checkpoint lacks the values of those of a new `RecurrentLM`."""
+        missing = [
+            f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if not getattr(module, INITIALISED, getattr(weight, INITIALISED, False))
+        ]
+        if missing:
+            with torch.device("cpu"):
+                fresh = RecurrentLM(self.model.config)
+            for name in missing:
+                self.model.get_parameter(name).copy_(fresh.get_parameter(name))
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """See `PreTrainedModel`; a stored head that differs from the embedding stays untied."""
+        super().tie_weights(*args, **kwargs)
+        if not self.model.head.weight.is_meta:
+            is_tied = self.model.head.weight is self.model.embedding.weight
+            self.config.tie_embeddings = self.model.config.tie_embeddings = is_tied
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """See `PreTrainedModel`."""
@@ -213,6 +243,12 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         if known is None or known[0] != spec or known[1].embedding is not plain.embedding:
             known = self._mitigated = spec, plain.under(mitigation(spec))
         return known[1]
+
+
+def _is_read_by_load(folder: Path) -> bool:
+    """Whether `load` reads a folder, and not transformers: of an adapter, or of another kind."""
+    is_special = (folder / INITIAL_STATE).is_file() or is_adapter(folder)
+    return is_special or read_config(folder).get("model_type") != "longrnn"
 
 
 def _device_of(device_map: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -209,11 +210,18 @@ def test_shifted_labels_and_an_ignored_index_are_used() -> None:
     torch.testing.assert_close(model(tokens, labels=tokens, **given).loss, wanted)
 
 
-@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("how", ["device_map", "max_memory", "cpu_offload", "disk_offload"])
 def test_offloaded_weights_are_refused(how: str, tmp_path: Path) -> None:
     import accelerate
 
-    model = build_auto()
+    build_auto().save_pretrained(tmp_path)
+    kwargs: dict[str, Any] = {}
+    if how == "device_map":
+        kwargs = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+    if how == "max_memory":
+        kwargs = {"device_map": "auto", "max_memory": {"cpu": "1KB"}}
+        kwargs |= {"offload_folder": tmp_path / "offload"}
+    model = LongRNNForCausalLM.from_pretrained(tmp_path, **kwargs)
     if how == "cpu_offload":
         accelerate.cpu_offload(model, torch.device("cpu"))
         with pytest.raises(UserError, match="offload"):
@@ -252,16 +260,38 @@ def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> 
     assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)
 
 
-def test_options_of_a_saved_model_come_back_and_may_be_replaced(tmp_path: Path) -> None:
-    """Those of its configuration and of `generate`; its sizes may not."""
-    build_auto(auto={"eos_token_id": 3, "tokenizer": "bytes"}).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, mitigation="forget_more")
-    assert (model.config.tokenizer, model.generation_config.eos_token_id) == ("bytes", 3)
-    assert str(model.language_model.mitigation) == str(mitigation("forget_more"))
-    with pytest.raises(UserError, match=naming("d_model", 8)):
-        AutoModelForCausalLM.from_pretrained(tmp_path, d_model=16)
-    with pytest.raises(UserError, match="max_memory"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, max_memory={"cpu": "1KB"})
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
+    tied: bool, tmp_path: Path
+) -> None:
+    """Also the embedding, with the values of a new model."""
+    build_auto("lstm", tie_embeddings=tied).save_pretrained(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    assert model.model.embedding.weight.std() > 0
+    assert (model.model.head.weight is model.model.embedding.weight) == tied
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: True} for name in ("trust_remote_code", "use_safetensors", "low_cpu_mem_usage")),
+        {"revision": "main"},
+        {"max_memory": {"cpu": "1GB"}, "offload_folder": "offload", "device_map": "auto"},
+        {"pad_token_id": 0, "output_hidden_states": True},
+    ],
+    ids=lambda given: ",".join(given),
+)
+def test_arguments_that_other_libraries_pass_are_taken(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those of lm-eval, TRL and the Auto classes."""
+    saved, tokens = build_auto(), random_tokens(1, 5)
+    saved.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert torch.equal(loaded(tokens).logits, saved(tokens).logits)
 
 
 @EVERY_PART
