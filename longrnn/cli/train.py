@@ -150,6 +150,10 @@ class Linearizing(Options):
     layers: Layers | None = None
     """Layers that get a memory, counted from 0, such as 4-12,20 (default: all); the others have the
     window alone."""
+    replace: Count | None = None
+    """Number of layers whose attention a Mamba-2 replaces as a whole: those where full attention
+    lowers the loss least, which is measured and listed. The others keep it; no layer has a window.
+    The result is a GraniteMoeHybrid without experts."""
     keys: Annotated[int, Field(ge=0)] = 0
     """Rows of each batch with keys in their text, up to 8, which questions at their end ask for.
     Their distance grows over `task.grow_steps` (100) steps up to the whole row."""
@@ -170,7 +174,8 @@ def linearize(options: Linearizing) -> None:
 
     Attention is limited to a window and the first tokens, and a Mamba-2 beside it in each layer
     learns what the window removes, while the transformer's own weights stay: first layer by layer,
-    then its predictions. OUTPUT/teacher is the result, a Falcon-H1 that transformers runs too.
+    then its predictions. OUTPUT/teacher is the result, a Falcon-H1 that transformers runs too, or
+    with --replace a GraniteMoeHybrid, where the attention of some layers is a Mamba-2.
     OUTPUT/evaluation/report.html compares the transformer, the window alone, the memory, and the
     same memory limited to the window and beside full attention, on held-out text.
 

@@ -12,7 +12,7 @@ one without a memory all of its weights are 0, and longrnn neither computes nor 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,113 +57,145 @@ def with_memory(
     Raises:
         UserError: the model has layers that a Falcon-H1 does not compute, or not the given ones.
     """
-    given, kind = base.config.to_dict(), base.config.model_type
-    if absent := [name for name in SHARED_OPTIONS if name not in given]:
-        raise _refusal(kind, f"its configuration has no {absent[0]}")
-    config = _configuration(base)
-    if config.hidden_act not in SILU_NAMES:
-        raise _refusal(kind, f"its activation is {config.hidden_act}")
-    if getattr(base.config, "sliding_window", None) is not None:
-        raise _refusal(kind, "its attention has a window of its own")
-    with no_init_weights():  # all of them are set below
-        model: Any = FalconH1ForCausalLM(config).to(base.dtype).eval()
-    try:
-        missing, unknown = model.load_state_dict(_renamed(base), strict=False)
-    except RuntimeError as error:  # of weights of another shape
-        raise _refusal(kind, reason_of(error)) from error
-    # LLaMA-like models may have biases in some projections of attention only.
-    biases = {name for name in missing if name.endswith("_proj.bias")}
-    if differing := {*missing, *unknown} - biases - {name for name in missing if MEMORY in name}:
-        raise _refusal(kind, f"it differs in {min(differing)}")
-    for name in biases:
-        nn.init.zeros_(model.get_parameter(name))
-    half_lives = torch.logspace(
-        math.log10(shortest), math.log10(longest), config.mamba_n_heads, dtype=torch.float64
-    )
-    count = len(model.model.layers)
-    if layers is not None and max(layers) >= count:
-        raise UserError(
-            f"this {kind} has the layers 0 to {count - 1}, and {max(layers)} is to get a memory: "
-            "give layers that it has"
-        )
-    for number, layer in enumerate(model.model.layers):
-        for parameter in layer.mamba.parameters():
-            nn.init.zeros_(parameter)
-        if layers is None or number in layers:
-            _begin_memory(layer, half_lives)
-    if layers is not None:
-        setattr(config, MEMORIES_KEY, list(layers))
-    _compare(base, model)
-    return model
-
-
-def _configuration(base: Any) -> FalconH1Config:
-    """The configuration of a Falcon-H1 whose memories have the heads of attention."""
-    given = base.config.to_dict()
-    heads = base.config.num_attention_heads
-    size = given.get("head_dim") or base.config.hidden_size // heads
-    return FalconH1Config(
-        **{name: given.get(name) for name in SHARED_OPTIONS} | {"head_dim": size},
-        attention_bias=any(name.endswith("q_proj.bias") for name in base.state_dict()),
+    options = shared_options(base)
+    heads, size = options["num_attention_heads"], options["head_dim"]
+    config = FalconH1Config(
+        **options,
         mamba_d_ssm=heads * size,
-        mamba_n_heads=heads,
-        mamba_d_head=size,
-        mamba_n_groups=heads,
-        mamba_d_state=size,
-        mamba_proj_bias=True,
         mamba_rms_norm=True,
         mamba_norm_before_gate=False,
         num_logits_to_keep=None,
     )
-
-
-def _renamed(base: Any) -> dict[str, Tensor]:
-    """The weights of a LLaMA by the names that they have in a Falcon-H1."""
     weights = {}
     for name, weight in base.state_dict().items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         weights[name] = weight
-    return weights
+    used = range(len(base.model.layers)) if layers is None else layers
+    model: Any = with_weights(base, FalconH1ForCausalLM, config, weights)
+    begin_memories(base, model, used, shortest=shortest, longest=longest)
+    if layers is not None:
+        setattr(config, MEMORIES_KEY, list(layers))
+    compare(base, model)
+    return model
 
 
-@torch.no_grad()
-def _begin_memory(layer: Any, half_lives: Tensor) -> None:
-    """Gives a memory the projections of the attention beside it, and leaves its other weights 0."""
-    memory, attention = layer.mamba, layer.self_attn
-    heads, size = memory.num_heads, memory.head_dim
-    width = heads * size
-    parts = {
-        "x": (attention.v_proj, slice(width, 2 * width)),
-        "B": (attention.k_proj, slice(2 * width, 3 * width)),
-        "C": (attention.q_proj, slice(3 * width, 4 * width)),
+def shared_options(base: Any) -> dict[str, Any]:
+    """The options of a configuration with the layers of a LLaMA, and of a Mamba-2 with its heads.
+
+    Raises:
+        UserError: the model has other layers.
+    """
+    given, kind = base.config.to_dict(), base.config.model_type
+    if absent := [name for name in SHARED_OPTIONS if name not in given]:
+        raise refusal(kind, f"its configuration has no {absent[0]}")
+    if base.config.hidden_act not in SILU_NAMES:
+        raise refusal(kind, f"its activation is {base.config.hidden_act}")
+    if getattr(base.config, "sliding_window", None) is not None:
+        raise refusal(kind, "its attention has a window of its own")
+    heads = base.config.num_attention_heads
+    size = given.get("head_dim") or base.config.hidden_size // heads
+    return {name: given.get(name) for name in SHARED_OPTIONS} | {
+        "head_dim": size,
+        "attention_bias": any(name.endswith("q_proj.bias") for name in base.state_dict()),
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_n_groups": heads,
+        "mamba_d_state": size,
+        "mamba_proj_bias": True,
     }
-    for projection, rows in parts.values():
-        for name in ("weight", "bias"):
-            given = getattr(projection, name)
-            if given is not None:
-                by_head = given.unflatten(0, (-1, size))
-                repeated = by_head.repeat_interleave(heads // len(by_head), dim=0)
-                getattr(memory.in_proj, name)[rows] = repeated.flatten(0, 1)
-    memory.in_proj.bias[:width] = OPEN_GATE
-    memory.conv1d.weight[:, 0, -1] = 1  # the current token alone
-    memory.norm.weight.fill_(1)
-    # A = -1, so that a step of log 2 / n halves a value in n tokens; the inverse of softplus.
-    memory.dt_bias.copy_((math.log(2) / half_lives).expm1().log())
+
+
+def with_weights(base: Any, cls: Any, config: Any, weights: Mapping[str, Tensor]) -> Any:
+    """Returns a model with the weights of a transformer, and 0 for all others.
+
+    Args:
+        base: the transformer.
+        cls: of the model.
+        config: of the model.
+        weights: of the transformer, by their names in the model.
+
+    Raises:
+        UserError: the model has no place for a weight, or needs others than those of a Mamba-2 and
+            biases of attention.
+    """
+    kind = base.config.model_type
+    with no_init_weights():  # all of them are set below
+        model: Any = cls(config).to(base.dtype).eval()
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # of weights of another shape
+        raise refusal(kind, reason_of(error)) from error
+    # LLaMA-like models may have biases in some projections of attention only.
+    own = {name for name in missing if name.endswith("_proj.bias") or MEMORY in name}
+    if differing := {*missing, *unknown} - own:
+        raise refusal(kind, f"it differs in {min(differing)}")
+    for name in own:
+        nn.init.zeros_(model.get_parameter(name))
+    return model
 
 
 @torch.no_grad()
-def _compare(base: Any, model: Any) -> None:
+def begin_memories(
+    base: Any, model: Any, layers: Sequence[int], *, shortest: int, longest: int
+) -> None:
+    """Gives memories, whose weights are 0, the projections of attention, and leaves their output 0.
+
+    Args:
+        base: the transformer.
+        model: with the memories.
+        layers: the numbers of those that get them.
+        shortest: see `with_memory`.
+        longest: likewise.
+
+    Raises:
+        UserError: the transformer does not have these layers.
+    """
+    count = len(base.model.layers)
+    if max(layers) >= count:
+        raise UserError(
+            f"this {base.config.model_type} has the layers 0 to {count - 1}, and {max(layers)} is "
+            "to get a memory: give layers that it has"
+        )
+    for number in layers:
+        memory, attention = model.model.layers[number].mamba, base.model.layers[number].self_attn
+        heads, size = memory.num_heads, memory.head_dim
+        width = heads * size
+        parts = {
+            "x": (attention.v_proj, slice(width, 2 * width)),
+            "B": (attention.k_proj, slice(2 * width, 3 * width)),
+            "C": (attention.q_proj, slice(3 * width, 4 * width)),
+        }
+        for projection, rows in parts.values():
+            for name in ("weight", "bias"):
+                given = getattr(projection, name)
+                if given is not None:
+                    by_head = given.unflatten(0, (-1, size))
+                    repeated = by_head.repeat_interleave(heads // len(by_head), dim=0)
+                    getattr(memory.in_proj, name)[rows] = repeated.flatten(0, 1)
+        memory.in_proj.bias[:width] = OPEN_GATE
+        memory.conv1d.weight[:, 0, -1] = 1  # the current token alone
+        memory.norm.weight.fill_(1)
+        # A = -1, so that a step of log 2 / n halves a value in n tokens; the inverse of softplus.
+        half_lives = torch.logspace(
+            math.log10(shortest), math.log10(longest), heads, dtype=torch.float64
+        )
+        memory.dt_bias.copy_((math.log(2) / half_lives).expm1().log())
+
+
+@torch.no_grad()
+def compare(base: Any, model: Any) -> None:
     """Raises a UserError if the two models do not compute the same."""
     tokens = (torch.arange(32) * 7 % base.config.vocab_size).view(2, 16)
     expected, found = (each(input_ids=tokens, use_cache=False).logits for each in (base, model))
     tolerance = 100 * torch.finfo(base.dtype).eps * float(expected.abs().max())
     difference = float((expected - found).abs().max())
     if not difference <= tolerance:
-        raise _refusal(base.config.model_type, f"its logits differ by {difference:.2g}")
+        raise refusal(base.config.model_type, f"its logits differ by {difference:.2g}")
 
 
-def _refusal(kind: str, reason: str) -> UserError:
+def refusal(kind: str, reason: str) -> UserError:
+    """Returns the error for a model that cannot be given a memory."""
     return UserError(
         f"this {kind} cannot be given a memory, because its layers are not those of a LLaMA "
         f"({reason}): give a LLaMA, Mistral, Qwen2 or SmolLM2"

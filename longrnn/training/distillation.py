@@ -1,60 +1,157 @@
-"""Objectives that train a recurrent memory beside windows of attention (`longrnn linearize`).
+"""Objectives that train a recurrent memory beside attention, or in its place (`longrnn linearize`).
 
-The teacher is the model itself with full attention and without its memories, so that what it
-computes for a row is what the transformer computed that the memories were added to. A memory that
-learns from it learns what the window removes, and not the style of the text.
+The teacher is the transformer that the memories were added to, so that they learn what the model
+lacks of it, and not the style of the text.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from longrnn.checkpoints.load import load
+from longrnn.checkpoints.names import CheckpointName
 from longrnn.data import UNSCORED, Batch
 from longrnn.errors import UserError
 from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.windowed import WindowedAttention, WindowedCall
+from longrnn.mitigations.spec import NONE
 from longrnn.models import TrainableLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 from longrnn.training.objective import Objective, StepOutput, rows_of, token_weights
 
+# The key of a configuration with the transformer that a model was made of.
+BASE_KEY = "longrnn_base"
 
-class Distillation(Objective):
-    """An objective whose rows the teacher reads too.
+
+class Lesson(NamedTuple):
+    """What a teacher computes for rows.
 
     Attributes:
-        teacher: the model with full attention; it shares the weights.
+        logits: `(b, t, v)`; of the last token alone for `AttentionDifference`.
+        inputs: of the memory of each layer that has one, `(b, t, d)`.
+        outputs: that these are to return, likewise; none if nobody reads them.
+    """
+
+    logits: Tensor
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Distillation(Objective):
+    """An objective whose rows a transformer reads too.
+
+    Attributes:
+        reads_attention: whether it is told what the memories are to return, and not the logits.
 
     Raises:
-        UserError: the model has no window of attention.
+        UserError: the model is not one of `longrnn linearize`.
     """
+
+    reads_attention = False
 
     def __init__(self, model: TrainableLM, *, recomputes: bool = False) -> None:
         super().__init__(model, recomputes=recomputes)
         student: Any = model
-        if getattr(student, "attention", None) is None:
+        base = getattr(getattr(student, "config", None), BASE_KEY, None)
+        if getattr(student, "attention", None) is not None:
+            teacher: Any = WithoutMemories(student, self.reads_attention)
+        elif base is not None:
+            teacher = Transformer(student, base, self.reads_attention)
+        else:
             raise UserError(
                 "a teacher reads what a window of attention removes, and this model has no window: "
                 "start from a checkpoint of longrnn linearize"
             )
-        # In a tuple, because its weights are those of the model.
-        self._teacher = (student.under(None).attending(AttentionWindow()),)
+        # In a tuple, because its weights are not to be trained, or those of the model.
+        self._teacher = (teacher,)
 
-    @property
-    def teacher(self) -> Any:
-        """See the class."""
-        return self._teacher[0]
+    def taught(self, batch: Batch) -> Lesson:
+        """What the teacher computes for rows."""
+        with torch.no_grad():
+            return self._teacher[0].lesson(batch.tokens, rows_of(batch, slice(None)))
+
+
+class Teacher(Distillation):
+    """The cross-entropy between the predictions of the teacher and those of the model."""
+
+    def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+        (batch,) = segments
+        expected = self.taught(batch).logits.float().softmax(-1)
+        hidden, state = self.model.hidden(batch.tokens, state, rows=rows_of(batch, slice(None)))
+        logits = self.model.logits(hidden).float()
+        losses = F.cross_entropy(logits.transpose(1, 2), expected.transpose(1, 2), reduction="none")
+        unscored = batch.targets == UNSCORED
+        predictions = logits.argmax(-1).masked_fill(unscored, UNSCORED)
+        loss = (losses * token_weights(batch, losses.dtype)).sum()
+        return StepOutput(loss[None], state, [predictions])
+
+
+class AttentionDifference(Distillation):
+    """The share of what is missing of attention that the memories lack.
+
+    Each memory reads what the layer of the teacher reads, and is to return the difference between
+    full attention and the window beside it; without a window, the attention itself. The loss is the
+    squared error relative to the square of that, both weighted as the batch weights its tokens, as
+    a mean over rows and layers: 1 at the start, when the memories return 0.
+    """
+
+    reads_attention = True
+
+    def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+        (batch,) = segments
+        lesson, student, losses = self.taught(batch), cast(Any, self.model), []
+        for block in (student.blocks[number] for number in student.layer_numbers):
+            if isinstance(block, FSDPModule):
+                block.unshard()  # its memory is called without it
+        rows = rows_of(batch, slice(None))
+        for cell, x, missing in zip(student.cells, lesson.inputs, lesson.outputs, strict=True):
+            y, _ = cell(x, cell.init_state(len(x)), None, rows)
+            missing = missing.to(torch.promote_types(missing.dtype, torch.float32))
+            weights = token_weights(batch, missing.dtype)[..., None]
+            whole = (weights * missing.square()).sum((1, 2))
+            lacking = (weights * (y - missing).square()).sum((1, 2))
+            losses.append((lacking / whole.clamp(min=torch.finfo(whole.dtype).tiny)).mean())
+        return StepOutput(torch.stack(losses).mean()[None], state, [])
+
+
+class WithoutMemories:
+    """Teaches what a model computes with full attention, without its memories and adapters.
+
+    That is what the transformer computed to which the memories were added.
+
+    Args:
+        student: the model, under a window of attention; its weights are shared.
+        reads_attention: see `Distillation`.
+    """
+
+    def __init__(self, student: Any, reads_attention: bool) -> None:
+        self.student = student
+        self.model: Any = student.under(None).attending(AttentionWindow())
+        self.differences: Differences | None = None
+        if reads_attention:
+            self.differences = Differences(self.model, student.attention, student.layer_numbers)
+            self.model.attention = self.differences
+
+    def lesson(self, tokens: Tensor, rows: Rows | None) -> Lesson:
+        """Read rows `(b, t)`."""
+        state = self.model.init_state(len(tokens))
+        with self.without_additions() as inputs:
+            hidden, _ = self.model.segment(tokens, state, rows, None)
+        if self.differences is None:
+            return Lesson(self.model.logits(hidden), inputs, [])
+        return Lesson(self.model.logits(hidden[:, -1:]), inputs, self.differences.taken)
 
     @contextmanager
     def without_additions(self) -> Iterator[list[Tensor]]:
         """A context in which each memory returns 0, and each adapter too; yields the inputs of the
         memories that ran."""
-        adapted: list[Any] = [part for part in self.model.modules() if hasattr(part, "lora_A")]
+        adapted: list[Any] = [part for part in self.student.modules() if hasattr(part, "lora_A")]
         inputs: list[Tensor] = []
 
         def silence(layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -62,8 +159,8 @@ class Distillation(Objective):
             return torch.zeros_like(output)
 
         handles = [
-            cell.layer.register_forward_hook(silence, with_kwargs=True)  # pyright: ignore
-            for cell in self.model.cells
+            cell.layer.register_forward_hook(silence, with_kwargs=True)
+            for cell in self.student.cells
         ]
         for part in adapted:
             part.scale_layer(0)
@@ -75,61 +172,42 @@ class Distillation(Objective):
             for part in adapted:
                 part.unscale_layer()
 
-    def taught(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """What the teacher computes for rows: its hidden vectors and the inputs of the memories."""
-        state = self.teacher.init_state(len(batch.tokens))
-        with torch.no_grad(), self.without_additions() as inputs:
-            hidden, _ = self.teacher.segment(batch.tokens, state, rows_of(batch, slice(None)), None)
-        return hidden, inputs
 
+class Transformer:
+    """Teaches what a transformer computes, some of whose attention a model has replaced.
 
-class Teacher(Distillation):
-    """The cross-entropy between the predictions of the teacher and those of the model."""
-
-    def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
-        (batch,) = segments
-        with torch.no_grad():
-            expected = self.model.logits(self.taught(batch)[0]).float().softmax(-1)
-        hidden, state = self.model.hidden(batch.tokens, state, rows=rows_of(batch, slice(None)))
-        logits = self.model.logits(hidden).float()
-        losses = F.cross_entropy(logits.transpose(1, 2), expected.transpose(1, 2), reduction="none")
-        unscored = batch.targets == UNSCORED
-        predictions = logits.argmax(-1).masked_fill(unscored, UNSCORED)
-        loss = (losses * token_weights(batch, losses.dtype)).sum()
-        return StepOutput(loss[None], state, [predictions])
-
-
-class AttentionDifference(Distillation):
-    """The share of what windows remove from attention that the memories beside them lack.
-
-    Each memory reads what the layer of the teacher reads, and is to return the difference between
-    full attention and its window. The loss is the squared error relative to the square of the
-    difference, both weighted as the batch weights its tokens, as a mean over rows and layers: 1 at
-    the start, when the memories return 0.
+    Args:
+        student: the model.
+        base: path of the transformer.
+        reads_attention: see `Distillation`.
     """
 
-    def __init__(self, model: TrainableLM, *, recomputes: bool = False) -> None:
-        super().__init__(model, recomputes=recomputes)
-        student: Any = model
-        self.numbers = student.layer_numbers
-        self.differences = Differences(self.teacher, student.attention, self.numbers)
-        self.teacher.attention = self.differences
+    def __init__(self, student: Any, base: str, reads_attention: bool) -> None:
+        name = CheckpointName.parse(base)._replace(mitigation=(NONE,), dtype=torch.float32)
+        loaded: Any = load(name)
+        self.model = loaded.to(student.device).attending(AttentionWindow()).requires_grad_(False)
+        self.reads_attention = reads_attention
+        layers = self.model.model.model.layers
+        self.replaced = [layers[number].self_attn for number in student.layer_numbers]
 
-    def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
-        (batch,) = segments
-        _, inputs = self.taught(batch)
-        for block in (self.model.blocks[number] for number in self.numbers):
-            if isinstance(block, FSDPModule):
-                block.unshard()  # its memory is called without it
-        rows, losses = rows_of(batch, slice(None)), []
-        for cell, x, removed in zip(self.model.cells, inputs, self.differences.taken, strict=True):
-            y, _ = cell(x, cell.init_state(len(x)), None, rows)
-            removed = removed.to(torch.promote_types(removed.dtype, torch.float32))
-            weights = token_weights(batch, removed.dtype)[..., None]
-            whole = (weights * removed.square()).sum((1, 2))
-            missing = (weights * (y - removed).square()).sum((1, 2))
-            losses.append((missing / whole.clamp(min=torch.finfo(whole.dtype).tiny)).mean())
-        return StepOutput(torch.stack(losses).mean()[None], state, [])
+    def lesson(self, tokens: Tensor, rows: Rows | None) -> Lesson:
+        """Read rows `(b, t)`."""
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def record(layer: Any, args: Any, kwargs: Any, output: tuple[Tensor, Any]) -> None:
+            inputs.append(kwargs["hidden_states"])
+            outputs.append(output[0])
+
+        state = self.model.init_state(len(tokens))
+        keep = 1 if self.reads_attention else tokens.shape[1]
+        handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in self.replaced]
+        try:
+            logits, _ = self.model.call(tokens, state, keep, rows)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Lesson(logits, inputs, outputs)
 
 
 class Differences(WindowedAttention):

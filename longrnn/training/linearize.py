@@ -4,11 +4,12 @@ In the output folder, `start` is the transformer under a window of attention wit
 return 0, `attention` the run in which each memory learns what the window removes from the
 attention beside it, and `teacher` the run in which all of them learn to predict what the
 transformer predicts, beside adapters of the attention if wanted. The weights of the transformer
-stay what they were.
+stay what they were. With `replace`, memories stand in the place of the attention of some layers,
+and the others read every token.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,17 @@ from longrnn.checkpoints.names import ADAPTER, CheckpointName, resolve
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.config import RECORDED, load_config, read_recorded
+from longrnn.console import say
+from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.foreign import MITIGATION_KEY
+from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.layers import MEMORIES_KEY
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.trainable import write_hybrid
 from longrnn.hf.memory import with_memory
+from longrnn.hf.replaced import restorations, with_replaced
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.hf.windowed import checked_window
 from longrnn.locks import locked
@@ -36,13 +41,17 @@ from longrnn.mitigations.spec import ATTENTION_WINDOW, NONE
 from longrnn.models import RecurrentLM
 from longrnn.processes import on_main
 from longrnn.training.config import TrainConfig, changes, configured
+from longrnn.training.distillation import BASE_KEY
 from longrnn.training.distributed import build_accelerator
 from longrnn.training.train import train
 
 BUNDLED = "linearize"
 CONFIG = "config.json"
-# The key of the configuration in `start` under which the transformer is recorded.
-BASE_KEY = "longrnn_base"
+# The keys of the configuration in `start` with the number of replaced layers, and with what was
+# measured of each layer.
+REPLACED_KEY, MEASURED_KEY = "longrnn_replaced", "longrnn_restorations"
+# Rows on which it is measured.
+MEASURED_ROWS = 4
 START, STAGES = "start", ("attention", "teacher")
 # The modules that get adapters.
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -76,6 +85,7 @@ def linearize(
     length: int = 1024,
     layers: Sequence[int] | None = None,
     keys: int = 0,
+    replace: int | None = None,
     budget: float | None = None,
     lora: int | None = None,
     overrides: Sequence[str] = (),
@@ -92,6 +102,8 @@ def linearize(
         length: tokens of a row, which the teacher reads whole.
         layers: numbers of those with a memory; None for all.
         keys: rows of each batch with keys (`longrnn.data.keyed`).
+        replace: number of layers whose attention a memory replaces, those where full attention
+            lowers the loss least when all others have the window; None to keep it beside memories.
         budget: minutes for both stages, which then have as many steps as fit. The first one has
             half of them, and the second one what is left; a stage that was begun by another call
             keeps its steps. None for `max_steps` each.
@@ -102,6 +114,8 @@ def linearize(
     Raises:
         UserError: a model or data that does not fit, or an interrupted run of other options.
     """
+    if layers is not None and replace is not None:
+        raise UserError("--layers have memories beside attention, --replace in its place: give one")
     start, limited = output / START, f"{ATTENTION_WINDOW}{AttentionWindow(window, sinks)}"
     values = load_config(BUNDLED) | {"length": {"max": length}}
     if data:
@@ -122,18 +136,23 @@ def linearize(
         def begin() -> None:
             stack.enter_context(locked(output, instead="choose another --output"))
             if not start.exists():
-                sizes = {"window": window, "sinks": sinks, "length": length}
-                write_start(model, start, **sizes, layers=layers)
+                base = Base(model, AttentionWindow(window, sinks), length)
+                add: Any = partial(with_memory, layers=layers)
+                if replace is not None:
+                    add = partial(replaced, base, replace, configs[0].task, quiet=quiet)
+                write_start(base, start, add)
             found, given = read_config(start), None if layers is None else list(layers)
             for what, key, wanted in (
-                ("of the transformer", BASE_KEY, base_path(model)),
-                ("with", MITIGATION_KEY, limited),
-                ("with memories in the layers", MEMORIES_KEY, given),
+                ("transformer", BASE_KEY, base_path(model)),
+                ("attention", MITIGATION_KEY, limited if replace is None else None),
+                ("layers with a memory", MEMORIES_KEY, given),
+                ("number of replaced layers", REPLACED_KEY, replace),
             ):
                 if found.get(key) != wanted:
                     raise UserError(
-                        f"{output} has a run {what} {found.get(key) or 'of all'}, not "
-                        f"{wanted or 'of all'}: give that, or another --output"
+                        f"the {what} of the run in {output} is {found.get(key, 'the default')}, "
+                        f"not {'the default' if wanted is None else wanted}: give that, or another "
+                        "--output"
                     )
 
         on_main(begin)
@@ -148,13 +167,15 @@ def linearize(
             passed = (time.monotonic() - begun) / 60
             spent = max(passed, spent + (left or 0.0)) if is_begun else passed
     trained = configs[-1].output_dir
-    names = {
-        "transformer": model,
-        "window": str(start),
-        "memory": trained,
-        "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
-        "memory, full attention": f"{trained}+none",
-    }
+    names = {"transformer": model, "without attention": str(start), "replaced": trained}
+    if replace is None:
+        names = {
+            "transformer": model,
+            "window": str(start),
+            "memory": trained,
+            "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
+            "memory, full attention": f"{trained}+none",
+        }
     return Linearized(trained, names, configs[-1], passed)
 
 
@@ -188,42 +209,89 @@ def base_path(model: str) -> str:
     return str(resolve(CheckpointName.parse(model).checkpoint).resolve())
 
 
-def write_start(
-    model: str,
-    folder: Path,
-    *,
-    window: int,
-    sinks: int,
-    length: int,
-    layers: Sequence[int] | None = None,
-) -> None:
-    """Writes a transformer under a window, with memories that return 0, and its tokenizer.
+class Base(NamedTuple):
+    """A transformer that gets memories.
+
+    Attributes:
+        name: as `linearize` takes it.
+        window: of its attention.
+        length: tokens of a row.
+    """
+
+    name: str
+    window: AttentionWindow
+    length: int
+
+    def checkpoint(self) -> CheckpointName:
+        """Its name, in float32 and without a mitigation."""
+        return CheckpointName.parse(self.name)._replace(mitigation=(NONE,), dtype=torch.float32)
+
+
+def write_start(base: Base, folder: Path, add: Callable[..., Any]) -> None:
+    """Writes a transformer with memories that return 0, and its tokenizer.
 
     Args:
-        model: see `linearize`.
+        base: the transformer.
         folder: appears complete, or not at all.
-        window: see `linearize`.
-        sinks: likewise.
-        length: likewise; values stay in the memories for a window to eight times that.
-        layers: see `linearize`.
+        add: adds the memories, as `with_memory` does; values stay in them for a window to eight
+            times the length of a row.
 
     Raises:
         UserError: see `linearize`.
     """
-    name = CheckpointName.parse(model)._replace(mitigation=(NONE,), dtype=torch.float32)
+    name, length = base.checkpoint(), base.length
     loaded: Any = load(name)
     if isinstance(loaded, RecurrentLM) or loaded.cells:
-        raise UserError(f"{model} has recurrent layers already: give a transformer")
-    checked_window(loaded, window, sinks)
+        raise UserError(f"{base.name} has recurrent layers already: give a transformer")
+    window = checked_window(loaded, base.window.size or 0, base.window.sinks)
     if loaded.max_length is not None and length > loaded.max_length:
         raise UserError(
-            f"{model} was made for at most {loaded.max_length:,} tokens, and cannot teach rows of "
-            f"{length:,}: give a smaller --length"
+            f"{base.name} was made for at most {loaded.max_length:,} tokens, and cannot teach rows "
+            f"of {length:,}: give a smaller --length"
         )
     tokenizer = load_tokenizer(name.tokenizer)
-    whole = with_memory(loaded.model, shortest=window, longest=8 * length, layers=layers)
-    setattr(whole.config, BASE_KEY, base_path(model))
-    hybrid = HybridLM(whole).with_attention_window(window, sinks)
+    whole = add(loaded.model, shortest=window.size, longest=8 * length)
+    setattr(whole.config, BASE_KEY, base_path(base.name))
+    hybrid: Any = HybridLM(whole)
+    if getattr(whole.config, REPLACED_KEY, None) is None:
+        hybrid = hybrid.with_attention_window(*window)
     with complete_folder(folder, "choose another folder") as draft:
         write_hybrid(hybrid, draft, hybrid.spec)
         (tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()).save(draft)
+
+
+def replaced(
+    base: Base,
+    count: int,
+    task: Mapping[str, Any],
+    transformer: Any,
+    *,
+    quiet: bool,
+    **half_lives: int,
+) -> Any:
+    """Returns a transformer without the attention of the layers that need it least; lists all.
+
+    Args:
+        base: its name, window and length.
+        count: number of layers.
+        task: whose rows are read.
+        transformer: the Hugging Face model.
+        quiet: print no list.
+        half_lives: see `with_replaced`.
+
+    Raises:
+        UserError: it has fewer layers, or see `with_replaced`.
+    """
+    rows = TASKS.build(dict(task), load_tokenizer(base.checkpoint().tokenizer))
+    tokens = rows.sample(MEASURED_ROWS, length=base.length).tokens
+    gains = restorations(open_hugging_face(transformer), tokens, base.window)
+    if count > len(gains):
+        raise UserError(f"{base.name} has {len(gains)} layers: give --replace at most that")
+    order = sorted(range(len(gains)), key=gains.__getitem__)
+    if not quiet:
+        say("nats per token that full attention gives a layer beside windows, the least first:")
+        say(*(f"    layer {number}: {gains[number]:.4f}" for number in order))
+    whole = with_replaced(transformer, sorted(order[:count]), **half_lives)
+    setattr(whole.config, REPLACED_KEY, count)
+    setattr(whole.config, MEASURED_KEY, gains)
+    return whole

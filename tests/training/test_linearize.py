@@ -17,6 +17,7 @@ from longrnn.data.batch import Batch, row_starts
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.memory import with_memory
+from longrnn.hf.replaced import with_replaced
 from longrnn.training.distillation import AttentionDifference, Teacher
 from longrnn.training.linearize import linearize
 from tests.contracts.builders import assert_near
@@ -188,6 +189,61 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
     for options in ({"window": 4}, {"length": 16}, {"layers": [0]}, {"layers": None}):
         with pytest.raises(UserError, match="output"):
             run(tmp_path, **{"layers": [1]} | options)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_a_model_with_no_layer_replaced_is_the_transformer(name: str) -> None:
+    base, text = transformer(name), tokens(2, 30)
+    if name == "llama-narrow":
+        with pytest.raises(UserError, match="4 heads of 6"):
+            with_replaced(base, [], shortest=4, longest=32)
+        return
+    with torch.no_grad():
+        found = with_replaced(base, [], shortest=4, longest=32)(input_ids=text).logits
+        assert_near(found, base(input_ids=text).logits, 1e-6)
+
+
+def test_attention_is_replaced(tmp_path: Path) -> None:
+    """In the layer that full attention helps least; the memory there learns what attention returns,
+    all learn what the transformer predicts, and transformers opens the result."""
+    made = run(tmp_path, *LONGER, replace=1)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    after, text = AutoModelForCausalLM.from_pretrained(made.trained), tokens(2, 40)
+    gains = after.config.longrnn_restorations
+    least = min(range(2), key=gains.__getitem__)
+    kinds = ["full_attention", "full_attention"]
+    kinds[least] = "linear_attention"
+    assert after.config.layer_types == kinds
+    name = f"model.layers.{1 - least}.self_attn.q_proj.weight"
+    assert torch.equal(after.state_dict()[name], base.state_dict()[name])
+    model: Any = load(made.trained)
+    with torch.no_grad():
+        assert_near(model(text).logits, after(input_ids=text).logits, 1e-5)
+    losses = [row["loss"] for row in metrics(tmp_path / "out/attention") if "loss" in row]
+    assert losses[0] == pytest.approx(1)
+    assert min(losses) < 1
+
+    whole, read = batch(text), []
+    base.model.layers[least].self_attn.register_forward_hook(
+        lambda layer, args, kwargs, output: read.extend([kwargs["hidden_states"], output[0]]),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        logits = base(input_ids=whole.tokens).logits
+    (cell,), weights = model.cells, whole.weights[..., None]  # type: ignore[index]
+    y, _ = cell(read[0], cell.init_state(2))
+    missing = (weights * (y - read[1]).square()).sum((1, 2))
+    share = (missing / (weights * read[1].square()).sum((1, 2))).mean()
+    assert_near(AttentionDifference(model)([whole], model.init_state(2)).loss, share, 1e-5)
+    each = F.cross_entropy(model(whole.tokens).logits.mT, logits.softmax(-1).mT, reduction="none")
+    wanted = (weights[..., 0] * each).sum(1).mean()
+    assert_near(Teacher(model)([whole], model.init_state(2)).loss, wanted, 1e-5)
+
+    assert run(tmp_path, *LONGER, replace=1)[:3] == made[:3]
+    options: dict[str, Any]
+    for options in ({}, {"replace": 2}, {"replace": 1, "layers": [0]}):
+        with pytest.raises(UserError, match="give"):
+            run(tmp_path, *LONGER, **options)
 
 
 def test_adapters_beside_the_memories(tmp_path: Path) -> None:
