@@ -33,8 +33,6 @@ from longrnn.state import LMState, PyTree
 
 # Names under which models take a cache and return it.
 CACHES = ("past_key_values", "cache_params")
-# Architectures known to continue a state with one token at a time only.
-ONE_TOKEN = ("falcon_mamba", "jamba", "mamba", "zamba")
 # The key of a configuration under which longrnn records the mitigation of training.
 MITIGATION_KEY = "longrnn_mitigation"
 # Keys of a configuration that do not affect what a model computes.
@@ -54,7 +52,6 @@ class ForeignLM(LanguageModel):
         kind: the `model_type` of the model's configuration.
         max_length: the maximum length of a sequence in tokens; None for no limit.
         table: the name of a table of positions, beyond which there are none; None without.
-        tokens_together: whether several tokens after a state go through the model in one call.
         attention: what computes its attention under an `attention_window`; None without.
 
     Raises:
@@ -73,7 +70,6 @@ class ForeignLM(LanguageModel):
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next((name for name in CACHES if name in self._accepted), None)
-        self.tokens_together = bool(self.cells) or self.kind not in ONE_TOKEN
         reason = scaling_by_length(self.config) if self._cache_name else "it takes no cache"
         if reason:
             raise self.refusal(reason)
@@ -246,9 +242,7 @@ class ForeignLM(LanguageModel):
         start, time = 0, tokens.shape[1]
         while start < time:
             width, position = self.call_length(len(tokens)), int(state.position.max())
-            if position and not self.tokens_together:
-                width = 1
-            elif self.attention is not None and self.attention.counts_keys:
+            if self.attention is not None and self.attention.counts_keys:
                 width = max(1, self.attention.window.reach - position)
             piece = tokens[:, start : start + width]
             part = None if rows is None else rows.slice(start, start + piece.shape[1])

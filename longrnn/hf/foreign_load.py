@@ -125,7 +125,9 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
         elif model._is_stateful:
             reason = "there is no cell for them"
         try:
-            foreign = _open_foreign(model)
+            foreign = ForeignLM(model)
+            if (difference := probe(foreign)) is not None:
+                raise foreign.refusal(difference)
         except UserError as error:
             if reason is None:
                 raise
@@ -138,18 +140,6 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
             f"longrnn cannot compute the recurrent layers of this {kind} ({reason}): transformers "
             "computes them, without mitigations and diagnoses"
         )
-    return foreign
-
-
-def _open_foreign(model: PreTrainedModel) -> ForeignLM:
-    """`open_hugging_face` for a model all of whose layers transformers computes."""
-    foreign = ForeignLM(model)
-    reason = probe(foreign)
-    if reason is not None and foreign.tokens_together:
-        foreign.tokens_together = False
-        reason = probe(foreign) and reason
-    if reason is not None:
-        raise foreign.refusal(reason)
     return foreign
 
 

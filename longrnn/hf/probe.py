@@ -13,8 +13,8 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.programs import reason_of
 
 PROBED_ROWS, TIME = 2, 12
-# Lengths of the pieces into which each row is cut, and the same for `not model.tokens_together`.
-SPLIT, ONE_BY_ONE = (7, 1, 1, 3), (7, 1, 1, 1, 1, 1)
+# Lengths of the pieces into which each row is cut.
+SPLIT = (7, 1, 1, 3)
 
 
 class ExpertChoices(TorchFunctionMode):
@@ -78,7 +78,7 @@ def probe(model: Any) -> str | None:
         with choices:
             whole = model.model(input_ids=tokens, use_cache=False).logits
         state, pieces, start = model.init_state(PROBED_ROWS), [], 0
-        for piece in tokens.split(SPLIT if model.tokens_together else ONE_BY_ONE, dim=1):
+        for piece in tokens.split(SPLIT, dim=1):
             with choices.replay(start, start + piece.shape[1]):
                 logits, state = model(piece, state)
             pieces.append(logits)

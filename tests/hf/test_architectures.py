@@ -56,7 +56,7 @@ def measure(kind: str, folder: Path) -> Support:
     assert_continues(model, text, whole, TOLERANCE)
     return Support(
         "yes",
-        "yes" if getattr(model, "tokens_together", True) else "one token at a time",
+        "yes",
         "yes",
         works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
         works(lambda: model.under(mitigation("state_norm(threshold=1)"))(text)),

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells.edit import Edit, Steps
-from longrnn.cells.weights import WHOLE, Part, rows_from
-from longrnn.hf.hybrid.shared_cell import LayerCell
+from longrnn.cells.weights import WHOLE, Part
+from longrnn.hf.hybrid.shared_cell import LayerCell, UnsupportedLayerError
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan.inputs import Decay, ScanInputs
 
@@ -67,41 +67,32 @@ class MLSTM(LayerCell):
 
     def __init__(self, layer: Any, _: Any = None) -> None:
         super().__init__(layer, layer.config.hidden_size)
-        self._gates = ["igate_preact", "fgate_preact"]
-        if layer.config.weight_mode == "fused":
-            self._gates = ["ifgate_preact"]
-        self.bias_weight = f"layer.{self._gates[-1]}.bias"
+        if layer.config.weight_mode != "single":
+            raise UnsupportedLayerError(f"its weight_mode is {layer.config.weight_mode}")
         self.n_heads = layer.config.num_heads
         self.key_dim, self.value_dim = layer.qk_dim // self.n_heads, layer.v_dim // self.n_heads
 
     @property
     def step_weights(self) -> dict[str, Part]:
         """The weights of i and f, and the bias of i."""
-        weights: dict[str, Part] = {f"layer.{gate}.weight": WHOLE for gate in self._gates}
-        return weights | {f"layer.{self._gates[0]}.bias": rows_from(0, self.n_heads)}
-
-    def bias_sizes(self, weight: Tensor) -> list[int]:
-        return [weight.numel() - self.n_heads, self.n_heads, 0]
+        names = "igate_preact.weight", "fgate_preact.weight", "igate_preact.bias"
+        return dict.fromkeys((f"layer.{name}" for name in names), WHOLE)
 
     def before(
         self, x: Tensor, state: MLSTMState, edit: Edit, rows: Rows | None
     ) -> tuple[Steps, MLSTMRest]:
         """Computes queries, keys, values and gates."""
         layer, dtype, cap = self.layer, state.ssm.dtype, self.layer.config.gate_soft_cap
-        sizes = [layer.qk_dim, layer.qk_dim, layer.v_dim, layer.v_dim]
-        if layer.config.weight_mode == "fused":
-            q, k, v, gate = layer.qkv_opreact(x).split(sizes, dim=-1)
-            gates = layer.ifgate_preact(x)
-        else:
-            q, k, v, gate = layer.q(x), layer.k(x), layer.v(x), layer.ogate_preact(x)
-            gates = torch.cat([layer.igate_preact(x), layer.fgate_preact(x)], dim=-1)
-        no_input = gates.new_zeros(self.n_heads, dtype=dtype)
-        gates = gates.to(dtype) + torch.cat([no_input, edit.biased(no_input)])
-        gates = gates if cap is None else cap * (gates / cap).tanh()
-        log_input, forget = gates.chunk(2, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.n_heads, -1)).to(dtype) for part in (q, k, v))
-        x = F.pad(v, (0, 1), value=1.0)
-        steps = Steps(x, torch.ones_like(forget), Decay(F.logsigmoid(forget)))
+        added = edit.biased(state.ssm.new_zeros(self.n_heads))
+        gates = layer.igate_preact(x).to(dtype), layer.fgate_preact(x).to(dtype) + added
+        log_input, forget = gates if cap is None else (cap * (g / cap).tanh() for g in gates)
+        q, k, v = (
+            part(x).unflatten(-1, (self.n_heads, -1)).to(dtype)
+            for part in (layer.q, layer.k, layer.v)
+        )
+        v = F.pad(v, (0, 1), value=1.0)
+        steps = Steps(v, torch.ones_like(forget), Decay(F.logsigmoid(forget)))
+        gate = layer.ogate_preact(x)
         return steps, MLSTMRest(q * self.key_dim**-0.5, k, log_input, gate, state.stabiliser)
 
     def inputs(self, steps: Steps, rest: MLSTMRest) -> tuple[ScanInputs, MLSTMRest]:

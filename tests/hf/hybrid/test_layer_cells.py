@@ -1,6 +1,5 @@
 """The cells that exist as layers of Hugging Face models only."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from longrnn.cells import Cell
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
-from longrnn.hf.hybrid.mlstm import MLSTM
 from longrnn.hf.hybrid.model import recurrent_layers
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.mitigations.bind import bind
@@ -127,24 +125,3 @@ def test_a_filter_of_steps_that_do_not_vary_is_refused() -> None:
         open_hugging_face(architecture("minimax")).under("token_filter(threshold=0.1)")
     with pytest.raises(UserError, match="MLSTM.*no step size"):
         open_hugging_face(architecture("xlstm")).under("scale_delta(scale=0.5)")
-
-
-def test_an_xlstm_layer_with_fused_weights_is_computed() -> None:
-    """transformers cannot initialise one, but it loads them."""
-    layer, cell = layer_and_cell("xlstm", use_bias=True)
-    config = copy.copy(layer.config)
-    config.weight_mode = "fused"
-    fused = type(layer)(config).double()
-    weights = layer.state_dict()
-    for joined, names in (
-        ("qkv_opreact", ["q", "k", "v", "ogate_preact"]),
-        ("ifgate_preact", ["igate_preact", "fgate_preact"]),
-    ):
-        for part in ("weight", "bias"):
-            pieces = [weights.pop(f"{name}.{part}") for name in names]
-            weights[f"{joined}.{part}"] = torch.cat(pieces)
-    fused.load_state_dict(weights)
-    x = inputs(cell)
-    expected, _ = cell(x, cell.init_state(2))
-    assert_near(MLSTM(fused)(x, cell.init_state(2))[0], expected, 1e-9)
-    assert_near(of_transformers("xlstm", layer, x).double(), expected, 1e-5)
