@@ -21,6 +21,7 @@ from longrnn.checkpoints.folder import (
     CHECKPOINT_FORMAT,
     OPTIONS,
     build_model,
+    read_config,
     read_weights,
 )
 from longrnn.checkpoints.mamba_configs import (
@@ -28,6 +29,7 @@ from longrnn.checkpoints.mamba_configs import (
     hugging_face_config,
     read_hugging_face,
     read_native,
+    refuse_losses,
     write_native,
 )
 from longrnn.checksums import remove_checksums, write_checksums
@@ -51,7 +53,7 @@ class Layout(NamedTuple):
         is_described: whether the content of a `config.json` is of this layout.
         read: returns our configuration for that content and the path of the file.
         write: returns the content of `config.json` for a model and the name of its tokenizer, or
-            raises a UserError for a model with an option that the layout does not have.
+            raises a UserError for a model of cells that the layout does not have.
         file: name of the file of weights.
     """
 
@@ -124,9 +126,12 @@ class Layout(NamedTuple):
             weights: the full state dict, if the model itself holds only shards of it.
 
         Raises:
-            UserError: see `write`.
+            UserError: see `write`, or the layout loses an option.
         """
-        description = self.write(model, tokenizer)
+        path, description = folder / "config.json", self.write(model, tokenizer)
+        write_atomic(path, json.dumps(description, indent=2) + "\n")
+        if self.write is not _write_ours:
+            refuse_losses(model.config, self.read(read_config(folder), str(path)))
         renamed = self.rename(model.state_dict() if weights is None else weights)
         tensors = {name: tensor.contiguous() for name, tensor in renamed.items()}
         if self.file.endswith(".bin"):  # with the weights of a tied head under their own name
@@ -138,7 +143,6 @@ class Layout(NamedTuple):
                 del tensors[self.renamed("head.weight")]
             content = save(tensors, metadata={"format": "pt"})
         write_atomic(folder / self.file, content)
-        write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
 
 
 def save_model(

@@ -5,6 +5,7 @@ A configuration that longrnn cannot compute exactly is refused, never approximat
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from longrnn.cells import MIXERS
@@ -74,6 +75,8 @@ CELLS = {
     ),
 }
 NATIVE_LAYERS = {names.native_fixed["layer"]: kind for kind, names in CELLS.items()}
+# Options of our cells that do not change what a model with weights computes.
+OF_NEW_MODELS = {"A_init", "backend", "dt_max", "dt_min", "init"}
 # The cells of each `model_type` of transformers.
 MODEL_TYPES = {"mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2"}
 
@@ -110,12 +113,7 @@ def read_native(config: Mapping[str, Any], source: str) -> RecurrentConfig:
 
 def write_native(model: RecurrentLM, _: str) -> dict[str, Any]:
     """Return the content of a `config.json` of mamba-ssm."""
-    kind, options = _cell_options(model, "mamba-ssm", NATIVE_EPS)
-    if options.get("select_norm_eps") is not None:
-        raise UserError(
-            "mamba-ssm has no norms of dt, B and C, and this model has select_norm_eps: convert it "
-            "to ours or hf"
-        )
+    kind, options = _cell_options(model, "mamba-ssm")
     names = CELLS[kind]
     content = {theirs: getattr(model.config, name) for name, (theirs, _) in MODEL.items()}
     layer = {"layer": names.native_fixed["layer"]}
@@ -156,7 +154,7 @@ def hugging_face_config(model: RecurrentLM) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = model.config
-    kind, options = _cell_options(model, "transformers", config.norm_eps)
+    kind, options = _cell_options(model, "transformers")
     model_type, more = kind, {}
     if kind == "mamba2":
         more["num_heads"] = options["expand"] * config.d_model // options["head_dim"]
@@ -199,35 +197,35 @@ def _default_rank(d_model: int) -> int:
     return -(-d_model // 16)
 
 
-def _cell_options(model: RecurrentLM, reader: str, eps: float) -> tuple[str, dict[str, Any]]:
-    """Returns the kind and the options of the cells, which are the same in all layers.
-
-    Args:
-        model: the model to write.
-        reader: what reads the checkpoint.
-        eps: the norm_eps that the reader has for blocks and cells alike.
+def _cell_options(model: RecurrentLM, reader: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind and the options of the cells, which are the same in all layers.
 
     Raises:
-        UserError: the model is not one that a published checkpoint can describe.
+        UserError: `reader` has no such cells.
     """
     config = model.config
     kind = config.mixer["kind"]
     if kind not in CELLS:
         raise UserError(f"{reader} has no {kind} cells: give a model of {' or '.join(CELLS)} cells")
     options = MIXERS.complete(config.mixer)
-    for name, value, supported in (
-        ("block", config.block, "residual"),
-        ("position.kind", config.position["kind"], "none"),
-        ("head_bias", config.head_bias, False),
-        ("d_embedding", config.d_embedding, None),
-        ("norm_eps", config.norm_eps, eps),
-        ("mixer.norm_eps", options.get("norm_eps", eps), eps),
-    ):
-        if value != supported:
-            raise UserError(
-                f"{reader} supports only {name} = {supported!r}, and this model has {value!r}: "
-                "convert it to ours"
-            )
     options["dt_limit"] = options.get("dt_limit") or (0.0, math.inf)
     options["dt_rank"] = options.get("dt_rank") or _default_rank(config.d_model)
     return kind, options
+
+
+def refuse_losses(config: RecurrentConfig, read: RecurrentConfig) -> None:
+    """Raise a UserError for an option that is lost when a model is written.
+
+    Args:
+        config: of the model.
+        read: of what was written.
+    """
+    options = MIXERS.complete(config.mixer)
+    kept = {name: value for name, value in options.items() if name not in OF_NEW_MODELS}
+    whole = _configuration(asdict(config), config.mixer["kind"], kept, "the model")
+    for name, value in asdict(whole).items():
+        if (supported := getattr(read, name)) != value:
+            raise UserError(
+                f"this layout supports only {name} = {supported!r}, and this model has {value!r}: "
+                "convert it to ours"
+            )
