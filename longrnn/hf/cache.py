@@ -85,12 +85,22 @@ class UncutCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def keep_cache(cache: Any, calls: Sequence[WindowCall] | None = None) -> tuple[LayerCache, ...]:
+def keep_cache(
+    cache: Any,
+    calls: Sequence[WindowCall] | None = None,
+    *,
+    keys: str = "keys",
+    dtype: torch.dtype | None = None,
+    cells: Mapping[int, PyTree] | None = None,
+) -> tuple[LayerCache, ...]:
     """Returns the tensors of each layer of a cache.
 
     Args:
         cache: after a call.
-        calls: of each layer under an `attention_window`; None without.
+        calls: of each layer, which say what the state holds; None for all keys.
+        keys: name of the field for the keys.
+        dtype: of keys and values in the state; None for that of the call.
+        cells: states of cells of longrnn, by the number of their layer.
 
     Raises:
         ValueError: there is no cache, or it is of an unknown kind; the message says why.
@@ -102,14 +112,21 @@ def keep_cache(cache: Any, calls: Sequence[WindowCall] | None = None) -> tuple[L
         cache = cache.self_attention_cache
     if type(cache) not in (DynamicCache, UncutCache):
         raise ValueError(f"its cache is a {type(cache).__name__}")
-    for layer in cache.layers:
+    entries_of_cache: list[Any] = cache.layers
+    layers = []
+    for number, layer in enumerate(entries_of_cache):
         if type(layer) not in CONVERTED_LAYERS:
             raise ValueError(f"its cache has a {type(layer).__name__}")
-    name = "keys" if calls is None else "unrotated"
-    pairs = zip(cache.layers, calls or [None] * len(cache.layers), strict=True)
-    return tuple(
-        LayerCache(**kept_keys(layer, call, name), **_recurrent(layer)) for layer, call in pairs
-    )
+        fields: dict[str, Any] = {} if cells is None else {"cell": cells.get(number, ())}
+        for field, name in RECURRENT.items():
+            states = getattr(layer, name, {}).values()
+            fields[field] = tuple(() if state is None else state for state in states)
+        if getattr(layer, "keys", None) is not None:
+            for field, entries in ((keys, layer.keys), ("values", layer.values)):
+                kept = entries if calls is None else calls[number].keep(entries)
+                fields[field] = History(released(kept.to(dtype or kept.dtype)))
+        layers.append(LayerCache(**fields))
+    return tuple(layers)
 
 
 def fill_cache(
@@ -133,7 +150,12 @@ def fill_cache(
     cache.layers += [cache_utils.DynamicLayer() for _ in layers[len(cache.layers) :]]
     entries: list[Any] = cache.layers
     for number, (layer, kept) in enumerate(zip(entries, layers, strict=True)):
-        _restore_recurrent(layer, kept)
+        for field, name in RECURRENT.items():
+            for index, state in enumerate(getattr(kept, field)):
+                if isinstance(state, Tensor):
+                    layer.lazy_initialization(**{name: state, "state_idx": index})
+                    getattr(layer, name)[index].copy_(state)
+                    layer.has_previous_state[index] = True
         sliding = getattr(layer, "sliding_window", None)
         window = AttentionWindow(sliding) if windows is None else windows[number]
         if sliding is not None:
@@ -152,44 +174,7 @@ def fill_cache(
         layer.keys, layer.values = keys[..., -needed:, :], values[..., -needed:, :]
 
 
-def _recurrent(layer: Any) -> dict[str, Any]:
-    """Returns the fields of a `LayerCache` that are not keys or values."""
-    return {
-        field: tuple(() if state is None else state for state in getattr(layer, name, {}).values())
-        for field, name in RECURRENT.items()
-    }
-
-
-def kept_keys(
-    layer: Any, call: WindowCall | None, name: str, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    """Returns the fields of a `LayerCache` for keys and values; none without attention.
-
-    Args:
-        layer: of a cache after a call.
-        call: says which of them the state holds; None for all.
-        name: of the field for the keys.
-        dtype: of them in the state; None for that of the call.
-    """
-    if getattr(layer, "keys", None) is None:
-        return {}
-    fields = {}
-    for field, entries in ((name, layer.keys), ("values", layer.values)):
-        kept = entries if call is None else call.keep(entries)
-        fields[field] = History(released(kept.to(dtype or kept.dtype)))
-    return fields
-
-
 def released(entries: Tensor) -> Tensor:
     """Returns entries, copied if they are part of a longer tensor, so that its memory is freed."""
     is_part = entries.untyped_storage().nbytes() > entries.nbytes
     return entries.clone() if is_part else entries
-
-
-def _restore_recurrent(layer: Any, kept: LayerCache) -> None:
-    for field, name in RECURRENT.items():
-        for i, tensor in enumerate(getattr(kept, field)):
-            if isinstance(tensor, Tensor):
-                layer.lazy_initialization(**{name: tensor, "state_idx": i})
-                getattr(layer, name)[i].copy_(tensor)
-                layer.has_previous_state[i] = True

@@ -277,7 +277,8 @@ class ForeignLM(LanguageModel):
                 fill_cache(cache, state.layers, position, self.attention.windows)
             with call.reading():
                 output = self.run(tokens, torch.zeros_like(tokens), cache, keep)
-            return output.logits, LMState(call.after, keep_cache(cache, call.calls))
+            layers = keep_cache(cache, call.calls, keys="unrotated")
+            return output.logits, LMState(call.after, layers)
         cache = None
         if position:
             cache = DynamicCache(config=self.model.config)

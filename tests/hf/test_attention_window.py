@@ -254,7 +254,6 @@ def test_a_window_out_of_range_is_refused(window: int, sinks: int) -> None:
         ("falcon", "its own masks"),
         ("gptj", "embed_positions"),
         ("llama4_text", "chunks"),
-        ("mamba", "no attention"),
         ("xlstm", "no attention"),
     ],
 )

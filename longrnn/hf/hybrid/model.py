@@ -28,7 +28,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from longrnn.cells import Cell
 from longrnn.hf.attention_window import AttentionWindow, WindowCall, added_mask, window_calls
-from longrnn.hf.cache import LayerCache, UncutCache, fill_cache, kept_keys
+from longrnn.hf.cache import UncutCache, fill_cache, keep_cache
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
@@ -197,11 +197,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
             observe += output.hidden_states
         # Under autocast, keys and values are computed in a narrower dtype than that of the state.
         name, dtype = "keys" if attention is None else "unrotated", self.model.dtype
-        layers = [
-            LayerCache(cell=call.states.get(number, ()), **kept_keys(layer, reading, name, dtype))
-            for number, (layer, reading) in enumerate(zip(cache.layers, calls, strict=True))
-        ]
-        return output[0] * self._logit_scale, LMState(after, tuple(layers))
+        layers = keep_cache(cache, calls, keys=name, dtype=dtype, cells=call.states)
+        return output[0] * self._logit_scale, LMState(after, layers)
 
     def _masks(self, calls: Sequence[WindowCall]) -> dict[str, Tensor | None]:
         """Return the masks of a call, by the names that transformers has for kinds of layers.
