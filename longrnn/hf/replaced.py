@@ -74,16 +74,20 @@ def _silence(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
 
 
 @torch.no_grad()
-def restorations(model: Any, tokens: Tensor, window: AttentionWindow) -> list[float]:
+def restorations(
+    model: Any, tokens: Tensor, targets: Tensor, weights: Tensor, window: AttentionWindow
+) -> list[float]:
     """How much full attention in each single layer lowers the loss, when all others have a window.
 
     Args:
         model: a `ForeignLM`.
-        tokens: `(b, t)`, each row a text.
+        tokens: `(b, t)`.
+        targets: `(b, t)`, −100 where there is none.
+        weights: `(b, t)`, of the losses in their sum.
         window: of the other layers.
 
     Returns:
-        By layer, in nats per token.
+        By layer, in nats.
     """
 
     def loss(restored: int | None) -> float:
@@ -92,8 +96,8 @@ def restorations(model: Any, tokens: Tensor, window: AttentionWindow) -> list[fl
         windowed.attention.windows = [
             AttentionWindow() if number == restored else each for number, each in windows
         ]
-        logits = windowed(tokens[:, :-1]).logits
-        return float(F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()))
+        logits = windowed(tokens).logits.float()
+        return float((weights * F.cross_entropy(logits.mT, targets, reduction="none")).sum())
 
     base = loss(None)
     return [base - loss(number) for number in range(len(model.model.model.layers))]

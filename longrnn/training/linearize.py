@@ -43,6 +43,7 @@ from longrnn.processes import on_main
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distillation import BASE_KEY
 from longrnn.training.distributed import build_accelerator
+from longrnn.training.objective import token_weights
 from longrnn.training.train import train
 
 BUNDLED = "linearize"
@@ -283,13 +284,15 @@ def replaced(
         UserError: it has fewer layers, or see `with_replaced`.
     """
     rows = TASKS.build(dict(task), load_tokenizer(base.checkpoint().tokenizer))
-    tokens = rows.sample(MEASURED_ROWS, length=base.length).tokens
-    gains = restorations(open_hugging_face(transformer), tokens, base.window)
+    batch = rows.sample(MEASURED_ROWS, length=base.length)
+    weights = token_weights(batch, torch.float32)
+    model = open_hugging_face(transformer)
+    gains = restorations(model, batch.tokens, batch.targets, weights, base.window)
     if count > len(gains):
         raise UserError(f"{base.name} has {len(gains)} layers: give --replace at most that")
     order = sorted(range(len(gains)), key=gains.__getitem__)
     if not quiet:
-        say("nats per token that full attention gives a layer beside windows, the least first:")
+        say("nats per token by which full attention in one layer lowers the loss, the least first:")
         say(*(f"    layer {number}: {gains[number]:.4f}" for number in order))
     whole = with_replaced(transformer, sorted(order[:count]), **half_lives)
     setattr(whole.config, REPLACED_KEY, count)

@@ -15,9 +15,10 @@ from longrnn import load
 from longrnn.checkpoints.adapters import add_adapters
 from longrnn.data.batch import Batch, row_starts
 from longrnn.errors import UserError
+from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.memory import with_memory
-from longrnn.hf.replaced import with_replaced
+from longrnn.hf.replaced import restorations, with_replaced
 from longrnn.training.distillation import AttentionDifference, Teacher
 from longrnn.training.linearize import linearize
 from tests.contracts.builders import assert_near
@@ -201,6 +202,32 @@ def test_a_model_with_no_layer_replaced_is_the_transformer(name: str) -> None:
     with torch.no_grad():
         found = with_replaced(base, [], shortest=4, longest=32)(input_ids=text).logits
         assert_near(found, base(input_ids=text).logits, 1e-6)
+
+
+def test_what_full_attention_gives_a_layer() -> None:
+    """The loss with windows in all layers less that with windows in the others, by masks."""
+    base, whole = transformer(), batch(tokens(2, 13))
+    weights: Any = whole.weights
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    mask = torch.zeros(12, 12).masked_fill((distance < 0) | (distance >= WINDOW), -1e30)
+
+    def windowed(layer: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": mask[None, None]}
+
+    def loss(restored: int | None) -> torch.Tensor:
+        layers = [each for n, each in enumerate(base.model.layers) if n != restored]
+        hooks = [e.self_attn.register_forward_pre_hook(windowed, with_kwargs=True) for e in layers]
+        with torch.no_grad():
+            logits = base(input_ids=whole.tokens).logits
+        for hook in hooks:
+            hook.remove()
+        return (weights * F.cross_entropy(logits.mT, whole.targets, reduction="none")).sum()
+
+    model, window = open_hugging_face(base), AttentionWindow(WINDOW, 0)
+    found = restorations(model, whole.tokens, whole.targets, weights, window)
+    expected = [float(loss(None) - loss(number)) for number in range(2)]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, expected)) > 1e-3
 
 
 def test_attention_is_replaced(tmp_path: Path) -> None:
