@@ -5,8 +5,9 @@ lacks of it, and not the style of the text.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -149,28 +150,22 @@ class WithoutMemories:
 
     @contextmanager
     def without_additions(self) -> Iterator[list[Tensor]]:
-        """A context in which each memory returns 0, and each adapter too; yields the inputs of the
-        memories that ran."""
+        """A context in which each memory returns 0 uncomputed, and each adapter returns 0; yields
+        the inputs of the memories that were called."""
         adapted: list[Any] = [part for part in self.student.modules() if hasattr(part, "lora_A")]
         inputs: list[Tensor] = []
 
-        def silence(layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            inputs.append(kwargs["hidden_states"])
-            return torch.zeros_like(output)
+        def silent(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            inputs.append(hidden_states)
+            return torch.zeros_like(hidden_states)
 
-        handles = [
-            cell.layer.register_forward_hook(silence, with_kwargs=True)
-            for cell in self.student.cells
-        ]
-        for part in adapted:
-            part.scale_layer(0)
-        try:
-            yield inputs
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for cell in self.student.cells:
+                stack.enter_context(patch.object(cell.layer, "forward", silent))
             for part in adapted:
-                part.unscale_layer()
+                part.scale_layer(0)
+                stack.callback(part.unscale_layer)
+            yield inputs
 
 
 class Transformer:
