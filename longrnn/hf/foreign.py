@@ -1,8 +1,7 @@
 """`ForeignLM`: any causal Hugging Face language model as a `LanguageModel` with an explicit state.
 
 Notable choices:
-- A state holds the tensors of the model's cache, and every call builds a new cache from them, so
-  that a state stays valid after it was used.
+- A state holds the tensors of the model's cache, and every call builds a new cache from them.
 - Rows that have read different numbers of tokens go through the model one length at a time. This
   needs no padding, masks or made-up positions, and so is exact for every architecture.
 - When a model is opened, `longrnn.hf.probe` checks that pieces and forks give what one call without
@@ -31,8 +30,7 @@ from longrnn.ops.rows import Rows
 from longrnn.programs import reason_of
 from longrnn.state import LMState, PyTree
 
-# Names under which models take a cache and return it.
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("past_key_values", "cache_params")  # names under which models take and return one
 # The key of a configuration under which longrnn records the mitigation of training.
 MITIGATION_KEY = "longrnn_mitigation"
 # Keys of a configuration that do not affect what a model computes.
@@ -105,10 +103,7 @@ class ForeignLM(LanguageModel):
 
     @property
     def like(self) -> PyTree:  # pyright: ignore
-        """The state's layers for one row without its batch axis, on the meta device.
-
-        They have the dtype of the weights, which `to` and others of nn.Module change.
-        """
+        """See `LanguageModel`; in the dtype of the weights, which `to` and others change."""
         if self._like[0] != self.model.dtype:
             with without_autocast(self.model.get_input_embeddings().weight):
                 self._like = self.model.dtype, self._state_like()
@@ -142,9 +137,8 @@ class ForeignLM(LanguageModel):
     def with_attention_window(self, window: int, sinks: int = 0) -> Self:
         """Return a model whose attention reads the first `sinks` and the last `window` tokens only.
 
-        The current token counts. A layer that the architecture gives a smaller window keeps it. No
-        distance of tokens is above that of window and sinks, so that there is no `max_length`. The
-        two models share their weights, and not their states.
+        The current token counts. A layer with a smaller window keeps it. There is no `max_length`,
+        because no distance of tokens is above that of window and sinks.
 
         Raises:
             UserError: a size that is not valid for this model, or a model whose attention cannot
@@ -193,11 +187,12 @@ class ForeignLM(LanguageModel):
         """Process tokens; see `LanguageModel`.
 
         Raises:
-            UserError: ids outside the vocabulary, a state of another model or batch size, more
-                tokens than `max_length`, or, without an `attention_window`, padded or packed rows.
+            UserError: unknown ids, a state of another model or batch size, too many tokens, or,
+                without an `attention_window`, padded or packed rows.
         """
         starts_anew = rows is not None and rows.has_starts and self.start is not None
-        if rows is not None and (starts_anew or not self._reads_rows):
+        reads_rows = self.attention is not None and self.attention.reads_rows
+        if rows is not None and (starts_anew or not reads_rows):
             raise UserError(
                 f"this {self.kind} is run through transformers, where padding and packed documents "
                 "would enter its cache: give rows of one document and of one length"
@@ -207,8 +202,6 @@ class ForeignLM(LanguageModel):
         states.check(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
-        if not tokens.numel():
-            return LMOutput(self._no_logits(len(tokens)), state)
         if rows is not None:
             moved, first = rows.arrange(tokens), rows.first_kept(keep)
             part = rows.slice(0, moved.shape[1])
@@ -216,11 +209,10 @@ class ForeignLM(LanguageModel):
             return LMOutput(rows.restore(logits, keep), after)
         positions = state.position.tolist()
         refuse_long(self, max(positions) + time)
-
         groups: dict[int, list[int]] = {}
         for row, position in enumerate(positions):
             groups.setdefault(position, []).append(row)
-        if len(groups) == 1 or self._reads_rows:
+        if len(groups) == 1 or reads_rows:
             return self.read(tokens, state, keep)
         outputs = [
             self.read(tokens[rows], states.take(state, rows), keep) for rows in groups.values()
@@ -230,27 +222,23 @@ class ForeignLM(LanguageModel):
         after = states.take(states.join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
 
-    @property
-    def _reads_rows(self) -> bool:
-        """Whether rows of different lengths, padded and packed rows go through it in one call."""
-        attention = self.attention
-        return attention is not None and not (attention.is_stateful or attention.counts_keys)
-
     def read(self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None) -> LMOutput:
         """Process rows in pieces; see `forward`."""
-        kept = [] if keep else [self._no_logits(len(tokens))]
-        start, time = 0, tokens.shape[1]
+        kept, start, time = [], 0, tokens.shape[1]
         while start < time:
-            width, position = self.call_length(len(tokens)), int(state.position.max())
+            width = self.call_length(len(tokens))
             if self.attention is not None and self.attention.counts_keys:
-                width = max(1, self.attention.window.reach - position)
-            piece = tokens[:, start : start + width]
-            part = None if rows is None else rows.slice(start, start + piece.shape[1])
-            wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
-            logits, state = self.call(piece, state, max(1, wanted), part)
-            start += piece.shape[1]
+                width = max(1, self.attention.window.reach - int(state.position.max()))
+            stop = min(time, start + width)
+            part = None if rows is None else rows.slice(start, stop)
+            wanted = max(0, stop - max(start, time - keep))
+            logits, state = self.call(tokens[:, start:stop], state, max(1, wanted), part)
             if wanted:
                 kept.append(logits[:, -wanted:])
+            start = stop
+        if not kept:
+            weight = self.model.get_input_embeddings().weight
+            kept = [weight.new_zeros(len(tokens), 0, self.vocab_size)]
         return LMOutput(torch.cat(kept, 1) if len(kept) > 1 else kept[0], state)
 
     def call(
@@ -261,11 +249,8 @@ class ForeignLM(LanguageModel):
         Args:
             tokens: `(b, t)`, t >= 1.
             state: of rows that have read as many tokens, unless there is an `attention_window`.
-            keep: at least 1.
+            keep: at least 1; logits of at least the last `keep` tokens are returned.
             rows: where documents and padding begin; None for rows of one document.
-
-        Returns:
-            Logits of at least the last `keep` tokens, and the state after all tokens.
 
         Raises:
             ValueError: the model returned no cache, or a cache of an unknown kind.
@@ -304,10 +289,6 @@ class ForeignLM(LanguageModel):
     def calling(self, cache: UncutCache) -> AbstractContextManager[Any]:
         """Return a context for `run` from an empty cache."""
         return nullcontext()
-
-    def _no_logits(self, batch_size: int) -> Tensor:
-        weight = self.model.get_input_embeddings().weight
-        return weight.new_zeros(batch_size, 0, self.vocab_size)
 
     def weights_fingerprint(self, *, rounded: bool = False) -> str:
         """See `LanguageModel`."""

@@ -78,7 +78,8 @@ class WindowedAttention:
         layers: by module of the model.
         counts_keys: whether positions are those of keys in the cache, so that a token can follow
             only when the cache is cut, and layers attend as in transformers.
-        is_stateful: whether there are layers of other kinds, whose states transformers computes.
+        reads_rows: whether rows of different lengths, padded and packed rows go through one call:
+            not if layers count keys, or transformers computes recurrent states.
 
     Raises:
         UserError: a model whose attention cannot be limited.
@@ -109,7 +110,8 @@ class WindowedAttention:
             raise no_window(model, f"each layer of attention has a window below {window.size}")
         kinds = cache_utils.LinearAttentionCacheLayerMixin
         caches = model.new_cache().layers
-        self.is_stateful = not model.cells and any(isinstance(each, kinds) for each in caches)
+        is_stateful = not model.cells and any(isinstance(each, kinds) for each in caches)
+        self.reads_rows = not (is_stateful or self.counts_keys)
 
     def call(self, before: Tensor, time: int, rows: Rows | None) -> WindowedCall:
         """Return what computes the attention of one call; see `WindowCall`."""
