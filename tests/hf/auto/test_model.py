@@ -248,18 +248,6 @@ def test_a_model_without_recurrent_layers_has_its_own_class_in_transformers() ->
         LongRNNForCausalLM.of(open_hugging_face(architecture("llama")))
 
 
-def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:
-    plain = build_model("mamba2", dtype=torch.float32).eval()
-    tokens = random_tokens(2, 9)
-    model: Any = LongRNNForCausalLM.of(plain)
-    assert torch.equal(model(tokens).logits, plain(tokens).logits)
-    assert model.get_input_embeddings() is plain.embedding
-    mitigated = plain.under(mitigation("sliding_window(window=3)"))
-    wrapped = LongRNNForCausalLM.of(mitigated)
-    torch.testing.assert_close(wrapped(tokens).logits, mitigated(tokens).logits)
-    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
     tied: bool, tmp_path: Path

@@ -32,25 +32,15 @@ KINDS = {
 DEFAULT = ("falcon_h1", "minimax", "xlstm")
 
 
-def some(*chosen: str) -> list[Any]:
-    """All kinds, of which all but the chosen ones are slow."""
-    return [
-        kind if kind in chosen else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
-    ]
-
-
-def hybrid(kind: str, folder: Path) -> tuple[Path, Path]:
-    """The folder of a tiny hybrid, and a text."""
-    theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
-    text = folder / "book.txt"
-    text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
-    return with_bytes(theirs, folder / "hybrid"), text
-
-
-@pytest.mark.parametrize("kind", some(*DEFAULT))
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
 def test_commands(kind: str, tmp_path: Path) -> None:
     """Info, calibration, diagnosis, perplexity, passkey and generation run on a hybrid."""
-    folder, text = hybrid(kind, tmp_path)
+    theirs = architecture(kind, vocab_size=256, max_position_embeddings=2048)
+    folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
+    text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
     assert f" × {KINDS[kind]}" in run("info", folder)
     calibrated, common = tmp_path / "norm.yaml", ["--text", text]
     run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
@@ -65,16 +55,3 @@ def test_commands(kind: str, tmp_path: Path) -> None:
     run("eval", "passkey", f"{folder}+forget_more", "--lengths", 256, "--n", 1,
         "--depths", 1, "--output", tmp_path / "passkey")  # fmt: skip
     run("generate", f"{folder}+forget_more", "--prompt", "The grass", "--max-new-tokens", 3)
-
-
-@pytest.mark.parametrize("kind", some("xlstm"))
-def test_comparison_and_harness(kind: str, tmp_path: Path) -> None:
-    """A hybrid is compared with itself under a mitigation, and evaluated by lm-eval."""
-    folder, text = hybrid(kind, tmp_path)
-    suite = tmp_path / "suite.yaml"
-    suite.write_text(f"evaluations: [{{kind: perplexity, texts: [{text}], lengths: [128]}}]")
-    run("compare", folder, f"{folder}+forget_more", "--suite", suite,
-        "--output", tmp_path / "compare")  # fmt: skip
-    assert "longrnn_passkey" in run(
-        "eval", "harness", folder, "--tasks", "longrnn_passkey", "--limit", 1
-    )

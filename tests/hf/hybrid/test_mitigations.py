@@ -20,7 +20,7 @@ def hybrid(kind: str) -> HybridLM:
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
-@pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", ["falcon_h1", "jamba", "kimi_linear", "olmo_hybrid", "zamba"])
 def test_mitigated_pieces_and_forks_equal_one_call(kind: str, name: str) -> None:
     """Every mitigation is exact at every split, for rows of different lengths and from forks."""
     model, chosen = hybrid(kind), mitigation(mitigation_spec(name))
