@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -27,10 +28,11 @@ MEMORIES_KEY = "longrnn_memories"
 _call: ContextVar["HybridCall | None"] = ContextVar("call", default=None)
 
 
+@dataclass
 class HybridCall:
     """One call of a hybrid.
 
-    Args:
+    Attributes:
         cache: for the layers of attention.
         states: of the cells, by their layer's number in the model; empty before the first token.
         edits: of the cells, likewise.
@@ -38,16 +40,11 @@ class HybridCall:
         attention: computes the attention of the call; None for transformers alone.
     """
 
-    def __init__(
-        self,
-        cache: UncutCache,
-        states: dict[int, PyTree],
-        edits: Mapping[int, Edit | None],
-        rows: Rows | None,
-        attention: WindowedCall | None,
-    ) -> None:
-        self.cache, self.states, self.edits, self.rows = cache, states, edits, rows
-        self.attention = attention
+    cache: UncutCache
+    states: dict[int, PyTree]
+    edits: Mapping[int, Edit | None]
+    rows: Rows | None
+    attention: WindowedCall | None
 
     @contextmanager
     def running(self) -> Iterator[Self]:
