@@ -10,7 +10,7 @@ from longrnn.errors import UserError
 # Rotary scalings under which the rotation of a token depends on the length of the text.
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
 # What each scaling needs beside `type`, and what else it takes.
-NUMBERS: dict[str, tuple[set[str], set[str]]] = {
+SCALING_NUMBERS: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
     "longrope": ({"long_factor"}, {"factor", "attention_factor"}),
@@ -39,13 +39,13 @@ def scale_rope(config: Any, options: Mapping[str, Any]) -> None:
     own, length = rotary.get("rope_type"), getattr(config, "max_position_embeddings", None)
     if kind == own == "longrope":
         given = {k: v for k, v in rotary.items() if k in ("long_factor", "factor")} | given
-    needed, further = NUMBERS.get(kind, (set(), set()))
+    needed, further = SCALING_NUMBERS.get(kind, (set(), set()))
     written = ", ".join(f"{name}={value}" for name, value in options.items())
     reason = None
     if kind == "dynamic":
         reason = "its rotations depend on the length of a call, and pieces would differ from it"
-    elif kind not in NUMBERS:
-        reason = f"the type is one of {', '.join(NUMBERS)}"
+    elif kind not in SCALING_NUMBERS:
+        reason = f"the type is one of {', '.join(SCALING_NUMBERS)}"
     elif not needed <= {*given} <= needed | further:
         reason = f"{kind} needs {', '.join(sorted(needed))}"
     elif own not in ("default", kind) or (own == kind != "longrope") or not length:
