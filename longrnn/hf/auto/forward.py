@@ -23,12 +23,8 @@ OF_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 OF_GENERATE = {"tokenizer"}  # for stop strings, which `generate` hands on
 # Arguments of other models, and what to do instead.
 INSTEAD = {
-    "output_attentions": "leave it out, as there are none",
-    "cache_params": "give the cache as past_key_values",
-    "output_router_logits": "leave it out, as the loss of routers is not computed "
-    "(router_aux_loss_coef=0 for TRL)",
-    "cache_position": "leave it out, as the state knows its position",
-    "token_type_ids": "leave it out (return_token_type_ids=False in the tokenizer)",
+    "cache_params": "give past_key_values",
+    "output_router_logits": "give router_aux_loss_coef=0 to TRL",
 }
 
 
@@ -170,7 +166,7 @@ def check_arguments(given: Mapping[str, Any], position_ids: Tensor | None) -> No
     for name in sorted(asked - PACKING - OF_LOSS - OF_GENERATE):
         parameters = {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"}
         remedy = INSTEAD.get(name) or nearest(name, PACKING | OF_LOSS | parameters)
-        raise UserError(f"{name} is not an argument of a recurrent model: {remedy}")
+        raise UserError(f"{name} is not an argument of a recurrent model: leave it out ({remedy})")
     if position_ids is None and (names := sorted(asked & PACKING)):
         raise UserError(
             f"{' and '.join(names)} cannot be followed without position_ids: give position_ids, "
