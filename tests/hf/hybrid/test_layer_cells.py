@@ -45,28 +45,6 @@ def inputs(cell: Cell, time: int = TIME, rows: int = 2) -> Tensor:
     return torch.randn(rows, time, cell.d_input, generator=generator(5), dtype=torch.float64)
 
 
-def of_transformers(kind: str, layer: Any, x: Tensor) -> Tensor:
-    """What the layer itself computes without a cache."""
-    arguments: dict[str, dict[str, Any]] = {
-        "minimax": {"position_embeddings": None, "attention_mask": None},
-        "recurrent_gemma": {
-            "position_ids": torch.arange(x.shape[1])[None],
-            "attention_mask": None,
-            "use_cache": False,
-        },
-        "xlstm": {},
-    }
-    return layer(x, **arguments[kind])[0]
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_the_definition_is_the_layer_of_transformers(kind: str) -> None:
-    layer, cell = layer_and_cell(kind)
-    x = inputs(cell)
-    y, _ = run_layer(kind, layer, Definition([], 0, cell.n_heads), x, cell.init_state(2))
-    assert_near(y, of_transformers(kind, layer, x).double(), 1e-5)
-
-
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_a_mitigated_cell_is_its_definition(kind: str, name: str) -> None:
     """Outputs, states and gradients at random splits are those of one token after another."""
