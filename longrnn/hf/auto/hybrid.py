@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin
 
@@ -12,7 +13,9 @@ from longrnn.errors import UserError
 from longrnn.hf.auto.forward import RecurrentForward
 from longrnn.hf.auto.generation import RecurrentGeneration
 from longrnn.hf.foreign import MITIGATION_KEY
+from longrnn.hf.foreign_load import quietly
 from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.programs import reason_of
 
 
 class HybridForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):  # pyright: ignore
@@ -55,17 +58,35 @@ class HybridForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """See `nn.Module`.
+        """See `nn.Module`; the weights may also have the names and shapes of a checkpoint.
+
+        The Trainer of Hugging Face reads them so from its checkpoints.
 
         Raises:
-            UserError: weights by the names of a checkpoint, where those of the model differ.
+            UserError: such weights are incomplete, as those of one shard are.
         """
-        for name in sorted(state_dict.keys() - self.state_dict().keys()):
-            raise UserError(
-                f"{name} is not the name of a weight of this {self.config.model_type} in memory: "
-                "open the folder of the checkpoint with from_pretrained"
-            )
+        if not state_dict.keys() <= self.state_dict().keys():
+            state_dict = self._converted(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def _converted(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Weights of this model, from those of a whole checkpoint."""
+        inner: Any = self.language_model.model
+        options = {"config": inner.config, "state_dict": dict(weights), "output_loading_info": True}
+        # In a wide dtype, from which each weight is rounded once.
+        options["dtype"] = torch.promote_types(self.dtype, torch.float32)
+        try:
+            with quietly():
+                read, report = type(inner).from_pretrained(None, **options)
+            for name in sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+                raise ValueError(name)
+            return read.state_dict()
+        except (RuntimeError, ValueError) as error:  # RuntimeError: experts in several files
+            raise UserError(
+                f"these weights are not a whole checkpoint of this {inner.config.model_type} "
+                f"({reason_of(error)}): give all weights of its files at once, or open its folder "
+                "with from_pretrained"
+            ) from error
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Writes a checkpoint of the model's own architecture, which records the mitigation."""
