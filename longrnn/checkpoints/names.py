@@ -99,7 +99,7 @@ class CheckpointName(NamedTuple):
         for part in parts:
             if part in DTYPE_NAMES:
                 if named.dtype is not None:
-                    raise UserError(f"{part} is a second dtype of {self.checkpoint}: give one")
+                    raise UserError(f"{part!r} is a second dtype of {self.checkpoint}: give one")
                 named = named._replace(dtype=DTYPE_NAMES[part])
             elif part in BOS_NAMES:
                 named = named._replace(bos=BOS_NAMES[part])
