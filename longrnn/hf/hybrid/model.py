@@ -176,7 +176,12 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         last = int(positions.max())
         refuse_long(self, last + 1)
         attention = self.attention and self.attention.call(before, time, rows)
-        calls = window_calls(self.windows, before, time, rows)
+        # While no window is full, rows that have read as many tokens keep all keys, and have the
+        # masks of transformers.
+        is_even = rows is None and bool((before == before[0]).all())
+        calls = None if attention is None else attention.calls
+        if calls is None and not (is_even and all(last < w.reach for w in self.windows)):
+            calls = window_calls(self.windows, before, time, rows)
         cache, cells = self.new_cache(), dict[int, PyTree]()
         if state.layers:
             fill_cache(cache, state.layers, int(before.max()), self.windows)
@@ -184,10 +189,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         given: dict[str, Any] = {}
         if observe is not None:
             given["output_hidden_states"] = True
-        # Rows that have read as many tokens have the masks of transformers, up to the window.
-        is_even = rows is None and bool((before == before[0]).all())
-        reads_all = is_even and all(last <= window.reach for window in self.windows)
-        if attention is None and self._attends and not reads_all:
+        if attention is None and self._attends and calls is not None:
             given["attention_mask"] = self._masks(calls)
         places = positions if attention is None else torch.zeros_like(positions)
         with self.calling(cache, cells, rows, attention) as call:
