@@ -17,24 +17,12 @@ PROBED_ROWS, TIME = 2, 12
 SPLIT = (7, 1, 1, 3)
 
 
-class ExpertChoices(TorchFunctionMode):
-    """Records which experts the tokens of one call go to, and makes pieces of it choose the same.
+class FirstExperts(TorchFunctionMode):
+    """Makes every token go to the first experts, whatever their scores are.
 
-    Rounding differs between the two, and where two experts have nearly equal scores it would decide
-    which of them computes a token. Routers choose by `torch.topk` over scores `(b * t, …, experts)`
-    or `(b, t, …, experts)`.
+    Rounding differs between pieces and one call, and where two experts have nearly equal scores it
+    would decide which of them computes a token. Routers choose by `topk` over their last dimension.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded: list[Tensor] = []
-        self.piece: slice | None = None
-        self.remaining = iter(self.recorded)
-
-    def replay(self, start: int, stop: int) -> ExpertChoices:
-        """Return this mode for a call with the tokens from `start` up to `stop` of each row."""
-        self.piece, self.remaining = slice(start, stop), iter(self.recorded)
-        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,17 +30,11 @@ class ExpertChoices(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        if self.piece is None:
-            self.recorded.append(result.indices)
-            return result
-        whole = next(self.remaining, result.indices)
         scores = args[0] if args else kwargs["input"]
-        if whole.numel() % (PROBED_ROWS * TIME) or scores.shape[:-1] != result.indices.shape[:-1]:
-            return result  # not a choice for each token
-        indices = whole.reshape(PROBED_ROWS, TIME, -1)[:, self.piece]
-        if indices.numel() != result.indices.numel():
+        if scores.shape[:-1] != result.indices.shape[:-1]:
             return result
-        indices = indices.reshape(result.indices.shape)
+        first = torch.arange(result.indices.shape[-1], device=scores.device)
+        indices = first.expand_as(result.indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))  # pyright: ignore
 
 
@@ -73,18 +55,15 @@ def probe(model: Any) -> str | None:
         PROBED_ROWS, TIME
     )
     tokens = tokens % model.vocab_size
-    choices = ExpertChoices()
     try:
-        with choices:
+        with FirstExperts():
             whole = model.model(input_ids=tokens, use_cache=False).logits
-        state, pieces, start = model.init_state(PROBED_ROWS), [], 0
-        for piece in tokens.split(SPLIT, dim=1):
-            with choices.replay(start, start + piece.shape[1]):
+            state, pieces = model.init_state(PROBED_ROWS), []
+            for piece in tokens.split(SPLIT, dim=1):
                 logits, state = model(piece, state)
-            pieces.append(logits)
-            start += piece.shape[1]
-            # Reads another text in between, which would overwrite any state outside of the cache.
-            model(tokens.flip(0, 1)[:, :4], keep=1)
+                pieces.append(logits)
+                # Reads another text, which would overwrite any state outside of the cache.
+                model(tokens.flip(0, 1)[:, :4], keep=1)
     except Exception as error:  # of `keep_cache`, or of a model that does not support the call
         return reason_of(error)
     refuse_nonfinite(whole, model, tokens)
@@ -98,7 +77,7 @@ def probe(model: Any) -> str | None:
     if not is_narrow:
         return reason
     # Rounding may be the cause, which a call in float32 shows. It differs by chance.
-    with choices.replay(0, TIME):
+    with FirstExperts():
         exact = copy.deepcopy(model.model).float()(input_ids=tokens, use_cache=False).logits
     error, of_whole = _difference(found, exact), _difference(whole, exact)
     if error <= max(limit, 1.5 * of_whole):
