@@ -277,20 +277,19 @@ def _candidates(model: Any, width: int) -> Iterator[Rotation]:
             continue
         dimensions = torch.arange(2 * pairs, device=buffer.device)
         halves = dimensions.view(2, pairs).T
-        for pairing in (halves, dimensions.view(pairs, 2)):
+        for pairing in (halves, halves.flip(1), dimensions.view(pairs, 2)):
             for first in {0, width - 2 * pairs}:
-                for direction in (1.0, -1.0):
-                    yield _of_pairs(buffer.double(), pairing + first, width, direction)
+                yield _of_pairs(buffer.double(), pairing + first, width)
 
 
-def _of_pairs(frequencies: Tensor, pairs: Tensor, width: int, direction: float) -> Rotation:
+def _of_pairs(frequencies: Tensor, pairs: Tensor, width: int) -> Rotation:
     """The rotation of pairs of dimensions `(n, 2)`."""
     left, right = pairs.T
     frequency = frequencies.new_zeros(width)
     partner, sign = torch.arange(width, device=pairs.device), torch.zeros_like(frequency)
     frequency[left] = frequency[right] = frequencies
     partner[left], partner[right] = right, left
-    sign[left], sign[right] = -direction, direction
+    sign[left], sign[right] = -1, 1
     half = width // 2
     is_rolled = torch.equal(partner, torch.arange(width, device=partner.device).roll(half))
     return Rotation(frequency, partner, sign, half if is_rolled else None)

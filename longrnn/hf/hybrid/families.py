@@ -80,18 +80,12 @@ class SharedZamba(SharedMamba):
     wide_weights = ("A_log", "D", "dt_proj_bias")
     bias_weight, dt_weight = "layer.dt_proj_bias", "layer.dt_proj_weight"
     dt_proj_bias = of_layer("dt_proj_bias")
+    A_log = property(lambda cell: cell.layer.A_log.flatten(0, 1))
+    D = property(lambda cell: cell.layer.D.flatten())
 
     def __init__(self, theirs: Any, family: Any) -> None:
         super().__init__(theirs, family)
         self.n_groups = theirs.n_mamba_heads
-
-    @property
-    def A_log(self) -> Tensor:  # noqa: N802
-        return self.layer.A_log.flatten(0, 1)
-
-    @property
-    def D(self) -> Tensor:  # noqa: N802
-        return self.layer.D.flatten()
 
     @property
     def step_weights(self) -> dict[str, Part]:
