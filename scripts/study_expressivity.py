@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--start-steps", type=int, default=2000, help="on short sequences")
     parser.add_argument("--steps", type=int, default=1000, help="on long sequences")
     parser.add_argument("--document-steps", type=int, default=200, help="of gradients")
+    parser.add_argument("--document-rate", type=float, help="of gradients (default: as before)")
     parser.add_argument("--rows", type=int, default=32, help="per step")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, help="tested (default: 256; recall: as in training)")
@@ -189,7 +190,7 @@ def gradients(args: Namespace) -> None:
                 "init_from": str(start),
                 "initial_state.kind": "carry",
                 "seed": seed,
-                "learning_rate": rate,
+                "learning_rate": args.document_rate or rate,
                 "max_steps": args.document_steps,
                 "length.max": SEGMENT,
                 "save_steps": args.document_steps,
@@ -197,7 +198,7 @@ def gradients(args: Namespace) -> None:
             for way, (more_rows, segments) in ways.items():
                 further["per_device_train_batch_size"] = args.rows * more_rows
                 further["segments_per_step"] = segments
-                folder = start.parent / way.replace(" ", "-")
+                folder = start.parent / f"{way}-rate{further['learning_rate']:g}".replace(" ", "-")
                 found[way].append(accuracies(studies.train({}, folder, further), task, lengths))
         for at, length in enumerate(lengths):
             shares = {way: [values[at] for values in seeds] for way, seeds in found.items()}
