@@ -36,7 +36,6 @@ class Family(NamedTuple):
         project: computes what the cell's own `in_proj` would, from a layer and its input; None for
             the layer's own `in_proj`.
         steps: names of the weights that make steps and gates; none where the cell's own names hold.
-        returns_state: whether a layer returns its output and a state.
         logit_scale: returns the number that the logits are multiplied by, from a configuration.
         soft_cap: name of the option that limits them.
         window: name of the option that gives layers of full attention a window; None for none.
@@ -46,7 +45,6 @@ class Family(NamedTuple):
     cell: type[Any]
     project: Callable[[Any, Tensor], Tensor] | None = None
     steps: tuple[str, ...] = ()
-    returns_state: bool = False
     logit_scale: Callable[[Any], float] = lambda config: 1.0
     soft_cap: str | None = None
     window: str | None = None
@@ -254,18 +252,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "jamba": Family("JambaMambaMixer", SharedJamba),
     "kimi_linear": Family("KimiLinearDeltaAttention", SharedKDA, _KIMI, _DECAYS),
-    "minimax": Family(
-        "MiniMaxLightningAttention", LightningAttention, returns_state=True, window="sliding_window"
-    ),
+    "minimax": Family("MiniMaxLightningAttention", LightningAttention, window="sliding_window"),
     "nemotron_h": Family("NemotronHMamba2Mixer", SharedMamba2),
     "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", SharedOlmoHybrid, _OLMO, _OLMO_STEPS),
     "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5, _B_AND_A),
     "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", SharedGatedDeltaNet, _QWEN3_5, _B_AND_A),
     "qwen3_next": Family("Qwen3NextGatedDeltaNet", SharedGatedDeltaNet, _by_key_head, _BA),
-    "recurrent_gemma": Family(
-        "RecurrentGemmaRecurrentBlock", RGLRU, returns_state=True, soft_cap="logits_soft_cap"
-    ),
-    "xlstm": Family("xLSTMLayer", MLSTM, returns_state=True, soft_cap="output_logit_soft_cap"),
+    "recurrent_gemma": Family("RecurrentGemmaRecurrentBlock", RGLRU, soft_cap="logits_soft_cap"),
+    "xlstm": Family("xLSTMLayer", MLSTM, soft_cap="output_logit_soft_cap"),
     "zamba": Family("ZambaMambaMixer", SharedZamba, _by_channel),
     "zamba2": Family("Zamba2MambaMixer", SharedMamba2),
 }

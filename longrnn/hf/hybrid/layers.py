@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longrnn.cells import Cell, Edit
 from longrnn.hf.cache import UncutCache
 from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.hybrid.shared_cell import LayerCell
 from longrnn.hf.windowed import WindowedCall
 from longrnn.ops.rows import Rows
 from longrnn.state import PyTree
@@ -66,12 +67,10 @@ class HybridForward:
         layer: the layer of transformers.
         index: its number in the model, embeddings not counted.
         cell: our cell on its weights; None for a layer whose output is 0.
-        returns_state: whether the layer returns its output and a state, which is None here.
     """
 
-    def __init__(self, layer: Any, index: int, cell: Cell | None, returns_state: bool) -> None:
+    def __init__(self, layer: Any, index: int, cell: Cell | None) -> None:
         self.layer, self.index, self.cell = layer, index, cell
-        self.returns_state = returns_state
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -84,7 +83,7 @@ class HybridForward:
             states[self.index] = self.cell.init_state(len(hidden_states), edit)
         # The state is replaced and never changed in place, so that no copy is needed.
         y, states[self.index] = self.cell(hidden_states, states[self.index], edit, call.rows)
-        return (y, None) if self.returns_state else y
+        return (y, None) if isinstance(self.cell, LayerCell) else y
 
 
 class RecomputedForward:

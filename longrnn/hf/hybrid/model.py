@@ -81,7 +81,7 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
                 self.layer_numbers.append(number)
             else:
                 layer.requires_grad_(False)
-            layer.forward = HybridForward(layer, number, cell, family.returns_state)
+            layer.forward = HybridForward(layer, number, cell)
         entries = DynamicCache(config=model.config).layers
         # The window that the architecture gives each layer of attention, and all of them.
         self._sliding = [getattr(entry, "sliding_window", None) for entry in entries]

@@ -62,6 +62,8 @@ class SharedCell(ScanningCell):
 class LayerCell(ScanningCell):
     """A scanning cell whose weights are those of a Hugging Face layer; nothing is copied.
 
+    The layer returns its output and a state.
+
     Args:
         layer: the layer.
         width: of its input and output.
