@@ -1,5 +1,6 @@
 """Loading by name or folder: saved models come back bit for bit, damaged ones are refused."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -25,7 +26,6 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import LanguageModel, RecurrentLM
-from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import architecture, causal, with_bytes
 
@@ -45,10 +45,12 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", sorted(MIXERS))
 def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) -> None:
-    """Logits, configuration, fingerprint and the tied head are the same after loading."""
-    for block in ("residual", "plain"):
-        model = build_model(kind, block=block, dtype=torch.float32, tie_embeddings=tie).eval()
+    """Logits, configuration, fingerprint, tables of positions and the tied head."""
+    for block, position in itertools.product(("residual", "plain"), ("learned", "random")):
+        parts = {"block": block, "dtype": torch.float32, "tie_embeddings": tie}
+        model = build_model(kind, position, **parts).eval()
         save_model(model, tmp_path / block)
+        torch.manual_seed(99)  # tables are not drawn again
         again = load(tmp_path / block)
         assert isinstance(again, RecurrentLM)
         assert torch.equal(logits(again), logits(model))
@@ -67,15 +69,6 @@ def test_a_loaded_model_does_not_change_with_its_file(saved: Path) -> None:
     with open(path, "r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert torch.equal(logits(model), before)
-
-
-@pytest.mark.parametrize("kind", sorted(POSITIONS))
-def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
-    """Position tables are loaded from the checkpoint, not drawn again."""
-    model = build_model("lstm", kind, dtype=torch.float32, seed=4).eval()
-    save_model(model, tmp_path)
-    torch.manual_seed(99)
-    assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
 def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:

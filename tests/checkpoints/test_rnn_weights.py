@@ -200,12 +200,6 @@ REFUSED: dict[str, tuple[Arrays, dict[str, Any], list[object]]] = {
     "gates of another cell": (LSTM, {"gates": ["i", "f"]}, ["'i', 'f'", "'o'"]),
     "gates that are not stated": (LSTM, {"transposed": True}, ["gates", "'o'"]),
     "an unknown name": (LSTM, {"heads": "decoder.weight"}, ["heads", "head"]),
-    "a head of another width": (
-        LSTM | {"decoder.weight": torch.zeros(VOCAB, WIDTH + 1).double()},
-        {},
-        ["head.weight", WIDTH + 1, WIDTH],
-    ),
-    "a short bias": (LSTM | {"rnn.bias_ih_l0": torch.zeros(3).double()}, {}, ["model.pt"]),
     "more rows of the state": (
         LSTM | {"rnn.weight_hh_l0": torch.zeros(5 * WIDTH, WIDTH).double()},
         {"mixer": {"kind": "lstm"}},
