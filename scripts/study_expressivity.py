@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import studies
+import torch
+from torch import Tensor
 
 from longrnn import TASKS, load
 from longrnn.data.batch import Batch, Task, row_starts
@@ -69,35 +71,49 @@ CLAIMS = {
 }
 LENGTHS = {"tracking": (8, 40, [256]), "recall": (24, 48, []), "gradients": (8, 40, [256, 1024])}
 TESTED, SOLVED = 512, 0.95
-# Tokens of a segment, and segments of a document, of `gradients`.
-SEGMENT, SEGMENTS = 32, 8
+# Tokens of a segment, segments of a document, and sequences to test, of `gradients`.
+SEGMENT, SEGMENTS, LONG_TESTED = 32, 8, 128
 NOT_SEEN = "not seen at this size"
 
 
 @TASKS.register("documents")
 class Documents(Task):
-    """Documents of another task, one after another, of which a batch has one segment.
+    """Documents of another task, one after another, of which a batch has one segment of each row.
 
     Args:
         tokenizer: ignored.
         of: the other task.
         segments: of a document.
+        staggered: whether equally many rows begin a document in every batch, by shorter first ones.
     """
 
     carries = True
 
-    def __init__(self, tokenizer: object = None, *, of: dict[str, Any], segments: int) -> None:
+    def __init__(
+        self, tokenizer: object = None, *, of: dict[str, Any], segments: int, staggered: bool
+    ) -> None:
         self.task, self.segments = TASKS.build(of), segments
+        self.shares = segments if staggered else 1
         self.vocab_size = self.task.vocab_size
 
     def batch(self, index: int, rows: range, *, length: int, **how: Any) -> Batch:
-        document, place = divmod(index, self.segments)
         how |= {"length": length * self.segments, "carried": False}
+        parts = [self._segment(index, share, rows, length, how) for share in range(self.shares)]
+        tokens, targets, starts = (torch.cat(each) for each in zip(*parts, strict=True))
+        return Batch(tokens, targets, starts)
+
+    def _segment(
+        self, index: int, share: int, rows: range, length: int, how: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, targets and starts of each row whose number has a remainder."""
+        document, place = divmod(index + share, self.segments)
+        place -= 0 if document else share
         whole = self.task.batch(document, rows, **how)
         tokens, targets = (
-            each[:, place * length : (place + 1) * length] for each in (whole.tokens, whole.targets)
+            each[share :: self.shares, place * length : (place + 1) * length]
+            for each in (whole.tokens, whole.targets)
         )
-        return Batch(tokens, targets, row_starts(tokens, place == 0))
+        return tokens, targets, row_starts(tokens, place == 0)
 
 
 class Outcome(NamedTuple):
@@ -168,10 +184,12 @@ def learned(
     return studies.train({}, folder / "long", last | {"init_from": str(base)})
 
 
-def accuracies(folder: Path, task: dict[str, Any], lengths: list[int]) -> list[float]:
-    """Tests a run by the share of right tokens, at lengths."""
+def accuracies(
+    folder: Path, task: dict[str, Any], lengths: list[int], count: int = TESTED
+) -> list[float]:
+    """Tests a run by the share of right tokens of some sequences, at lengths."""
     model = load(folder)
-    held_out = [TASKS.build(task).held_out(TESTED, length=length) for length in lengths]
+    held_out = [TASKS.build(task).held_out(count, length=length) for length in lengths]
     shares = [studies.right(model, batch.tokens, batch.targets) for batch in held_out]
     return [float(share.double().mean()) for share in shares]
 
@@ -184,7 +202,7 @@ def gradients(args: Namespace) -> None:
         found: dict[str, list[list[float]]] = {"start": [], **{way: [] for way in ways}}
         for seed in range(args.seeds):
             start = learned(args, f"{name}-{cell}", task, CELLS[cell], rate, seed)
-            found["start"].append(accuracies(start, task, lengths))
+            found["start"].append(accuracies(start, task, lengths, LONG_TESTED))
             further = {
                 "task": {"kind": "documents", "of": task, "segments": SEGMENTS},
                 "init_from": str(start),
@@ -198,8 +216,10 @@ def gradients(args: Namespace) -> None:
             for way, (more_rows, segments) in ways.items():
                 further["per_device_train_batch_size"] = args.rows * more_rows
                 further["segments_per_step"] = segments
+                further["task.staggered"] = segments == 1
                 folder = start.parent / f"{way}-rate{further['learning_rate']:g}".replace(" ", "-")
-                found[way].append(accuracies(studies.train({}, folder, further), task, lengths))
+                run = studies.train({}, folder, further)
+                found[way].append(accuracies(run, task, lengths, LONG_TESTED))
         for at, length in enumerate(lengths):
             shares = {way: [values[at] for values in seeds] for way, seeds in found.items()}
             gain = studies.differences(shares["the document"], shares["one segment"])
