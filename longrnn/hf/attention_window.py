@@ -116,13 +116,15 @@ class WindowCall:
         self, window: AttentionWindow, before: Tensor, time: int, rows: Rows | None
     ) -> None:
         self.window, self._rows, self._before = window, rows, before
-        self._rotation_tables = cache(Rotation.tables)
-        self._mask_to_add = cache(added_mask)
+        # A call may be kept for later calls, which need gradients.
+        self._rotation_tables = cache(torch.inference_mode(False)(Rotation.tables))
+        self._mask_to_add = cache(torch.inference_mode(False)(added_mask))
         self._stored = window.kept(int(before.max()))
         self._positions, self.after = positions_of(before, time, rows)
         self._is_even = rows is None and len(before) == 1
 
     @cached_property
+    @torch.inference_mode(False)
     def read(self) -> KeysRead:
         """Which keys the tokens read."""
         window, positions = self.window, self._positions
@@ -235,6 +237,7 @@ class WindowCall:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _even_call(window: AttentionWindow, before: int, time: int, device: torch.device) -> WindowCall:
     """The call of rows that have all read as many tokens, which is the same beyond the reach."""
     return WindowCall(window, torch.tensor([before], device=device), time, None)

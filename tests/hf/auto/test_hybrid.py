@@ -129,12 +129,6 @@ def test_the_trainer_goes_on_from_the_weights_of_its_checkpoint(base: Path, tmp_
         model.load_state_dict(stored, strict=False)
 
 
-@pytest.mark.parametrize("base", ["qwen3_next"], indirect=True)
-def test_the_loss_of_routers_is_refused(base: Path) -> None:
-    with pytest.raises(UserError, match="router_aux_loss_coef"):
-        LongRNNForCausalLM.from_pretrained(base)(TEXT, output_router_logits=True)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

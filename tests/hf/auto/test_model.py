@@ -176,6 +176,7 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx.*position_ids"),
         ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask"),
         ({"cache_params": 1}, "past_key_values"),
+        ({"output_router_logits": True}, "router_aux_loss_coef"),
         ({"cache_position": torch.arange(3)}, "leave it out"),
         ({"token_type_ids": torch.zeros(1, 3)}, "leave it out"),
         ({"labels": torch.zeros(1, 3).long(), "logits_to_keep": 1}, "logits_to_keep"),
