@@ -207,7 +207,7 @@ def base_folder(checkpoint: str) -> Path:
     """
     folder = resolve(checkpoint)
     while is_adapter(folder):
-        folder = resolve(base_of(folder))
+        folder = resolve(split_spec(base_of(folder))[0])
     return folder
 
 

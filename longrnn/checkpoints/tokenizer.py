@@ -8,16 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from longrnn.checkpoints.folder import read_config
-from longrnn.checkpoints.names import (
-    GGUF,
-    CheckpointName,
-    base_of,
-    embedded,
-    is_adapter,
-    is_hub_name,
-    resolve,
-    split_spec,
-)
+from longrnn.checkpoints.names import GGUF, CheckpointName, base_folder, embedded, split_spec
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
@@ -49,13 +40,9 @@ def load_tokenizer(
     parsed = CheckpointName.parse(str(name_or_path))
     name, named_bos = parsed.checkpoint, parsed.bos
     add_bos_token = named_bos if add_bos_token is None else add_bos_token
-    path = embedded().get(name, Path(name))
-    if name != "bytes" and not os.path.exists(path):
-        if not is_hub_name(name):
-            raise UserError(MISSING.format(name))
-        path = resolve(name)
-    if is_adapter(path):
-        return load_tokenizer(base_of(path), add_bos_token=add_bos_token)
+    path = Path(name)
+    if name != "bytes" and not os.path.isfile(path):
+        path = base_folder(name)
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         name = config.get("tokenizer", "bytes")
