@@ -8,7 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 from longrnn.checkpoints.folder import read_config
-from longrnn.checkpoints.names import GGUF, CheckpointName, base_folder, embedded, split_spec
+from longrnn.checkpoints.names import (
+    GGUF,
+    CheckpointName,
+    base_of,
+    embedded,
+    is_adapter,
+    resolve,
+    split_spec,
+)
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line
@@ -42,7 +50,9 @@ def load_tokenizer(
     add_bos_token = named_bos if add_bos_token is None else add_bos_token
     path = Path(name)
     if name != "bytes" and not os.path.isfile(path):
-        path = base_folder(name)
+        path = resolve(name)
+    if is_adapter(path):
+        return load_tokenizer(base_of(path), add_bos_token=add_bos_token)
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         name = config.get("tokenizer", "bytes")
