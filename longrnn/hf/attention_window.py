@@ -24,9 +24,8 @@ from torch.nn import functional as F
 
 from longrnn.ops.rows import MORE_THAN_ANY_DOCUMENT, Rows, positions_of
 
-# Tokens of one call of a model, over all rows, and of one row under a window at least: longer calls
-# compute scores that no window reaches, and shorter ones have products of few rows, which are slow.
-CALL_TOKENS, LEAST_WINDOWED = 1024, 256
+# Fewer tokens are not read apart from others: products of few rows are slow.
+LEAST_BLOCK = 128
 
 
 class AttentionWindow(NamedTuple):
@@ -51,10 +50,6 @@ class AttentionWindow(NamedTuple):
     def kept(self, position: int) -> int:
         """How many keys stay after `position` tokens."""
         return min(position, self.reach)
-
-    def call_length(self, batch_size: int) -> int:
-        """How many tokens of each row go through a model in one call."""
-        return max(16, min(CALL_TOKENS // batch_size, max(LEAST_WINDOWED, self.reach // 2)))
 
 
 class Rotation(NamedTuple):
@@ -100,6 +95,20 @@ class KeysRead(NamedTuple):
     positions: Tensor
     sinks: Tensor | None = None
     sink_positions: Tensor | None = None
+
+
+class QueryBlock(NamedTuple):
+    """Tokens of a call whose attention is computed together.
+
+    Attributes:
+        tokens: which.
+        keys: `(k,)` int64, those that they can read, far sinks first.
+        mask: `(b or 1, 1, t, k)` bool, which of these keys each token reads.
+    """
+
+    tokens: slice
+    keys: Tensor
+    mask: Tensor
 
 
 class WindowCall:
@@ -184,11 +193,8 @@ class WindowCall:
             if self._positions.shape[1] > 1:
                 time = query.shape[2]
                 rotated = rotation.apply(query, cos[..., -time:, :], sin[..., -time:, :])
-        mask = self.read.mask
-        if mask is not None:  # a layer may compute the last tokens only
-            mask = self._mask_to_add(mask, query.dtype)[:, :, -query.shape[2] :]
         if self.read.sinks is None:
-            return attention(rotated, near, value, mask)
+            return self._in_blocks(rotated, near, value, attention)
         far = _gather(key, self.read.sinks)
         if rotation is not None:
             tables = self._rotation_tables(rotation, self.read.sink_positions, key.dtype)
@@ -202,8 +208,51 @@ class WindowCall:
         values = torch.cat([_gather(value, self.read.sinks), value], 2)
         # Of equal width, which the fast kernels of torch need.
         values = F.pad(values, (0, max(0, keys.shape[-1] - value.shape[-1])))
-        output = attention(queries, keys, values, mask)
+        output = self._in_blocks(queries, keys, values, attention)
         return output[..., : value.shape[-1]].contiguous()  # models view it
+
+    def _in_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor:
+        """`attend` for rotated tensors, with far sinks in front."""
+        mask = self.read.mask
+        if mask is None:
+            return attention(query, key, value, None)
+        if query.shape[2] < mask.shape[2]:  # of a layer that computes the last tokens only
+            added = self._mask_to_add(mask, query.dtype)
+            return attention(query, key, value, added[:, :, -query.shape[2] :])
+        outputs = [
+            attention(
+                query[:, :, block.tokens],
+                key.index_select(2, block.keys),
+                value.index_select(2, block.keys),
+                self._mask_to_add(block.mask, query.dtype),
+            )
+            for block in self._blocks
+        ]
+        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+    @cached_property
+    @torch.inference_mode(False)
+    def _blocks(self) -> list[QueryBlock]:
+        """Blocks of a size at which most keys that are read are those of the window."""
+        assert self.read.mask is not None
+        time, count = self.read.mask.shape[2:]
+        slots = torch.arange(count, device=self.read.mask.device)
+        # The number of a key in the state and the call; negative for a far sink.
+        number = slots - (count - self._stored - time)
+        size = min(max(LEAST_BLOCK, self.window.reach // 2), time)
+        blocks = []
+        for first in range(0, time, size):
+            tokens = slice(first, min(time, first + size))
+            is_near = number >= self._stored + first - self.window.reach
+            keys = slots[(number < 0) | (is_near & (number < self._stored + tokens.stop))]
+            blocks.append(QueryBlock(tokens, keys, self.read.mask[:, :, tokens, keys]))
+        return blocks
 
     def keep(self, entries: Tensor) -> Tensor:
         """Return the keys or values, `(b, h, k + t, d)`, that the state after the call holds."""

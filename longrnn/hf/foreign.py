@@ -30,6 +30,8 @@ from longrnn.ops.rows import Rows
 from longrnn.programs import reason_of
 from longrnn.state import LMState, PyTree
 
+# Tokens of one call of a model, over all rows.
+CALL_TOKENS = 1024
 CACHES = ("past_key_values", "cache_params")  # names under which models take and return one
 # The key of a configuration under which longrnn records the mitigation of training.
 MITIGATION_KEY = "longrnn_mitigation"
@@ -168,7 +170,7 @@ class ForeignLM(LanguageModel):
 
     def call_length(self, batch_size: int) -> int:
         """Return how many tokens of each row go through the model in one call."""
-        return (self.attention_window or AttentionWindow()).call_length(batch_size)
+        return max(16, CALL_TOKENS // batch_size)
 
     def own_windows(self) -> list[int | None]:
         """Return the window that the architecture gives each layer of a cache; None for none."""

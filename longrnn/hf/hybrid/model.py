@@ -12,8 +12,7 @@ Notable choices:
 - Attention reads the keys of the state by a mask: how many tokens before it a token reads follows
   from its position in its document and the window. So rows that have read different numbers of
   tokens, padded rows and packed documents go through the model in one call.
-- A call with gradients goes through the model as a whole, unless its attention has a window,
-  and any other call in pieces.
+- A call with gradients goes through the model as a whole, any other call in pieces.
 """
 
 import copy
@@ -151,10 +150,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         return "+".join(filter(None, [named, super().spec])) or None
 
     def segment_width(self, batch_size: int, time: int) -> int:
-        """See `TrainableLM`; with gradients, rows are not cut to save memory."""
-        if not torch.is_grad_enabled():
-            return self.call_length(batch_size)
-        return max(1, time) if self.attention is None else self.call_length(1)
+        """See `TrainableLM`: a call with gradients goes through the model as a whole."""
+        return max(1, time) if torch.is_grad_enabled() else self.call_length(batch_size)
 
     def call(
         self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None
