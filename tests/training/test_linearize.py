@@ -293,11 +293,11 @@ def test_adapters_beside_the_memories(tmp_path: Path) -> None:
 def test_a_budget_is_turned_into_steps(tmp_path: Path) -> None:
     """Two stages have the steps that fit; a run that was stopped continues with its own."""
     few = ("save_steps=1000", "logging_steps=1", "validation=null")
-    made = run(tmp_path, *few, budget=0.1)
+    made = run(tmp_path, *few, budget=0.04)
     stages = [Path(made.trained).parent / name for name in ("attention", "teacher")]
     counts = [max(row["step"] for row in metrics(stage)) for stage in stages]
-    assert made.minutes > 0.05
-    assert counts[0] > 3  # of some hundred, if nothing else runs
+    assert made.minutes > 0.02
+    assert counts[0] > 1  # of some fifty, if nothing else runs
     shutil.rmtree(stages[1])
     for path in [*stages[0].glob("model*"), stages[0] / "config.json"]:
         path.unlink()
