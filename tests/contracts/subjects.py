@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from longrnn.ops import cpu
 from longrnn.ops.scan import definition as scan
 from longrnn.ops.scan import limit, window
 from longrnn.positions import POSITIONS
-from longrnn.state import LMState, PyTree, leaves
+from longrnn.state import LMState, PyTree, leaves, tree_map
 from tests.contracts.builders import (
     BLOCK_KINDS,
     DEFINED,
@@ -226,6 +227,13 @@ def outcome_of(
     inputs = {**real_leaves(start, "state."), **parameters(model)}
     found = {"logits": logits, "position": after.position, **final}
     return found | gradients((logits, list(final.values())), inputs)
+
+
+def in_float64(model: LanguageModel, state: LMState) -> tuple[LanguageModel, LMState]:
+    """A copy of a model in float64, and of a state of it."""
+    double = deepcopy(model).double()
+    zero = double.init_state(len(state.position))
+    return double, tree_map(lambda leaf, like: leaf.to(like.dtype), state, zero)
 
 
 def outcome(

@@ -6,7 +6,6 @@ padding before, between and inside them.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from itertools import pairwise, product
 
 import pytest
@@ -35,6 +34,7 @@ from tests.contracts.subjects import (
     every_subject,
     every_subject_in_a_dtype,
     functional,
+    in_float64,
     outcome,
     outcome_of,
     random_masks,
@@ -119,9 +119,7 @@ def test_random_rows(subject: Subject) -> None:
         found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
         expected, exact = one_by_one(model, tokens, state, masks), None
         if dtype == torch.float32:
-            double = deepcopy(model).double()
-            zero = double.init_state(batch)
-            wide = states.tree_map(lambda leaf, like: leaf.to(like.dtype), state, zero)
+            double, wide = in_float64(model, state)
             exact = one_by_one(double, tokens, wide, masks)
         assert_same(found, expected, dtype, exact=exact)
 
