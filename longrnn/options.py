@@ -62,7 +62,8 @@ def _ranges(value: Any) -> Any:
     numbers: list[Any] = []
     for part in listed(value):
         match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(part))
-        numbers += range(int(match[1]), int(match[2]) + 1) if match else [part]
+        named = range(int(match[1]), int(match[2]) + 1) if match else ()
+        numbers += named or [part]  # a number, or what is not valid
     return numbers
 
 

@@ -43,7 +43,7 @@ def test_lists_keep_their_order_without_repeats() -> None:
 def test_ranges_of_layers() -> None:
     assert validated(Layers, "4-6,20,5", "layers") == [4, 5, 6, 20]
     for text in ("", "6-4", "a-b", "-1", "1-", "1.5"):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=f"not '{text}'"):
             validated(Layers, text, "layers")
 
 
