@@ -3,9 +3,10 @@
     python scripts/study_char_lm.py data/tinyshakespeare.txt
 
 A vanilla RNN is trained on the head of a text by truncated back-propagation through windows of 16,
-32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
-window. `mlp-8`, a perceptron that sees the last 8 characters, is the baseline without recurrence.
-All have about the same number of parameters, the same steps and the same characters per step.
+32 and 64 characters, also from orthogonal weights; a GRU, an LSTM and a Mamba-2 through 64. All
+carry their state from window to window. `mlp-8`, a perceptron that sees the last 8 characters, is
+the baseline without recurrence. All have about the same number of parameters, the same steps and
+the same characters per step.
 Perplexity is measured on the held-out tail; `longrnn diagnose gradients` of the runs shows why.
 Finished runs are skipped.
 """
@@ -26,7 +27,9 @@ from longrnn import RecurrentConfig, RecurrentLM, load
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 
+# Cell, window, and how its weights begin.
 SETTINGS = ("rnn-16", "rnn-32", "rnn-64", "gru-64", "lstm-64", "mamba2-64", "mlp-8")
+SETTINGS += ("rnn-16-orthogonal", "rnn-32-orthogonal", "rnn-64-orthogonal")
 STEP_TOKENS, WINDOW, RATE = 2048, 1024, 2e-3
 # A benefit of longer windows below this many nats (2 % of perplexity) is none.
 BENEFIT = 0.02
@@ -47,7 +50,8 @@ def main() -> None:
     sizes, found = {}, {}
     for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
         for setting in args.setting:
-            kind, _, window = setting.partition("-")
+            kind, _, how = setting.partition("-")
+            window, _, init = how.partition("-")
             if kind == "mlp":
                 width = fitting(wanted, lambda d: size(Perceptron(d)))
                 sizes[setting] = size(Perceptron(width))
@@ -55,6 +59,7 @@ def main() -> None:
             else:
                 width = fitting(wanted, lambda d, kind=kind: parameters(model_of(kind, d)))
                 config = {"model": model_of(kind, width), "task": task}
+                config["model"]["mixer"]["init"] = init or "default"
                 sizes[setting] = parameters(config["model"])
                 settings = run_settings(int(window), seed, args.steps)
                 folder = studies.train(config, args.output / f"{setting}-seed{seed}", settings)
