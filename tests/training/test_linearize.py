@@ -323,29 +323,33 @@ def test_more_than_the_transformer_has_is_refused(
     assert not (tmp_path / "out/start").exists()
 
 
+MEMORY = {"layers": [1], "keys": 1, "lora": 2}
+
+
 @pytest.mark.parametrize(
-    "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+    ("options", "flags"),
+    [
+        (MEMORY, CPU2),
+        pytest.param(MEMORY, FSDP2, marks=pytest.mark.slow),
+        pytest.param({"replace": 1}, CPU2, marks=pytest.mark.slow),
+        pytest.param({"replace": 1}, FSDP2, marks=pytest.mark.slow),
+    ],
+    ids=["memory-ddp", "memory-fsdp2", "replace-ddp", "replace-fsdp2"],
 )
-def test_two_processes_train_like_one(flags: tuple[str, ...], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"length": 192, "layers": [1], "keys": 1, "lora": 2}
-    made = run(tmp_path / "one", "per_device_train_batch_size=2", **options)
-    base, output = tmp_path / "one/base", tmp_path / "two"
+def test_two_processes_train_like_one(
+    options: dict[str, Any], flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    made = run(tmp_path / "one", "per_device_train_batch_size=2", length=192, **options)
     words = ["--window", WINDOW, "--sinks", SINKS, "--length", 192, "--no-evaluate", *QUICK]
-    words += ["--layers", "1", "--keys", 1, "--lora", 2]
-    texts = [word for path in TEXTS for word in ("--text", path)]
-    done = launched(
-        "linearize",
-        base,
-        *texts,
-        "--output",
-        output,
-        *map(str, words),
-        "per_device_train_batch_size=1",
-        flags=flags,
-    )
+    words += [word for path in TEXTS for word in ("--text", path)]
+    for name, value in options.items():
+        words += [f"--{name}", value[0] if isinstance(value, list) else value]
+    words += ["--output", tmp_path / "two", "per_device_train_batch_size=1"]
+    done = launched("linearize", tmp_path / "one/base", *map(str, words), flags=flags)
     assert done.returncode == 0, done.stderr
     text = tokens(2, 30)
-    assert_near(load(output / "teacher")(text).logits, load(made.trained)(text).logits, 1e-4)
+    trained = load(tmp_path / "two/teacher")
+    assert_near(trained(text).logits, load(made.trained)(text).logits, 1e-4)
 
 
 def test_training_in_bfloat16_and_with_recomputation(tmp_path: Path) -> None:
