@@ -80,7 +80,9 @@ def write_suite(
             what = {"texts": [str(folder / TEXT)], "lengths": fitting, "windows": MOST_WINDOWS}
             evaluations.append({"kind": "perplexity", **what})
     least = math.inf if isinstance(task, Instruct) else Passkey(tokenizer).least_length()
-    prompts = [n for n in lengths[:: 2 if len(lengths) > 2 else 1] if n >= least]
+    prompts = [n for n in lengths if n >= least]
+    if len(prompts) > 2:  # every second, with the longest
+        prompts = prompts[(len(prompts) - 1) % 2 :: 2]
     if prompts:
         evaluations.append({"kind": "passkey", "lengths": prompts, "n": PROMPTS})
     if not evaluations:
@@ -107,8 +109,10 @@ def without_failed_passkeys(
         if isinstance(evaluation, PasskeyRetrieval) and len(evaluations) > 1:
             shortest = evaluation.options.lengths[0]
             spec = {"kind": evaluation.kind, "lengths": [shortest], "n": evaluation.options.n}
-            (outcome,) = run(models, [build_evaluation(spec)], folder)
-            answers = [result for results in outcome.results.values() for _, result in results]
+            asked, answers = build_evaluation(spec), []
+            if any(plan.items for plan in asked.plan(models)):
+                (outcome,) = run(models, [asked], folder)
+                answers = [result for results in outcome.results.values() for _, result in results]
             if not any(result["correct"] for result in answers):
                 logger.warning(
                     f"no passkey is recalled at {format_length(shortest)}: the evaluation leaves "

@@ -12,7 +12,7 @@ from longrnn.evaluation.before_after import held_out_text, without_failed_passke
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity
 from longrnn.text import ByteTokenizer
-from tests.evaluation.small_models import measure, small_model
+from tests.evaluation.small_models import SHORT, measure, small_model
 
 
 def shelf(folder: Path, sizes: dict[str, int]) -> list[str]:
@@ -58,6 +58,8 @@ def test_the_loss_is_measured_where_there_are_several_windows(
     assert "no passkey is recalled at 512" in caplog.text
     recalls = open_checkpoint("passkey-tiny")
     assert without_failed_passkeys([recalls], suite, tmp_path / "r") == suite
+    short = small_model("short", position=SHORT)  # reads 300 tokens
+    assert without_failed_passkeys([short], suite, tmp_path / "r") == [losses]
     task = Text(data=shelf(tmp_path, {"d": 20}))
     with pytest.raises(UserError, match="--validation"):
         write_suite(task, ByteTokenizer(), tmp_path / "short", length=128, longest=128)
