@@ -40,7 +40,7 @@ DRAWN = {command.split("TEXT")[0].split("RUN")[0]: command for command, _ in rev
 def test_a_command_prints_its_results_and_its_files(
     command: str, printed: list[str], cli: CLI, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file is named in the output.
+    """Every file is named in the output, and a dry run writes none.
 
     Where results are stored, the same command prints the same again, and measures nothing.
     """
@@ -49,6 +49,7 @@ def test_a_command_prints_its_results_and_its_files(
     assert (result.code, result.err) == (0, "")
     for piece in printed:
         assert piece.replace("LLAMA", "llama") in result.out
+    assert "--dry-run" not in words or not Path("run").exists()
     files = {Path(line) for line in result.out.splitlines() if line.startswith("results/")}
     for folder in {file.parent for file in files}:
         assert set(folder.iterdir()) - {folder / "rows.jsonl"} == files

@@ -60,9 +60,6 @@ def test_training_on_a_corpus(
 
     train = ["--quiet", "train", "c.yaml", "output_dir=other"]
     assert cli(*train, "--dry-run").err == ""
-    refused(cli, *train, "task.data=nowhere.txt", says=("nowhere.txt",))
-    refused(cli, *train, "task.files=[0.txt]", says=("files", "data"))
-    refused(cli, *train, "initial_state.kind=cary", says=("carry",))
     bpe = trained_bpe()
     bpe.save(tmp_path / "bpe")
     says = ("made with the tokenizer 'bytes'", "set tokenizer=bytes")

@@ -11,7 +11,7 @@ import torch
 from longrnn import load, load_tokenizer
 from longrnn.checkpoints.layouts import LAYOUTS
 from longrnn.evaluation import perplexity
-from tests.cli.conftest import CLI, refused
+from tests.cli.conftest import CLI
 from tests.hf.foreign import native
 from tests.texts import DATA, trained_bpe
 from tests.training.runs import last_checkpoint, metrics
@@ -79,6 +79,7 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     assert evaluated.keys() == {2, 4}
     assert evaluated[4] < evaluated[2]
     tuned = load("run")
+    assert {p.dtype for p in tuned.parameters()} == {torch.float32}
     assert tuned.fingerprint() == load(last_checkpoint(Path("run"))).fingerprint()
     report = Path("run/evaluation/report.html").read_text()
     assert "before" in report
@@ -124,15 +125,3 @@ def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     assert Path("run/evaluation/report.html").read_bytes() == report
     assert cli("train", "run/train.yaml", "output_dir=again").code == 0
     assert load("again").fingerprint() == load("run").fingerprint()
-
-
-def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
-    """Without data, or without anything to evaluate on, nothing is written."""
-    base = shelf / "base"
-    refused(cli, "finetune", base, says=("--data",))
-    refused(cli, "finetune", "--resume", "run", "--length", "8", says=("--length",))
-    command = ["finetune", base, "--data", DOCUMENTS, "--output", "run", *SMALL]
-    refused(cli, *command, "validation=null", says=("--no-evaluate",))
-    done = cli("--quiet", *command[:6], "max_steps=10", "--length", "32", "--dry-run")
-    assert (done.code, "eval_steps: 2" in done.out) == (0, True)
-    assert not Path("run").exists()

@@ -1,6 +1,6 @@
 """Bad input of every command: exit code 2, one sentence with the names in it, nothing written.
 
-The names in capitals are those of `tests.cli.conftest.Shelf`.
+The names in capitals are those of `tests.cli.conftest.shelf`.
 """
 
 import shlex
@@ -18,6 +18,7 @@ TEXTS = f"{TRAIN} eval_steps=1 'task={{kind: text, data: [book.txt, filler.txt]}
 STATES = "diagnose states TEXT --text book.txt --length 600 --train-length 64"
 GRADIENTS = "diagnose gradients RUN --length 8"
 CALIBRATE = "calibrate SHORT --text filler.txt --method"
+REPAIR = "repair collapse-tiny --length 1k --train-length 64 --output out"
 HARNESS = "eval harness passkey-tiny --tasks longrnn_passkey"
 SHORTHANDS = {
     name: value for name, value in [*globals().items()] if name.isupper() and isinstance(value, str)

@@ -17,7 +17,6 @@ from longrnn.errors import UserError
 from longrnn.mitigations.spec import parse
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, with_bytes
-from tests.refusals import naming
 
 CHOOSE, PROVE = (
     bundled("eval/data") / f"{name}_excerpt.txt" for name in ("tom_sawyer", "moby_dick")
@@ -236,22 +235,6 @@ def test_a_hybrid_leaves_as_its_own_architecture(
             assert_near(stock, expected, 1e-5)
 
 
-def test_what_cannot_be_repaired_is_refused(tmp_path: Path) -> None:
-    """Before anything is tried."""
-    (tmp_path / "short.txt").write_text("too short")
-    (tmp_path / "copy.txt").write_bytes(CHOOSE.read_bytes())
-    for change, words in (
-        ({"texts": [tmp_path / "short.txt", PROVE]}, ("tokens", "length")),
-        ({"texts": [CHOOSE, tmp_path / "short.txt"]}, ("tokens", "length")),
-        ({"length": 32}, ("32", "64")),
-        ({"texts": [CHOOSE, PROVE, CHOOSE]}, (CHOOSE.name, "last")),
-        ({"texts": [CHOOSE, tmp_path / "copy.txt"]}, ("copy.txt", "content")),
-        ({"texts": []}, ("text",)),
-    ):
-        with pytest.raises(UserError, match=naming(*words)):
-            how: dict[str, Any] = OPTIONS | change
-            longrnn.repair("collapse-tiny", output=tmp_path / "out", **how)
-    with pytest.raises(UserError, match="training length"):
-        folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
-        longrnn.repair(str(folder), output=tmp_path / "out", texts=[CHOOSE, PROVE], length=2048)
-    assert not (tmp_path / "out/tried.json").exists()
+def test_a_repair_without_a_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no text"):
+        longrnn.repair("collapse-tiny", [], tmp_path / "out")

@@ -253,8 +253,12 @@ def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path
     spec = f"state_norm(threshold=1, heads=collapsing, diagnosis={file})"
     (masks,) = holding(1, 2).under(mitigation(spec)).mitigated_heads
     assert [mask.nonzero().tolist() for mask in masks] == [[], [[2]]]
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="the diagnosis of another model"):
         holding(1, 1).under(mitigation(spec))
+    limited = holding(1, 2).under(mitigation("state_norm(threshold=1)"))
+    write_report(diagnose(limited, [text("a", 300)], 300, train_length=64, quiet=True), tmp_path)
+    with pytest.raises(UserError, match="the diagnosis of another model"):
+        holding(1, 2).under(mitigation(spec))
 
 
 @pytest.mark.pictures

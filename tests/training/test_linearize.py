@@ -307,22 +307,6 @@ def test_a_budget_is_turned_into_steps(tmp_path: Path) -> None:
     assert max(row["step"] for row in metrics(stages[1])) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"length": 512}, "256 tokens"),
-        ({"window": 300}, "256 tokens"),
-        ({"layers": [0, 9]}, "layers 0 to 1"),
-    ],
-)
-def test_more_than_the_transformer_has_is_refused(
-    options: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=reason):
-        run(tmp_path, **options)
-    assert not (tmp_path / "out/start").exists()
-
-
 MEMORY = {"layers": [1], "keys": 1, "lora": 2}
 
 

@@ -76,9 +76,6 @@ def test_parameters_by_pattern() -> None:
     fill(model, {"*.A_log": 3.0, "blocks.1.mixer.A_log": 4.0})
     assert named["blocks.0.mixer.A_log"].unique().tolist() == [3.0]
     assert named["blocks.1.mixer.A_log"].unique().tolist() == [4.0]
-    for key, value in (("learning_rate_scale", {"*.A_lag": 1}), ("learning_rate_scale", {"*": 0})):
-        with pytest.raises(UserError, match=naming(key)):
-            build_optimizer(model, configuration(**{key: value}))
 
 
 def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
@@ -141,9 +138,6 @@ def test_adapters(tmp_path: Path) -> None:
     train(tiny("streams", tmp_path / "other", max_steps=1, seed=1))
     with pytest.raises(UserError, match=naming("other")):
         train_run(None, f"init_from={tmp_path / 'other'}", "max_steps=11", resume=tmp_path / "run")
-    for peft, name in (({"targets": ["in_porj"]}, "in_proj"), ({"full": ["A_lag"]}, "A_log")):
-        with pytest.raises(UserError, match=naming(name)):
-            train(tiny("streams", tmp_path / "three", init_from=str(base), peft=peft))
 
 
 def test_text_needs_no_corpus_beforehand(tmp_path: Path) -> None:

@@ -47,11 +47,7 @@ def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
 
 
 @pytest.mark.slow
-def test_lengths_from_the_command_line(
-    cli: CLI,
-    checkpoint: Path,
-    tmp_path: Path,
-) -> None:
+def test_lengths_from_the_command_line(cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
     """Tasks that lm-eval cannot make, and lengths beyond the model, have reasons beside scores."""
     pytest.importorskip("wonderwords")
     tasks = "niah_single_1,ruler_vt,ruler_cwe"
@@ -72,9 +68,6 @@ def test_lengths_from_the_command_line(
     command[command.index(tasks)] = "ruler_cwe"
     enough = cli(*command, "--lengths", "3k", "--output", tmp_path / "enough")
     assert enough.code == 0, enough.err
-    refused = cli(*command, "--lengths", "1k", "--use_cache", "x")
-    assert refused.code == 2
-    assert "--use_cache cannot be combined with --lengths" in refused.err
 
 
 @pytest.mark.slow
