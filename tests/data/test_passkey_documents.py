@@ -114,17 +114,13 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
 def test_documents_grow_with_the_steps() -> None:
     """Documents grow from min_segments to max_segments over grow_steps."""
     task = build(max_segments=16, grow_steps=300)
-    streams = range(20)
-    early = [
-        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
-        for step in range(4)
-    ]
-    assert torch.stack(early).float().mean() > 0.9
-    late = [
-        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
-        for step in range(400, 440)
-    ]
-    assert torch.stack(late).float().mean() < 0.5
+    how: dict[str, Any] = {"of": N_STREAMS, "length": LENGTH, "seed": 0, "carried": True}
+    early, late = (
+        torch.stack([task.batch(step, range(20), **how).begins for step in steps]).float().mean()
+        for steps in (range(4), range(400, 440))
+    )
+    assert early > 0.9
+    assert late < 0.5
 
 
 def test_segments_of_filler_count_many_times() -> None:

@@ -98,27 +98,24 @@ def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
     """
     found = policy("fitted_noise", mixer, zero_share=0.0, momentum=0.75)
     batches = []
-    for seed, weight in ((0, 0.75), (1, 1.0)):
+    for seed in (0, 1):
         state = final(seed, mixer, rows=50)
         units = tree_map(_units, state.layers)
         moved = tree_map(lambda x, u, s=seed: (1 + u) * x + (u - 2) * (s + 1), state.layers, units)
         found.after(state._replace(layers=moved), 0)
-        batches.append((weight, moved))
+        batches.append(leaves(moved))
     drawn = found.before(batch(rows=2000), 2, 0)
     total = 0.25 * 0.75 + 0.25
-    for (name, leaf), (_, a), (_, b) in zip(
-        leaves(drawn.layers), leaves(batches[0][1]), leaves(batches[1][1]), strict=True
-    ):
+    states = zip(leaves(drawn.layers), batches[0], batches[1], strict=True)
+    for (name, leaf), (_, a), (_, b) in states:
         dims = (0, 2, 3) if leaf.ndim == 4 else tuple(range(leaf.ndim - 1))
-        mean = (0.25 * 0.75 * a.double().mean(dims) + 0.25 * b.double().mean(dims)) / total
-        square = 0.25 * 0.75 * a.double().square().mean(dims) + 0.25 * b.double().square().mean(
-            dims
-        )
+        leaf, a, b = leaf.double(), a.double(), b.double()
+        mean = (0.25 * 0.75 * a.mean(dims) + 0.25 * b.mean(dims)) / total
+        square = 0.25 * 0.75 * a.square().mean(dims) + 0.25 * b.square().mean(dims)
         deviation = (square / total - mean.square()).sqrt()
-        assert_near(
-            leaf.double().mean(dims), mean, 0.1, f"{name} mean", scale=deviation.max().item()
-        )
-        assert_near(leaf.double().std(dims), deviation, 0.1, f"{name} deviation")
+        largest = deviation.max().item()
+        assert_near(leaf.mean(dims), mean, 0.1, f"{name} mean", scale=largest)
+        assert_near(leaf.std(dims), deviation, 0.1, f"{name} deviation")
         assert deviation.numel() == 1 or deviation.max() > 1.2 * deviation.min()
 
 

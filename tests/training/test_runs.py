@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -53,21 +54,19 @@ REPEATED = {"kind": "passkey", "min_segments": 3, "max_segments": 3, "max_repeat
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "recomputed"),
+    ("kind", "changes"),
     [
-        ("carry", {}, ["block"]),
-        ("streams", {}, ["block", "segment"]),
-        ("streams", {"segments_per_step": "all"}, ["segment"]),
-        ("carry", {"segments_per_step": 2, "task": REPEATED}, ["block", "segment"]),
+        ("streams", {"segments_per_step": "all"}),
+        ("carry", {"segments_per_step": 2, "task": REPEATED}),
     ],
 )
 def test_recomputed_activations_have_the_same_bits(
-    kind: str, changes: dict[str, Any], recomputed: list[str], tmp_path: Path
+    kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Weights, optimizer, carried states and metrics do not change."""
     how: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 8, **changes}
     run(tiny(kind, tmp_path / "no", **how))
-    for name in recomputed:
+    for name in ("block", "segment"):
         run(tiny(kind, tmp_path / name, **how, gradient_checkpointing=name))
         assert_same_run(tmp_path / "no", tmp_path / name)
 
@@ -144,9 +143,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     shutil.rmtree(weights.parent)
     train(None, resume=folder)
     assert metrics(folder) == whole
-    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 2}\n{}\n')
-    with pytest.raises(UserError, match=naming("metrics.jsonl", "line 2")):
-        train(None, resume=folder)
 
 
 @pytest.mark.parametrize("begins", ["anew", "init_from"])
@@ -156,21 +152,16 @@ def test_weights_of_a_checkpoint_are_hashed_and_read_once(
     """By the run that continues from it, and hashed by each save."""
     how = {"init_from": str(run(tiny("reverse", tmp_path / "base", max_steps=1)).folder)}
     run(tiny("reverse", tmp_path / "run", **(how if begins == "init_from" else {}), max_steps=1))
-    calls = {"hashed": 0, "read": 0}
-
-    def counted(name: str, call: Any) -> Any:
-        def count(path: Any, *args: Any, **options: Any) -> Any:
-            path = Path(path)
-            calls[name] += path.suffix == ".safetensors" and "checkpoint" in path.parent.name
-            return call(path, *args, **options)
-
-        return count
-
-    monkeypatch.setattr(files, "sha256", counted("hashed", files.sha256))
-    read = huggingface_hub.load_state_dict_from_file
-    monkeypatch.setattr(huggingface_hub, "load_state_dict_from_file", counted("read", read))
+    calls = []
+    for module, name in ((files, "sha256"), (huggingface_hub, "load_state_dict_from_file")):
+        calls.append(Mock(wraps=getattr(module, name)))
+        monkeypatch.setattr(module, name, calls[-1])
     train(None, "max_steps=2", resume=tmp_path / "run")
-    assert calls == {"hashed": 2, "read": 1}  # hashed by the resumed run and by its save
+    found = [
+        sum(Path(call.args[0]).match("*checkpoint*/*.safetensors") for call in each.call_args_list)
+        for each in calls
+    ]
+    assert found == [2, 1]  # hashed by the resumed run and by its save
 
 
 def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
@@ -235,18 +226,6 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
     kept = contents(tmp_path)
     done = forks.run("train", "--resume", tmp_path / "run", "max_steps=2", "--dry-run")
     assert (done.returncode, contents(tmp_path)) == (0, kept), done.stderr
-
-
-def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:
-    """A narrow checkpoint is widened; its tokenizer and configuration are those of the run."""
-    first = run(tiny("reverse", tmp_path / "one", max_steps=3))
-    model: Any = first.model().to(torch.bfloat16)
-    from longrnn.checkpoints.layouts import save_model
-
-    save_model(model, tmp_path / "narrow")
-    config = tiny("reverse", tmp_path / "two", init_from=str(tmp_path / "narrow"), max_steps=3)
-    second: Any = run(config).model()
-    assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
 
 
 def test_the_end_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
