@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,14 +15,12 @@ import torch
 import typer
 import yaml
 
-from longrnn.checkpoints.layouts import save_model
 from longrnn.cli.app import run
-from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.progress import QUIET
 from tests.checkpoints.test_rnn_weights import TorchModel
 from tests.hf.foreign import causal, with_bytes
 from tests.texts import DATA
-from tests.training.runs import LSTM, tiny, train, write_config
+from tests.training.runs import LSTM, saved, tiny, train, write_config
 
 
 class Outcome(NamedTuple):
@@ -39,8 +37,7 @@ class CLI(Protocol):
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `text` (a byte-level model) and `backwards` (a short run on reverse)."""
     root = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    save_model(RecurrentLM(RecurrentConfig(**LSTM)), root / "text")
+    saved(root / "text", LSTM)
     train(tiny("reverse", root / "backwards", max_steps=4))
     return root
 
@@ -135,34 +132,32 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Shelf(NamedTuple):
+Shelf = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def shelf(inputs: Path, models: Path, cli: CLI, tmp_path: Path) -> Shelf:
     """Splits a command in which capitals stand for checkpoints, in a folder with inputs.
 
     TEXT is a byte-level LSTM, RUN a short run on the task reverse, MODELS the folder of both, LLAMA
     and MAMBA2 are checkpoints of transformers, and SHORT is a name of an embedded checkpoint.
     """
+    shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
+    places = {
+        "TEXT": models / "text",
+        "RUN": models / "backwards",
+        "MODELS": models,
+        "LLAMA": "llama",
+        "MAMBA2": "mamba2",
+        "SHORT": "passkey-tiny-short",
+    }
 
-    models: Path
-
-    def __call__(self, command: str) -> list[str]:
-        places = {
-            "TEXT": self.models / "text",
-            "RUN": self.models / "backwards",
-            "MODELS": self.models,
-            "LLAMA": "llama",
-            "MAMBA2": "mamba2",
-            "SHORT": "passkey-tiny-short",
-        }
+    def split(command: str) -> list[str]:
         for name, place in places.items():
             command = command.replace(name, str(place))
         return shlex.split(command)
 
-
-@pytest.fixture
-def shelf(inputs: Path, models: Path, cli: CLI, tmp_path: Path) -> Shelf:
-    """The inputs in the folder in which commands run."""
-    shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
-    return Shelf(models)
+    return split
 
 
 def table(text: str, shorthands: Mapping[str, str]) -> list[tuple[str, list[str]]]:

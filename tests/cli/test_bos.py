@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from longrnn import load_tokenizer
-from longrnn.checkpoints.layouts import save_model
 from longrnn.data import Instruct, Passkey, Text
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer
-from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models import RecurrentLM
 from tests.cli.conftest import CLI
 from tests.texts import BOOK, trained_bpe
-from tests.training.runs import LSTM
+from tests.training.runs import LSTM, saved
 
 BOS = 0  # the id of <s>
 COMMANDS = [
@@ -49,10 +47,7 @@ def adding(template: str) -> HFTokenizer:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An LSTM whose tokenizer adds BOS."""
     folder = tmp_path_factory.mktemp("bos") / "MODEL"
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = LSTM | {"vocab_size": 600}
-    model = RecurrentLM(RecurrentConfig(**sizes))
-    save_model(model, folder, tokenizer="tokenizer.json")
+    saved(folder, LSTM | {"vocab_size": 600}, tokenizer="tokenizer.json")
     adding("<s> $A").save(folder)
     return folder
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.checkpoints.layouts import save_model
 from longrnn.diagnostics import gradients
 from longrnn.diagnostics.gradients import measure
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.options import validated
 from tests.cli.conftest import CLI
 from tests.texts import trained_bpe
-from tests.training.runs import LSTM, tiny, write_config
+from tests.training.runs import LSTM, saved, tiny, write_config
 
 SMALL = ["--length", "8"]
 
@@ -65,9 +64,7 @@ def test_each_model_reads_a_text_with_its_own_tokenizer(
 ) -> None:
     """Models with different tokenizers are measured on the same text."""
     bpe, read = trained_bpe(), []
-    config = validated(RecurrentConfig, LSTM | {"vocab_size": 600}, "model")
-    save_model(RecurrentLM(config), Path("bpe"))
-    bpe.save(Path("bpe"))
+    bpe.save(saved(Path("bpe"), LSTM | {"vocab_size": 600}))
 
     def record(model: RecurrentLM, task: Any, length: int, **_: Any) -> Any:
         read.append(task.corpus.header.fingerprint)

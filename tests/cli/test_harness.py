@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import CLI
+from tests.texts import DATA
 
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
@@ -28,20 +29,17 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tasks",
     [
-        ["mine", "--include_path", "."],
+        ["tiny_choice", "--include_path", "."],
         pytest.param(["mine.yaml"], marks=pytest.mark.slow),  # lists all lm-eval tasks
     ],
     ids=str,
 )
 def test_a_task_that_fails(tasks: list[str], cli: CLI, tmp_path: Path) -> None:
     """A mistake in a task file is reported in one sentence, without a traceback of lm-eval."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
-    (tmp_path / "mine.yaml").write_text(
-        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "
-        f"{tmp_path / 'rows.jsonl'}}}}}\noutput_type: multiple_choice\ntest_split: test\n"
-        "doc_to_text: '{{txt}}'\ndoc_to_choice: choices\ndoc_to_target: gold\n"
-        "metric_list: [{metric: acc}]\n"
-    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
+    task = (DATA / "tasks/choice.yaml").read_text().replace("FILE", str(rows))
+    (tmp_path / "mine.yaml").write_text(task.replace("{{text}}", "{{txt}}"))
     result = cli("eval", "harness", "passkey-tiny", "--tasks", *tasks)
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tests.cli.conftest import table
 from tests.texts import DATA
 from tests.training.forks import Fork
-from tests.training.runs import tiny, write_config
+from tests.training.runs import LSTM, saved, tiny, write_config
 
 pytestmark = pytest.mark.core
 
@@ -39,23 +39,17 @@ COMMANDS = dict(table((DATA / "kills.txt").read_text(), {}))
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, configurations and texts for the commands."""
-    from longrnn.checkpoints.layouts import save_model
-    from longrnn.models import RecurrentConfig, RecurrentLM
-    from tests.training.runs import LSTM, MAMBA2
-
     folder = tmp_path_factory.mktemp("shelf")
-    torch.manual_seed(0)
-    save_model(RecurrentLM(RecurrentConfig(**LSTM)), folder / "model")
-    save_model(RecurrentLM(RecurrentConfig(**MAMBA2)), folder / "mamba2")
+    saved(folder / "model", LSTM)
+    saved(folder / "mamba2")
     rng = random.Random(0)
     words = [f"{rng.choice('bdklmnprst')}{rng.choice('aeiou')}" for _ in range(3000)]
     (folder / "text.txt").write_text(" ".join(words))
     long = {"max_steps": 60, "save_steps": 5, "logging_steps": 5, "length": {"max": 6}}
     write_config(tiny("reverse", Path("out"), **long), folder / "train.yaml")
     write_config(tiny("reverse", Path("out"), max_steps=20), folder / "short.yaml")
-    (folder / "suite.yaml").write_text(
-        "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 4}]"
-    )
+    suite = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 4}]"
+    (folder / "suite.yaml").write_text(suite)
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from longrnn.results import StoredRow, read_rows
 from tests.launched import launched
-from tests.training.forks import pair, run
+from tests.training.forks import group, run
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_speed_is_measured_in_one_process(models: Path, tmp_path: Path) -> None:
     """The others, which would slow it down, wait."""
     (tmp_path / "mine.yaml").write_text("evaluations: [{kind: cost, lengths: [8, 9], decode: 1}]")
     words = ["compare", models / "text", "--suite", tmp_path / "mine.yaml"]
-    both = pair(*words, "--output", tmp_path / "out", folder=tmp_path)
+    both = group(*words, "--output", tmp_path / "out", folder=tmp_path)
     assert [process.end() for process in both] == [0, 0], both[0].err
     assert len(rows(tmp_path / "out")) == 2
     assert not (tmp_path / "out/rows-1.jsonl").exists()
@@ -92,7 +92,7 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     out = tmp_path / "out"
     command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
     command += ["--batch-size", "2", "--output", out]
-    both, part = pair(*command, folder=tmp_path / "log"), out / "rows-1.jsonl"
+    both, part = group(*command, folder=tmp_path / "log"), out / "rows-1.jsonl"
     assert both[1].when(lambda: part.exists() and part.read_bytes().count(b"\n") > 9)
     both[1].send(signal.SIGKILL)
     assert all(process.end() != 0 for process in both)

@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from longrnn.checkpoints.layouts import save_model
 from longrnn.cli.app import app
-from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.cli.conftest import CLI, commands, contents, table
 from tests.hf.foreign import architecture, with_bytes
 from tests.holders import held
 from tests.texts import DATA
-from tests.training.forks import pair
-from tests.training.runs import MAMBA2, tiny, write_config
+from tests.training.forks import group
+from tests.training.runs import saved, tiny, write_config
 
 pytestmark = pytest.mark.core
 
@@ -40,14 +38,11 @@ def test_no_command_that_writes_is_left_out() -> None:
 def places(models: Path, tmp_path: Path) -> dict[str, Path]:
     """Models and files that the commands above name."""
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
-    (tmp_path / "suite.yaml").write_text(
-        "evaluations:\n- {kind: passkey, lengths: [160], depths: [1.0], n: 1}\n"
-    )
-    mamba = RecurrentLM(RecurrentConfig(**MAMBA2))
-    save_model(mamba, tmp_path / "mamba")
+    suite = "evaluations: [{kind: passkey, lengths: [160], depths: [1.0], n: 1}]"
+    (tmp_path / "suite.yaml").write_text(suite)
     config = tiny("reverse", tmp_path / "run", max_steps=2, length={"max": 4})
     return {
-        "model": tmp_path / "mamba",
+        "model": saved(tmp_path / "mamba"),
         "llama": with_bytes(architecture("llama", vocab_size=256), tmp_path / "llama"),
         "run": models / "backwards",
         "config": write_config(config, tmp_path / "config.yaml"),
@@ -77,11 +72,11 @@ def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> No
     """The processes of one launch share the lock; a second launch is refused."""
     output = tmp_path / "run"
     config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
-    both = pair("train", config, folder=tmp_path / "first")
+    both = group("train", config, folder=tmp_path / "first")
     assert both[0].when(lambda: any(output.glob("checkpoint-*")))
     for process in both:  # so that the run does not end first
         process.send(signal.SIGSTOP)
-    others = pair("train", "--resume", output, folder=tmp_path / "second")
+    others = group("train", "--resume", output, folder=tmp_path / "second")
     assert [process.end() for process in others] == [2, 2]
     for process in both:
         process.send(signal.SIGCONT)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from longrnn.data.stream import DOCUMENTS, HEADER, SCORED, Corpus
 from longrnn.errors import UserError
 from longrnn.files import read_json
 from longrnn.text import ByteTokenizer, Reading
+from tests.cli.test_errors import small_files
 from tests.refusals import naming
 
 TEXTS = ["one", "two two", "drei\n\n"]
@@ -169,14 +169,9 @@ def test_an_interrupted_build_starts_again(monkeypatch: pytest.MonkeyPatch) -> N
     def killed(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (900, limit[1]))  # as a full disk
     Path("b.txt").write_bytes(b"x" * 800)
-    try:
-        with pytest.raises(OSError, match="too large") as full:
-            build(["a.txt", "b.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with small_files(900), pytest.raises(OSError, match="too large") as full:
+        build(["a.txt", "b.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)
     assert full.value.filename.endswith("tokens.bin")
     assert not Path("other").exists()
     monkeypatch.setattr(building, "write_atomic", killed)

@@ -96,7 +96,7 @@ def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(arguments, code, process.out, process.err)
 
 
-def group(*arguments: str | Path, folder: Path, size: int, **environment: str) -> list[Fork]:
+def group(*arguments: str | Path, folder: Path, size: int = 2, **environment: str) -> list[Fork]:
     """Processes that gloo joins, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,11 +105,6 @@ def group(*arguments: str | Path, folder: Path, size: int, **environment: str) -
     world |= {"MASTER_PORT": port, **environment}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     return [Fork(*arguments, folder=folder / own["RANK"], **world, **own) for own in ranks]
-
-
-def pair(*arguments: str | Path, folder: Path, **environment: str) -> list[Fork]:
-    """Two processes that gloo joins, as a launcher starts them."""
-    return group(*arguments, folder=folder, size=2, **environment)
 
 
 def rows(output: Path) -> int:

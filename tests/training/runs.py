@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:
 def write_config(config: TrainConfig, path: Path) -> Path:
     path.write_text(dump_config(config))
     return path
+
+
+def saved(folder: Path, config: Mapping[str, Any] = MAMBA2, *, tokenizer: str = "bytes") -> Path:
+    """A checkpoint with random weights."""
+    torch.manual_seed(0)
+    save_model(RecurrentLM(RecurrentConfig(**config)), folder, tokenizer=tokenizer)
+    return folder
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Run:

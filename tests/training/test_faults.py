@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longrnn.training import checkpoint
-from tests.training.forks import Fork, pair, rows, run
+from tests.training.forks import Fork, group, rows, run
 from tests.training.runs import assert_same_run, metrics, sick, tiny, train, write_config
 
 
@@ -19,7 +19,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_both(tmp_path: P
     train(tiny("reverse", tmp_path / "one", per_device_train_batch_size=2, **how))
     config = tiny("reverse", tmp_path / "two", per_device_train_batch_size=1, **how)
     path = write_config(config, tmp_path / "config.yaml")
-    assert [one.end() for one in pair("--quiet", "train", path, folder=tmp_path / "log")] == [0, 0]
+    assert [one.end() for one in group("--quiet", "train", path, folder=tmp_path / "log")] == [0, 0]
     expected, found = (metrics(tmp_path / name) for name in ("one", "two"))
     assert 0 < expected[-1]["skipped"] < 8
     for row, wanted in zip(found, expected, strict=True):
@@ -28,7 +28,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_both(tmp_path: P
 
 def start(output: Path, **changes: Any) -> list[Fork]:
     path = write_config(tiny("carry", output, **changes), output.with_suffix(".yaml"))
-    return pair("--quiet", "train", path, folder=output.with_suffix(".log"))
+    return group("--quiet", "train", path, folder=output.with_suffix(".log"))
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path: Path) -> None:
     both[1].send(signal.SIGTERM)
     assert [process.end() for process in both] == [0, 0]
     assert len(checkpoint.checkpoints(two)) == 1
-    resumed = pair("--quiet", "train", "--resume", two, folder=tmp_path / "log")
+    resumed = group("--quiet", "train", "--resume", two, folder=tmp_path / "log")
     assert [process.end() for process in resumed] == [0, 0]
     assert_same_run(one, two)
 

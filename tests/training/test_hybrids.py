@@ -1,6 +1,7 @@
 """Hybrids train with carried states; their results are checkpoints of their own architecture."""
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -29,11 +30,11 @@ from longrnn.training.trainer import Trainer
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import architecture, tokens, with_bytes
 from tests.hf.hybrid.test_gradients import NARROW
-from tests.launched import CPU2
+from tests.launched import CPU2, FSDP2
 from tests.texts import BOOK, TEXTS
 from tests.training import forks
 from tests.training.runs import assert_same_run, crash, metrics, tiny, train, write_config
-from tests.training.test_processes import FSDP2, assert_alike, trained
+from tests.training.test_processes import assert_two_train_like_one
 
 LENGTH = 32
 COMMON: dict[str, Any] = {
@@ -252,7 +253,6 @@ def not_differentiable(theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "damage", "message"),
     [
-        ("llama", {}, None, "no recurrence"),
         ("xlstm", {"attention_window": 16}, None, "attention_window"),
         ("falcon_h1", {"attention_window": 999}, None, "128 tokens"),
         ("falcon_h1", {"peft": {"targets": ["conv1d"]}}, None, "peft.full"),
@@ -300,16 +300,5 @@ def test_two_processes_train_like_one(
     kind: str, flags: tuple[str, ...], recomputed: str, tmp_path: Path
 ) -> None:
     """With recomputation, and documents that begin in the middle of rows."""
-    base = hybrid(tmp_path, kind)
-    one, two = (
-        config(
-            base,
-            tmp_path / name,
-            per_device_train_batch_size=rows,
-            gradient_checkpointing=recomputed,
-        )
-        for name, rows in (("one", 4), ("two", 2))
-    )
-    train(one)
-    trained(two, tmp_path, flags)
-    assert_alike(tmp_path / "one", tmp_path / "two")
+    configured = partial(config, hybrid(tmp_path, kind), gradient_checkpointing=recomputed)
+    assert_two_train_like_one(configured, tmp_path, flags)

@@ -1,29 +1,30 @@
 """A run that trains the initial state of a checkpoint, whose weights stay."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn import load
 from longrnn import train as train_run
-from longrnn.checkpoints.layouts import save_model
 from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.errors import UserError
 from longrnn.models import generate
 from longrnn.training.config import TrainConfig
+from tests.launched import CPU2, FSDP2
 from tests.texts import TEXTS
 from tests.training.runs import (
-    MAMBA2,
     assert_same_run,
     crash,
     last_checkpoint,
     metrics,
+    saved,
     tiny,
     train,
 )
-from tests.training.test_processes import FSDP2, assert_alike, trained
+from tests.training.test_processes import assert_two_train_like_one
 
 LEARNED: dict[str, Any] = {
     "initial_state": {"kind": "learned"},
@@ -39,10 +40,7 @@ STATE = "initial_state.safetensors"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("learned") / "base"
-    save_model(RecurrentLM(RecurrentConfig(**MAMBA2)), folder)
-    return folder
+    return saved(tmp_path_factory.mktemp("learned") / "base")
 
 
 # What rows that do not continue have.
@@ -103,10 +101,7 @@ def test_training_goes_on_from_a_state(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [None, FSDP2], ids=["copies", "shards"])
-def test_two_processes_train_like_one(flags: Any, base: Path, tmp_path: Path) -> None:
-    short: dict[str, Any] = {"max_steps": 4, "save_steps": 3}
-    train(config(base, tmp_path / "one", per_device_train_batch_size=4, **short))
-    two = config(base, tmp_path / "two", per_device_train_batch_size=2, **short)
-    trained(two, tmp_path, *([] if flags is None else [flags]))
-    assert_alike(tmp_path / "one", tmp_path / "two")
+@pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["copies", "shards"])
+def test_two_processes_train_like_one(flags: tuple[str, ...], base: Path, tmp_path: Path) -> None:
+    configured = partial(config, base, max_steps=4, save_steps=3)
+    assert_two_train_like_one(configured, tmp_path, flags)

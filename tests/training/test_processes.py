@@ -4,6 +4,8 @@ Judged by what was written: gloo aborts about one run in ten at its very end.
 """
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,15 @@ def assert_alike(one: Path, two: Path, rel: float = 1e-4) -> None:
     torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
 
 
+def assert_two_train_like_one(
+    configured: Callable[..., TrainConfig], folder: Path, flags: tuple[str, ...] = CPU2
+) -> None:
+    """Two processes with 2 rows each end as one process with 4 rows does."""
+    train(configured(folder / "one", per_device_train_batch_size=4))
+    trained(configured(folder / "two", per_device_train_batch_size=2), folder, flags)
+    assert_alike(folder / "one", folder / "two")
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -58,10 +69,7 @@ def assert_alike(one: Path, two: Path, rel: float = 1e-4) -> None:
 )
 def test_two_processes_train_like_one(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Two processes give the weights and metrics of one process with twice the batch."""
-    options = {**SHORT, **changes}
-    train(tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **options))
-    trained(tiny(kind, tmp_path / "two", per_device_train_batch_size=2, **options), tmp_path)
-    assert_alike(tmp_path / "one", tmp_path / "two")
+    assert_two_train_like_one(partial(tiny, kind, **SHORT | changes), tmp_path)
     last = tmp_path / "two/checkpoint-00000005"
     assert sorted(path.name for path in last.glob("carry-*")) == ["carry-0.pt", "carry-1.pt"]
     done = run("train", "--resume", tmp_path / "two", "max_steps=6")
@@ -98,13 +106,10 @@ def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) 
 )
 def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Two processes, with copies or shards, train the adapter that one process does."""
-    pytest.importorskip("peft")
     train(tiny("streams", tmp_path / "base", max_steps=1))
     peft = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
     how = {"init_from": str(tmp_path / "base"), "peft": peft, "max_steps": 3, "logging_steps": 1}
-    train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **how))
-    trained(tiny("streams", tmp_path / "two", **how), tmp_path, flags)
-    assert_alike(tmp_path / "one", tmp_path / "two")
+    assert_two_train_like_one(partial(tiny, "streams", **how), tmp_path, flags)
 
 
 def test_an_error_of_all_processes_is_printed_once(tmp_path: Path) -> None:

@@ -14,46 +14,11 @@ from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
 from tests.cli.conftest import cli as cli
 from tests.hf.foreign import causal
+from tests.texts import DATA
 
 VOCAB = 50
 WORDS = "the sun is red and so was an old tree near it as rain ran on stone"
 EOS, BOS = "<|end|>", "<s>"
-
-CHOICE = """task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}, train: {file}}}}}
-output_type: multiple_choice
-test_split: test
-fewshot_split: train
-doc_to_text: "{{{{text}}}} "
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-ROLLING = """task: tiny_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list:
-  - metric: byte_perplexity
-  - metric: bits_per_byte
-"""
-GENERATE = """task: tiny_generate
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{text}}}}"
-doc_to_target: "{{{{text}}}}"
-generation_kwargs: {{do_sample: false, max_gen_toks: 12, until: [" an"]}}
-metric_list:
-  - metric: exact_match
-"""
 
 
 class Setting(NamedTuple):
@@ -127,8 +92,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     data = root / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "tasks").mkdir()
-    for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("generate", GENERATE)):
-        (root / "tasks" / f"{name}.yaml").write_text(task.format(file=data))
+    for path in (DATA / "tasks").iterdir():
+        (root / "tasks" / path.name).write_text(path.read_text().replace("FILE", str(data)))
     return Setting(root / "checkpoint", ours, root / "tasks")
 
 

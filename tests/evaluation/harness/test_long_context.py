@@ -10,6 +10,7 @@ import pytest
 from longrnn.checkpoints.tokenizer import own_tokenizers
 from longrnn.evaluation.harness import run
 from tests.evaluation.harness.conftest import evaluate, hf_model
+from tests.evaluation.harness.test_lm import responses
 
 BABILONG = Path(lm_eval.__file__).parent / "tasks/babilong"
 STORY = "Mary moved to the garden. It was a long day. John went to the office. " * 6
@@ -50,14 +51,9 @@ def test_answers_are_those_of_the_hf_type_with_fewer_tokens(
         metadata=metadata, limit=3, gen_kwargs="max_gen_toks=4",
     )  # fmt: skip
     (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    found, expected = (
-        [row["resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
-        for rows in (
-            [json.loads(line) for line in file.read_text().splitlines()],
-            theirs["samples"]["babilong_qa1"],
-        )
-    )
-    assert found == expected
+    ours = {"samples": {"babilong_qa1": map(json.loads, file.read_text().splitlines())}}
+    found = responses(ours, "babilong_qa1")
+    assert found == responses(theirs, "babilong_qa1")
     assert len(found) == 3
 
 
