@@ -15,22 +15,10 @@ from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models import RecurrentLM
 from tests.cli.conftest import CLI
-from tests.texts import BOOK, trained_bpe
+from tests.texts import BOOK, DATA, trained_bpe
 from tests.training.runs import LSTM, saved
 
 BOS = 0  # the id of <s>
-COMMANDS = [
-    "generate MODEL --prompt It --max-new-tokens 1",
-    "eval passkey MODEL --lengths 96 --depths 0,1 --n 1",
-    "eval passkey MODEL --lengths 96 --depths 0,1 --n 1 --chunk-select 32",
-    "eval perplexity MODEL --text book.txt --lengths 16,64 --windows 3 --newlines",
-    "eval perplexity MODEL --text book.txt --lengths 64 --windows 2 --context 32 --stride 8",
-    "diagnose states MODEL --text book.txt --length 96 --train-length 32",
-    "diagnose memory MODEL --text book.txt --positions 16,64",
-    "calibrate MODEL --text book.txt --train-length 32 --method state_norm(windows=3)",
-    "calibrate MODEL --text book.txt --train-length 96 --target-length 192"
-    " --method fit(steps=2,rows=2,keys=1)",
-]
 
 
 def adding(template: str) -> HFTokenizer:
@@ -68,7 +56,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", (DATA / "bos.txt").read_text().splitlines())
 def test_bos_begins_what_is_read(
     command: str, checkpoint: Path, read: list[tuple[int, list[int]]], cli: CLI
 ) -> None:

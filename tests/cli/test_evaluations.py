@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longrnn.cli.options import results_folder
+from longrnn.data.prompts import FILLER
 from tests.cli.conftest import CLI, refused
 from tests.evaluation.small_models import rows
 from tests.hf.foreign import causal, with_bytes
@@ -101,3 +102,22 @@ def test_another_text_or_option_has_a_folder_of_its_own(
         folders.append(Path(result.out.splitlines()[-1]).parent)
     assert folders[0] == folders[1]
     assert len(set(folders)) == 4
+
+
+def test_a_filler_that_was_calibrated_on(
+    cli: CLI, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`eval passkey` warns if the mitigation was calibrated on the filler."""
+    (tmp_path / "filler.txt").write_text(FILLER * 12)
+    (tmp_path / "prose.txt").write_text("Call me Ishmael. Some years ago I went to sea. " * 14)
+    calibrate = "calibrate passkey-tiny-short --text filler.txt --method state_norm --output n.yaml"
+    assert cli(*calibrate.split()).code == 0
+    command = "eval passkey passkey-tiny-short --lengths 160 --depths 1 --n 2 --filler"
+    for options, is_warned in (
+        ("filler.txt --mitigation n.yaml", True),
+        ("prose.txt --mitigation n.yaml", False),
+        ("filler.txt", False),
+    ):
+        caplog.clear()
+        assert cli(*f"{command} {options}".split()).code == 0
+        assert ("filler.txt" in caplog.text) == bool(caplog.text) == is_warned

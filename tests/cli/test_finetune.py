@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longrnn import load, load_tokenizer
 from longrnn.checkpoints.layouts import LAYOUTS
@@ -67,8 +68,6 @@ def test_answers_are_evaluated_where_answers_are_trained(
 
 def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CLI) -> None:
     """The loss falls, the best checkpoint is kept, and transformers computes the same logits."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     base = load(shelf / "base")
     assert base.vocab_size > IDS
     assert {p.dtype for p in base.parameters()} == {torch.float16, torch.float32}

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from longrnn.results import StoredRow, read_rows
+from tests.cli.conftest import table
 from tests.launched import launched
+from tests.texts import DATA
 from tests.training.forks import group, run
 
 
@@ -39,17 +41,9 @@ def test_two_processes_finetune_and_evaluate(models: Path, text: Path, tmp_path:
     assert (tmp_path / "run/evaluation/report.html").is_file(), done.stderr
 
 
-BOTH = "{m}/text {m}/text+forget_more"
-LOSSES = "--text {t} --lengths"
-COMMANDS = {
-    "passkey": f"eval passkey {BOTH} --lengths 160,256 --n 3 --batch-size 4",
-    "task": "eval task {m}/backwards --n 5",
-    "perplexity": f"eval perplexity {{m}}/text {LOSSES} 100 --batch-size 2",
-    "compare": f"compare {BOTH} --suite {{t}}.yaml",
-    "harness": "eval harness {m}/text --tasks niah_single_1 --limit 5 --lengths 1k "
-    "--chunk-select 99 --gen_kwargs max_gen_toks=4",
-    "overlapping": f"eval perplexity {BOTH} {LOSSES} 300 --context 64 --stride 32 --batch-size 1",
-}
+SHORTHANDS = {"BOTH": "{m}/text {m}/text+forget_more", "LOSSES": "--text {t} --lengths"}
+# By its name, a command with places for the models and a text.
+COMMANDS = dict(table((DATA / "launched.txt").read_text(), SHORTHANDS))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +56,7 @@ def test_two_processes_write_what_one_writes(
     """Two processes write the same files with the same rows as one, and print the same once."""
     if name == "harness":
         pytest.importorskip("wonderwords")  # of RULER
-    command = [*COMMANDS[name].format(m=models, t=text).split(), "--output"]
+    command = [*COMMANDS[name][0].format(m=models, t=text).split(), "--output"]
     one, two = tmp_path / "one", tmp_path / "two"
     alone = run(*command, one)
     assert alone.returncode == 0, alone.stderr

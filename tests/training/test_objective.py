@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.data import TASKS, UNSCORED, Batch
-from longrnn.models import RecurrentLM
+from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import take
 from longrnn.training.config import configured
 from longrnn.training.objective import Objective
@@ -64,8 +64,6 @@ def test_the_loss_is_that_of_a_loop(
     batch = task.sample(2, length=length)
     mixer = {"kind": "mamba2", "d_state": 4, "head_dim": 8}
     torch.manual_seed(0)
-    from longrnn import RecurrentConfig
-
     config = RecurrentConfig(task.vocab_size, 8, 2, mixer, head_bias=spec["kind"] != "text")
     model = RecurrentLM(config).double()
     loss, expected = Objective(model)([batch], model.init_state(2)).loss, by_token(model, batch)

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 
-from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn import RecurrentConfig, RecurrentLM, load, load_tokenizer
 from longrnn import train as train_run
+from longrnn.checkpoints.load import load_editable
 from longrnn.errors import UserError
 from longrnn.options import validated
 from longrnn.training.config import TrainConfig, configured
 from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
 from tests.refusals import naming
-from tests.texts import TEXTS
+from tests.texts import TEXTS, trained_bpe
 from tests.training.runs import MAMBA2, tiny, train
 
 
@@ -113,11 +116,6 @@ PEFT = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
 
 def test_adapters(tmp_path: Path) -> None:
     """Only adapters are trained and saved; PEFT and `load` compute the same."""
-    from peft import PeftModel
-    from safetensors.torch import load_file
-
-    from longrnn.checkpoints.load import load_editable
-
     base = tmp_path / "base"
     train(tiny("streams", base, max_steps=1))
     run = tiny("streams", tmp_path / "run", init_from=str(base), peft=PEFT)
@@ -142,9 +140,6 @@ def test_adapters(tmp_path: Path) -> None:
 
 def test_text_needs_no_corpus_beforehand(tmp_path: Path) -> None:
     """Data is tokenized with the tokenizer of the checkpoint, which is saved with the model."""
-    from longrnn import load_tokenizer
-    from tests.texts import trained_bpe
-
     trained_bpe().save(tmp_path / "bpe")
     task = {"kind": "text", "data": TEXTS[:4]}
     model = {key: value for key, value in MAMBA2.items() if key != "vocab_size"}

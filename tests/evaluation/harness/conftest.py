@@ -14,7 +14,7 @@ from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
 from tests.cli.conftest import cli as cli
 from tests.hf.foreign import causal
-from tests.texts import DATA
+from tests.texts import DATA, byte_level_bpe
 
 VOCAB = 50
 WORDS = "the sun is red and so was an old tree near it as rain ran on stone"
@@ -40,24 +40,12 @@ def text(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(WORDS.split()) for _ in range(count))
 
 
-def small_bpe(words: str, special: list[str]) -> Any:
-    """Return a byte-level BPE of VOCAB tokens, of which the special ones are the first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([words], trainer)
-    return tokenizer
-
-
 def save_tokenizer(folder: Path, template: str) -> None:
     """Write a tokenizer whose BOS is 1 and EOS 0; a template says where it adds them to a text."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = small_bpe(WORDS + "\n\n", [EOS, BOS])
+    tokenizer = byte_level_bpe([WORDS + "\n\n"], VOCAB, [EOS, BOS], [])
     if template:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[(EOS, 0), (BOS, 1)]
@@ -72,7 +60,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
     root = tmp_path_factory.mktemp("harness")
     rng = random.Random(0)
-    tokenizer = small_bpe(text(rng, 400) + "\n\n", [EOS])
+    tokenizer = byte_level_bpe([text(rng, 400) + "\n\n"], VOCAB, [EOS], [])
     causal("mamba2", vocab_size=VOCAB, tie_word_embeddings=True).save_pretrained(
         root / "checkpoint"
     )

@@ -29,10 +29,8 @@ from tests.evaluation.harness.test_lm import TASKS, assert_equal_responses
     [
         ("", True),
         (f"{BOS} $A", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((f"{BOS} $A", False), (f"{BOS} $A {EOS}", True))
-        ),
+        pytest.param(f"{BOS} $A", False, marks=pytest.mark.slow),
+        pytest.param(f"{BOS} $A {EOS}", True, marks=pytest.mark.slow),
     ],
 )
 def test_responses_are_those_of_the_hf_type(
