@@ -23,13 +23,10 @@ from longrnn.files import read_json
 from longrnn.hf.tokenizer import TOKENIZER_FILES
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.text import ByteTokenizer, Reading
-from tests.cli.conftest import cli
 from tests.training.forks import SERVER
 from tests.training.runs import MAMBA2, last_checkpoint, tiny, train
 
 pytestmark = pytest.mark.core
-
-__all__ = ["cli"]
 
 
 def model() -> RecurrentLM:

@@ -112,6 +112,8 @@ def test_what_is_written_as_yaml_is_read_again(value: object) -> None:
         ("a: &a [x, x]\nb: [*a, *a]", r"the alias \*a"),
         ("a: &a {x: 1}\nb: {<<: *a}", r"the alias \*a"),
         ("seed: 1\nseed: 2", "'seed' occurs twice"),
+        ("a: 2024-99-99", "month"),
+        ("a: !!bool x", "'x'"),
         ("[" * 5000, "recursion"),
     ],
 )

@@ -126,6 +126,8 @@ def inputs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(TorchModel("GRU", 1, 4), root / "whole.pt")
     torch.save({"epoch": 3}, root / "numbers.pt")
     (root / "loop").symlink_to("loop")
+    shutil.copytree(models / "backwards", root / "damaged")
+    shutil.copy(root / "open.yaml", root / "damaged/train.yaml")
     shutil.copytree(models / "text", root / "half")
     with open(root / "half/model.safetensors", "rb+") as file:
         file.truncate(2000)

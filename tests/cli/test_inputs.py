@@ -156,31 +156,6 @@ def test_a_bad_value_is_refused_in_one_sentence(
         assert errors == result.err.splitlines()[-1:], value
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"a: [\n", b"caf\xe9: 1\n", b"words", b"a: 2024-99-99\n", b"a: !!bool x"],
-    ids=repr,
-)
-def test_a_damaged_record_of_training_is_named(
-    content: bytes, cli: CLI, shelf: Path, tmp_path: Path
-) -> None:
-    """A checkpoint's train.yaml that is damaged is named by every command that reads it."""
-    shutil.copytree(shelf / "backwards", "run")
-    Path("run/train.yaml").write_bytes(content)
-    for line in (
-        "eval task run",
-        "diagnose gradients run",
-        f"calibrate run --text {shelf / 'good.txt'} --method state_norm",
-        "report run",
-        "train --resume run",
-    ):
-        result = cli(*line.split())
-        assert result.code == 2, line
-        assert "run/train.yaml" in result.err or "results" in result.err, result.err
-        assert "unexpected" not in result.err
-        assert len(result.err.splitlines()) == 1
-
-
 @pytest.mark.parametrize("line", ["{", "3", '{"tokens": 2}', "[" * 5000])
 def test_a_damaged_row_of_metrics_is_named(line: str, cli: CLI, shelf: Path) -> None:
     shutil.copytree(shelf / "backwards", "run")
