@@ -1,6 +1,7 @@
 """Every command explains itself, and does what its help says, on tiny checkpoints."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from matplotlib.figure import Figure
 from longrnn import generate, load
 from longrnn.cli.app import app
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, Shelf, commands, table
+from tests.cli.conftest import CLI, Shelf, commands, refused, table
 from tests.conftest import not_drawn
 from tests.guide import forgotten
 from tests.texts import DATA
+from tests.training.runs import metrics, tiny, train
 
 PERPLEXITY = "eval perplexity TEXT --text book.txt --lengths"
 STATES = "diagnose states TEXT --length 600 --train-length 64"
@@ -101,6 +103,26 @@ def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sys.modules["longrnn.models.generate"], "generate", said)
     assert cli(*command, "--prompt", "a").out == "aé🙂\n", "whole characters"
+
+
+def test_runs_are_paired_with_those_of_the_baseline(cli: CLI) -> None:
+    """By all other settings, the seed included; two runs with its value are not a pair."""
+    ends: dict[float, list[float]] = {1e-3: [], 2e-3: []}
+    for seed in range(3):
+        for rate, losses in ends.items():
+            folder = Path(f"runs/{rate}-{seed}")
+            train(tiny("reverse", folder, max_steps=2, learning_rate=rate, seed=seed))
+            losses.append(metrics(folder)[-1]["loss"])
+    report = cli("report", *Path("runs").iterdir(), "--baseline", "learning_rate=1e-3")
+    assert report.code == 0, report.err
+    assert "loss, difference from learning_rate=1e-3" in report.out
+    row = next(line for line in report.out.splitlines() if "learning_rate=0.002 | 3 |" in line)
+    mean = sum(b - a for a, b in zip(*ends.values(), strict=True)) / 3
+    assert f"{mean:+.4g}".replace("-", "−") in row
+    shutil.copytree("runs/0.001-0", "copy")
+    equal = ["runs/0.001-0", "copy", "--baseline"]
+    for baseline, says in (("learning_rate=1e-3", "no two runs"), ("seed=9", "seed")):
+        refused(cli, "report", *equal, baseline, says=(says,))
 
 
 ROOT = typer.main.get_command(app)

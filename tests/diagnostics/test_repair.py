@@ -28,14 +28,12 @@ OPTIONS: dict[str, Any] = {"texts": [CHOOSE, PROVE], "length": 1024, "train_leng
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer steps, windows and prompts."""
-    known = choice.ATTEMPTS
-    monkeypatch.setitem(
-        known, "fit", known["fit"]._replace(spec="fit(steps=40, learning_rate=0.2)")
-    )
-    selective = known["select"]._replace(spec="fit(steps=40, learning_rate=0.2, select=true)")
-    monkeypatch.setitem(known, "select", selective)
-    search = known["scale_decay"]._replace(spec="scale_decay(windows=1, steps=3)")
-    monkeypatch.setitem(known, "scale_decay", search)
+    for name, spec in (
+        ("fit", "fit(steps=40, learning_rate=0.2)"),
+        ("select", "fit(steps=40, learning_rate=0.2, select=true)"),
+        ("scale_decay", "scale_decay(windows=1, steps=3)"),
+    ):
+        monkeypatch.setitem(choice.ATTEMPTS, name, choice.ATTEMPTS[name]._replace(spec=spec))
     monkeypatch.setattr(choice, "CHOICE_WINDOWS", 1)
     monkeypatch.setattr(repair, "PROOF_WINDOWS", 4)
 

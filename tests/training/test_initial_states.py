@@ -103,13 +103,12 @@ def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
         units = tree_map(_units, state.layers)
         moved = tree_map(lambda x, u, s=seed: (1 + u) * x + (u - 2) * (s + 1), state.layers, units)
         found.after(state._replace(layers=moved), 0)
-        batches.append(leaves(moved))
-    drawn = found.before(batch(rows=2000), 2, 0)
+        batches.append(leaves(tree_map(torch.Tensor.double, moved)))
+    drawn = tree_map(torch.Tensor.double, found.before(batch(rows=2000), 2, 0).layers)
     total = 0.25 * 0.75 + 0.25
-    states = zip(leaves(drawn.layers), batches[0], batches[1], strict=True)
+    states = zip(leaves(drawn), batches[0], batches[1], strict=True)
     for (name, leaf), (_, a), (_, b) in states:
         dims = (0, 2, 3) if leaf.ndim == 4 else tuple(range(leaf.ndim - 1))
-        leaf, a, b = leaf.double(), a.double(), b.double()
         mean = (0.25 * 0.75 * a.mean(dims) + 0.25 * b.mean(dims)) / total
         square = 0.25 * 0.75 * a.square().mean(dims) + 0.25 * b.square().mean(dims)
         deviation = (square / total - mean.square()).sqrt()
