@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from longrnn.cells import MIXERS, Cell
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel, LMOutput, RecurrentConfig, RecurrentLM, Rows
-from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -104,7 +103,6 @@ DEFINED, UNDEFINED = (
 KINDS_OF_CELLS = ("mamba2", "kda", "lstm")
 DEFINED_FEW = [pair for pair in DEFINED if pair[1]["kind"] in KINDS_OF_CELLS]
 MIXER_SPECS = [mixer_spec(kind) for kind in MIXERS] + MORE_MIXERS
-POSITION_SPECS = [position_spec(kind) for kind in POSITIONS]
 
 
 def generator(seed: int) -> torch.Generator:

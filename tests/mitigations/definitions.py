@@ -204,11 +204,31 @@ class Definition:
         wide = [None if value is None else value[:, None, :, None] for value in (keep, add, h)]
         return self.stepped(wide[0], wide[1], wide[2])[:, 0, :, 0]  # type: ignore[arg-type]
 
-    def detach(self) -> None:
-        """Detaches the remembered terms from the autograd graph."""
-        for member in self.members:
-            if isinstance(member, SlidingWindow) and member.terms is not None:
-                member.terms = member.terms.detach()
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def softplus(x: Tensor) -> Tensor:
+    return (1 + x.exp()).log()
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def by_head(x: Tensor, groups: int, heads: int) -> Tensor:
+    """The vectors of groups, each for all heads of its group: `(b, h, n)`."""
+    return x.view(len(x), groups, -1)[:, [head // (heads // groups) for head in range(heads)]]
+
+
+def convolved(mixer: Any, x: Tensor, state: ConvState) -> tuple[Tensor, Tensor]:
+    """The short convolution with silu, and the inputs that it remembers."""
+    seen = torch.cat([state.conv, x[:, None]], dim=1)
+    u = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
+    if mixer.conv1d.bias is not None:
+        u = u + mixer.conv1d.bias
+    return u * u.sigmoid(), seen[:, 1:]
 
 
 def lstm(mixer: Any, chain: Definition, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
@@ -241,50 +261,38 @@ def rnn(mixer: Any, chain: Definition, x: Tensor, state: HiddenState) -> tuple[T
 def mamba(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
     """Every channel is a head with a step of its own, and every key has a rate of its own."""
     x, z = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias).chunk(2, dim=-1)
-    seen = torch.cat([state.conv, x[:, None]], dim=1)
-    u = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
-    if mixer.conv1d.bias is not None:
-        u = u + mixer.conv1d.bias
-    u = u * u.sigmoid()
+    u, conv = convolved(mixer, x, state)
     selected = (u @ mixer.x_proj.weight.T).split([mixer.dt_rank, mixer.d_state, mixer.d_state], -1)
     if mixer.select_norm_eps is not None:
-        means = (part.square().mean(-1, keepdim=True) for part in selected)
-        selected = [
-            part / (mean + mixer.select_norm_eps).sqrt()
-            for part, mean in zip(selected, means, strict=True)
-        ]
+        selected = [normed(part, mixer.select_norm_eps) for part in selected]
     delta, B, C = selected
-    dt = (1 + (delta @ mixer.dt_proj.weight.T + mixer.dt_proj.bias).exp()).log()
+    dt = softplus(delta @ mixer.dt_proj.weight.T + mixer.dt_proj.bias)
     xB = u[:, :, None, None] * B[:, None, None, :]
     h = chain.scanned(dt[:, :, None, None], -mixer.A_log.exp()[:, None, :], xB, state.ssm)
     y = (h[:, :, 0] * C[:, None]).sum(-1) + mixer.D * u
     y = F.linear(y * z * z.sigmoid(), mixer.out_proj.weight, mixer.out_proj.bias)
-    return y, ConvState(seen[:, 1:], h)
+    return y, ConvState(conv, h)
 
 
 def mamba2(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
     heads, p, groups, n = mixer.n_heads, mixer.head_dim, mixer.n_groups, mixer.d_state
-    group_of_head = [head // (heads // groups) for head in range(heads)]
     z, xBC, dt = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias).split(
         [heads * p, heads * p + 2 * groups * n, heads], dim=-1
     )
-    seen = torch.cat([state.conv, xBC[:, None]], dim=1)
-    xBC = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
-    if mixer.conv1d.bias is not None:
-        xBC = xBC + mixer.conv1d.bias
-    u, B, C = (xBC * xBC.sigmoid()).split([heads * p, groups * n, groups * n], dim=-1)
+    xBC, conv = convolved(mixer, xBC, state)
+    u, B, C = xBC.split([heads * p, groups * n, groups * n], dim=-1)
     u = u.view(-1, heads, p)
-    B, C = (gate.view(-1, groups, n)[:, group_of_head] for gate in (B, C))
-    dt = (1 + (dt + mixer.dt_bias).exp()).log()
+    B, C = by_head(B, groups, heads), by_head(C, groups, heads)
+    dt = softplus(dt + mixer.dt_bias)
     if mixer.dt_limit is not None:
         dt = dt.clamp(*mixer.dt_limit)
     xB = u[..., :, None] * B[..., None, :]
     h = chain.scanned(dt[..., None, None], -mixer.A_log.exp()[:, None, None], xB, state.ssm)
     y = (h * C[..., None, :]).sum(-1) + mixer.D[:, None] * u
     y = (y.flatten(1) * z * z.sigmoid()).view(len(x), groups, -1)
-    y = (y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt()).flatten(1)
+    y = normed(y, mixer.norm_eps).flatten(1)
     y = F.linear(y * mixer.norm.weight, mixer.out_proj.weight, mixer.out_proj.bias)
-    return y, ConvState(seen[:, 1:], h)
+    return y, ConvState(conv, h)
 
 
 def gated_deltanet(
@@ -294,25 +302,21 @@ def gated_deltanet(
     heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
     sizes = [groups * n, groups * n, heads * p]
     qkv, z, b, a = (x @ mixer.in_proj.weight.T).split([sum(sizes), heads * p, heads, heads], -1)
-    seen = torch.cat([state.conv, qkv[:, None]], dim=1)
-    qkv = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
-    q, k, v = (qkv * qkv.sigmoid()).split(sizes, dim=-1)
-    q, k = (
-        one.view(-1, groups, n)[:, [h // (heads // groups) for h in range(heads)]] for one in (q, k)
-    )
-    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    qkv, conv = convolved(mixer, qkv, state)
+    q, k, v = qkv.split(sizes, dim=-1)
+    q, k = unit(by_head(q, groups, heads)), unit(by_head(k, groups, heads))
     beta = (b.sigmoid() * mixer.largest_beta)[..., None, None]
     scaled, A = chain.steps(beta, -mixer.A_log.exp()[:, None, None])
-    decay_dt = (1 + (a + mixer.dt_bias).exp()).log()[..., None, None] * (scaled / beta)
+    decay_dt = softplus(a + mixer.dt_bias)[..., None, None] * (scaled / beta)
     beta = scaled.clamp(max=2)
     erased = state.ssm - beta * (state.ssm @ k[..., None]) * k[..., None, :]
     h = chain.stepped(
         (decay_dt * A).exp(), beta * v.view(-1, heads, p, 1) * k[..., None, :], erased
     )
     y = (h @ q[..., None])[..., 0] / n**0.5
-    y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
+    y = normed(y, mixer.norm_eps) * mixer.norm.weight
     y = (y.flatten(1) * z * z.sigmoid()) @ mixer.out_proj.weight.T
-    return y, ConvState(seen[:, 1:], h)
+    return y, ConvState(conv, h)
 
 
 def kda(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
@@ -320,15 +324,12 @@ def kda(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Ten
     heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
     sizes = [groups * n, groups * n, heads * p]
     qkv, a, g, b = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, -1)
-    seen = torch.cat([state.conv, qkv[:, None]], dim=1)
-    qkv = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
-    q, k, v = (qkv * qkv.sigmoid()).split(sizes, dim=-1)
-    group_of_head = [head // (heads // groups) for head in range(heads)]
-    q, k = (part.view(-1, groups, n)[:, group_of_head] for part in (q, k))
-    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    qkv, conv = convolved(mixer, qkv, state)
+    q, k, v = qkv.split(sizes, dim=-1)
+    q, k = unit(by_head(q, groups, heads)), unit(by_head(k, groups, heads))
     beta = b.sigmoid()[..., None, None]
     scaled, A = chain.steps(beta, -mixer.A_log.exp()[:, None, None])
-    decay_dt = (1 + (a @ mixer.decay_proj.weight.T + mixer.dt_bias).exp()).log()
+    decay_dt = softplus(a @ mixer.decay_proj.weight.T + mixer.dt_bias)
     decay_dt = decay_dt.view(-1, heads, 1, n) * (scaled / beta)
     beta = scaled.clamp(max=2)
     keep, factor = chain.multiplied((decay_dt * A).exp(), torch.ones_like(beta))
@@ -338,9 +339,9 @@ def kda(mixer: Any, chain: Definition, x: Tensor, state: ConvState) -> tuple[Ten
     add = factor * beta * v.view(-1, heads, p, 1) * k[..., None, :]
     h = chain.redefined(erased + add, keep, add)
     y = (h @ q[..., None])[..., 0] / n**0.5
-    y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
+    y = normed(y, mixer.norm_eps) * mixer.norm.weight
     y = (y.flatten(1) * (g @ mixer.gate_proj.weight.T).sigmoid()) @ mixer.out_proj.weight.T
-    return y, ConvState(seen[:, 1:], h)
+    return y, ConvState(conv, h)
 
 
 def mamba3(
@@ -350,24 +351,20 @@ def mamba3(
     heads, groups, n = mixer.n_heads, mixer.n_vectors, mixer.d_state
     z, u, B, C, dt, A, mix, theta = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, dim=-1)
     u, mix = u.view(-1, heads, mixer.head_dim), mix.sigmoid()[..., None, None]
-    dt = (1 + (dt + mixer.dt_bias).exp()).log()[..., None, None]
-    A = -(1 + A.exp()).log().clamp(min=1e-4)[..., None, None]
+    dt = softplus(dt + mixer.dt_bias)[..., None, None]
+    A = -softplus(A).clamp(min=1e-4)[..., None, None]
     dt, A = chain.steps(dt, A)
     angle = state.angle + dt[..., 0] * torch.pi * theta[:, None].tanh()
     turn = torch.polar(torch.ones_like(angle), angle)
 
-    def by_head(one: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
-        one = one.view(-1, groups, n)
-        one = one / (one.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * norm
-        one = one[:, [h // (heads // groups) for h in range(heads)]] + bias
+    def rotated(one: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
+        one = normed(by_head(one, groups, heads), mixer.norm_eps) * norm + bias
         pairs, rest = one.split([2 * mixer.n_angles, n - 2 * mixer.n_angles], dim=-1)
         turned = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) * turn
         return torch.cat([torch.view_as_real(turned).flatten(-2), rest], dim=-1)
 
-    B, C = (
-        by_head(B, mixer.B_norm.weight, mixer.B_bias),
-        by_head(C, mixer.C_norm.weight, mixer.C_bias),
-    )
+    B = rotated(B, mixer.B_norm.weight, mixer.B_bias)
+    C = rotated(C, mixer.C_norm.weight, mixer.C_bias)
     read = torch.where(dt[..., 0] == 0, 0.0, u)
     keep, factor = chain.multiplied((dt * A).exp(), torch.ones_like(dt))
     assert keep is not None
@@ -406,10 +403,16 @@ def run_mixer(
     kind: str, mixer: Cell, chain: Definition, x: Tensor, state: PyTree
 ) -> tuple[Tensor, PyTree]:
     """`mixer(x, state)` under a chain."""
+    return run_tokens(CELLS[kind], with_time_scales(kind, mixer, chain), chain, x, state)
+
+
+def run_tokens(
+    definition: Any, layer: Any, chain: Definition, x: Tensor, state: PyTree
+) -> tuple[Tensor, PyTree]:
+    """The outputs and the last state of a definition of one token, under a chain."""
     outputs = []
-    mixer = with_time_scales(kind, mixer, chain)
     for token in x.unbind(1):
-        y, state = CELLS[kind](mixer, chain, token, state)
+        y, state = definition(layer, chain, token, state)
         outputs.append(y)
     return torch.stack(outputs, dim=1), state
 
@@ -434,7 +437,7 @@ class Reference:
         model, config = self.model, self.model.config
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
-            return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
+            return normed(x, config.norm_eps) * weight
 
         x, layers = F.embedding(tokens, model.embedding.weight), []
         for block, chain, layer in zip(model.blocks, self.chains, state.layers, strict=True):
@@ -446,8 +449,3 @@ class Reference:
         if model.norm is not None:
             x = norm(x, model.norm.weight)
         return x @ model.head.weight.T, LMState(state.position + tokens.shape[1], tuple(layers))
-
-    def detach(self) -> None:
-        """Detaches what the definitions remember from the autograd graph."""
-        for chain in self.chains:
-            chain.detach()

@@ -34,16 +34,14 @@ from tests.contracts.builders import (
     random_sizes,
     random_state,
     random_tokens,
-    real_leaves,
     spec_id,
 )
 from tests.contracts.subjects import (
     BACKENDS,
     assert_same,
     cell_leaves,
-    gradients,
     outcome,
-    parameters,
+    outcome_of,
     read,
     small_chunks,
 )
@@ -75,10 +73,7 @@ def defined_outcome(reference: Reference, tokens: Tensor, state: LMState) -> dic
     """What `tests.contracts.subjects.outcome` gives, by definition."""
     start = differentiable(state)
     logits, after = reference(tokens, start)
-    final = real_leaves(after.layers, "final ")
-    inputs = {**real_leaves(start, "state."), **parameters(reference.model)}
-    found = {"logits": logits, "position": after.position, **final}
-    return found | gradients((logits, list(final.values())), inputs)
+    return outcome_of(reference.model, logits, start, after)
 
 
 def assert_as_defined(

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from longrnn.hf.hybrid.lightning import LightningState
 from longrnn.hf.hybrid.mlstm import MLSTMState
 from longrnn.hf.hybrid.rg_lru import RGLRUState
-from longrnn.state import PyTree
 from tests.mitigations.definitions import Definition
 
 
@@ -94,14 +93,3 @@ def mlstm(layer: Any, chain: Definition, x: Tensor, state: MLSTMState) -> tuple[
 
 # By the `model_type` of a configuration.
 LAYERS: dict[str, Any] = {"minimax": lightning, "recurrent_gemma": rg_lru, "xlstm": mlstm}
-
-
-def run_layer(
-    kind: str, layer: Any, chain: Definition, x: Tensor, state: PyTree
-) -> tuple[Tensor, PyTree]:
-    """The outputs and the last state of a layer, under a chain."""
-    outputs = []
-    for token in x.unbind(1):
-        y, state = LAYERS[kind](layer, chain, token, state)
-        outputs.append(y)
-    return torch.stack(outputs, dim=1), state

@@ -22,8 +22,8 @@ from tests.contracts.builders import (
     real_leaves,
 )
 from tests.hf.foreign import architecture
-from tests.hf.hybrid.definitions import LAYERS, run_layer
-from tests.mitigations.definitions import Definition
+from tests.hf.hybrid.definitions import LAYERS
+from tests.mitigations.definitions import Definition, run_tokens
 
 TIME = 40
 PAIRS = [
@@ -53,7 +53,8 @@ def test_a_mitigated_cell_is_its_definition(kind: str, name: str) -> None:
     edit = bind(mitigation(spec), [cell], lambda: "").edits[0]
     x = inputs(cell).requires_grad_()
     start = differentiable(cell.init_state(2))
-    expected, last = run_layer(kind, layer, Definition([spec], 0, cell.n_heads), x, start)
+    chain = Definition([spec], 0, cell.n_heads)
+    expected, last = run_tokens(LAYERS[kind], layer, chain, x, start)
     (wanted,) = torch.autograd.grad(expected.square().sum(), x)
     state, outputs = cell.init_state(2, edit), []
     for piece in x.split(random_sizes(TIME, seed=3), dim=1):
@@ -80,8 +81,9 @@ def test_both_limits_of_the_decay(kind: str, bias: float) -> None:
         else:
             layer.fgate_preact.bias.fill_(bias)
     x = inputs(cell).requires_grad_()
-    expected, _ = run_layer(kind, layer, Definition([], 0, cell.n_heads), x, cell.init_state(2))
-    y, _ = cell(x, cell.init_state(2))
+    chain, start = Definition([], 0, cell.n_heads), cell.init_state(2)
+    expected, _ = run_tokens(LAYERS[kind], layer, chain, x, start)
+    y, _ = cell(x, start)
     assert_near(y, expected, 1e-9)
     assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
 
