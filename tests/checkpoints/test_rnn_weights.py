@@ -17,6 +17,7 @@ from longrnn import load, load_tokenizer
 from longrnn.checkpoints.rnn_weights import convert_rnn
 from longrnn.errors import UserError
 from tests.contracts.builders import assert_near, generator, random_sizes
+from tests.contracts.subjects import read
 from tests.refusals import naming
 
 VOCAB, WIDTH = 13, 6
@@ -54,11 +55,9 @@ def converted(source: Path, names: dict[str, Any], library: str = "torch") -> Pa
 
 def assert_computes(folder: Path, expected: Tensor) -> Any:
     """Assert the logits of `TEXT` in random pieces; return the model."""
-    model, state, logits = load(folder), None, []
-    for piece in TEXT.split(random_sizes(33, 0), dim=1):
-        output, state = model(piece, state)
-        logits.append(output)
-    assert_near(torch.cat(logits, 1), expected, 1e-12)
+    model = load(folder)
+    logits, _ = read(model, TEXT, None, random_sizes(33, 0))
+    assert_near(logits, expected, 1e-12)
     return model
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longrnn import state as states
 from longrnn.models import RecurrentLM
 from longrnn.state import is_entries, leaves
 from tests.contracts.builders import assert_near, build_mitigated, mixer_spec, random_tokens
-from tests.contracts.subjects import BACKENDS, cell_leaves, started
+from tests.contracts.subjects import BACKENDS, cell_leaves, read, started
 
 pytestmark = pytest.mark.core
 
@@ -50,13 +49,8 @@ def test_what_came_before_the_window_has_no_effect(backend: str) -> None:
         lambda leaf: leaf * torch.nan if leaf.is_floating_point() else leaf, started(model, 2)
     )
     for sizes in ([60], [20, 1, 39]):
-        found, whole = states.clone(broken), started(model, 2)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for piece in tokens.split(sizes, 1):
-            ours, found = model(piece, found)
-            theirs, whole = model(piece, whole)
-            parts.append((ours, theirs))
-        ours, theirs = (torch.cat(one, 1) for one in zip(*parts, strict=True))
+        ours, found = read(model, tokens, broken, sizes)
+        theirs, whole = read(model, tokens, started(model, 2), sizes)
         assert ours[:, 0].isnan().all()
         assert_near(ours[:, 20:], theirs[:, 20:], 1e-10)
         for name, leaf in cell_leaves(model, found).items():

@@ -17,6 +17,7 @@ from longrnn.checkpoints.layouts import LAYOUTS
 from longrnn.hf.tokenizer import byte_level
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, assert_trees_equal, build_model, stirred
+from tests.contracts.subjects import read
 from tests.texts import DATA
 
 # Names, sizes and options of the architectures.
@@ -62,6 +63,22 @@ def causal(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any
     return architecture(kind, **options).to(dtype)
 
 
+def hybrid(theirs: Any) -> Any:
+    """Return the model with our cells of a Hugging Face hybrid."""
+    from longrnn.hf.foreign_load import open_hugging_face
+    from longrnn.hf.hybrid.model import HybridLM
+
+    model = open_hugging_face(theirs)
+    assert isinstance(model, HybridLM)
+    return model
+
+
+@torch.no_grad()
+def in_one_call(theirs: Any, text: Tensor) -> Tensor:
+    """Return the logits of transformers without a cache."""
+    return theirs(input_ids=text, use_cache=False).logits
+
+
 def tokens(rows: int, time: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (rows, time), generator=torch.Generator().manual_seed(seed))
 
@@ -69,11 +86,8 @@ def tokens(rows: int, time: int, seed: int = 0) -> Tensor:
 def assert_continues(model: Any, text: Tensor, expected: Tensor, tolerance: float) -> None:
     """Pieces, reused forks and rows of different lengths give the logits of one call, `(2, t, v)`,
     and no call changes a state."""
-    state, found = None, []
-    for piece in text.split([3, 1, 15, text.shape[1] - 19], dim=1):
-        logits, state = model(piece, state)
-        found.append(logits)
-    assert_near(torch.cat(found, 1), expected, tolerance)
+    found, _ = read(model, text, None, [3, 1, 15, text.shape[1] - 19])
+    assert_near(found, expected, tolerance)
     short, long = model(text[:1, :9], keep=0).state, model(text[1:, :20], keep=0).state
     rows = [0, 1, 1, 0]  # sorting them by length and undoing this are two orders
     both = states.take(states.join([short, long]), rows)

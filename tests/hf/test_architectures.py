@@ -19,7 +19,14 @@ from longrnn.diagnostics.states import observe
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.ops.rows import Rows
-from tests.hf.foreign import KINDS, architecture, assert_continues, causal, tokens
+from tests.hf.foreign import (
+    KINDS,
+    architecture,
+    assert_continues,
+    causal,
+    in_one_call,
+    tokens,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs/load.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
@@ -44,8 +51,7 @@ class Support(NamedTuple):
 def measure(kind: str, folder: Path) -> Support:
     """Returns what works with a tiny random model, which is saved and loaded."""
     theirs, text = architecture(kind), tokens(2, 40, seed=3) % 60
-    with torch.no_grad():
-        whole = theirs(input_ids=text, use_cache=False).logits
+    whole = in_one_call(theirs, text)
     theirs.save_pretrained(folder)
     try:
         model: Any = load(folder)

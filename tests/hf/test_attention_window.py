@@ -19,6 +19,7 @@ from longrnn.hf.hybrid.model import HybridLM
 from longrnn.inference.chunk_select import select
 from longrnn.ops.rows import Rows
 from tests.contracts.builders import assert_near
+from tests.contracts.subjects import read
 from tests.hf.foreign import architecture, assert_continues, causal, tokens, with_bytes
 from tests.refusals import naming
 
@@ -198,15 +199,11 @@ def test_results_at_a_million_tokens_are_as_exact_as_at_a_hundred() -> None:
 def test_gradients_of_pieces_equal_those_of_one_call() -> None:
     model: Any = HybridLM(causal("falcon_h1").double()).with_attention_window(WINDOW, SINKS)
     text, found = tokens(2, TIME), []
-    with (
-        torch.inference_mode()
-    ):  # what a call computes for others is computed for those with gradients
+    with torch.inference_mode():  # what it computes once is computed again for gradients
         model(text)
     for sizes in ([TIME], [3, 9, 18]):
-        state, total = None, torch.zeros((), dtype=torch.float64)
-        for piece in text.split(sizes, dim=1):
-            logits, state = model(piece, state)
-            total = total + (logits * torch.linspace(0, 1, logits.shape[-1])).sum()
+        logits, _ = read(model, text, None, sizes)
+        total = (logits * torch.linspace(0, 1, logits.shape[-1])).sum()
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         found.append(torch.autograd.grad(total, weights, allow_unused=True))
     for one, other in zip(*found, strict=True):

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longrnn import load
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import VOCAB, causal, tokens
+from tests.hf.foreign import VOCAB, causal, in_one_call, tokens
 from tests.refusals import naming
 
 TOLERANCE = 1e-5
@@ -26,11 +25,6 @@ KINDS = ["llama", "gpt_neox", "mistral", "qwen2", "gemma2", "gpt2", "falcon_h1"]
 @cache
 def wrapped(kind: str) -> ForeignLM:
     return ForeignLM(causal(kind))
-
-
-@torch.no_grad()
-def expected(kind: str, text: Tensor) -> Tensor:
-    return wrapped(kind).model(text, use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,8 +40,8 @@ def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None
     follow = torch.stack([text[0, 12:], text[1, :18]])
     logits, after = model(follow, again)
     assert after.position.tolist() == [30, 18]
-    assert_near(logits[0], expected(kind, text[:1])[0, 12:], TOLERANCE)
-    assert_near(logits[1], expected(kind, text[1:, :18])[0], TOLERANCE)
+    assert_near(logits[0], in_one_call(model.model, text[:1])[0, 12:], TOLERANCE)
+    assert_near(logits[1], in_one_call(model.model, text[1:, :18])[0], TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "granitemoehybrid"])
@@ -97,8 +91,7 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
         with pytest.raises(UserError, match="write beyond"):
             load(f"{tmp_path}+beyond(window=4)")
         text = tokens(1, 200)
-        with torch.no_grad():
-            whole = model.model(text, use_cache=False).logits
+        whole = in_one_call(model.model, text)
         assert_near(far(text[:, 150:], far(text[:, :150]).state).logits, whole[:, 150:], TOLERANCE)
 
 

@@ -9,7 +9,7 @@ import torch
 from longrnn import load
 from longrnn.errors import UserError
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import assert_continues, causal, tokens
+from tests.hf.foreign import assert_continues, causal, in_one_call, tokens
 from tests.refusals import naming
 
 LONG = [float(1 + k) for k in range(4)]
@@ -49,8 +49,7 @@ def test_it_equals_a_model_with_that_configuration(options: str, kind: str, tmp_
     model: Any = load(f"{tmp_path}+rope({options})")
     assert model.max_length == 128 * factor
     text = tokens(2, 150) % 60
-    with torch.no_grad():
-        wanted = theirs(text, use_cache=False).logits
+    wanted = in_one_call(theirs, text)
     assert not torch.allclose(wanted, load(f"{tmp_path}+beyond")(text).logits, atol=1e-4)
     assert_continues(model, text, wanted, 1e-5)
     wide = load(f"{tmp_path}+rope({options})+attention_window(window=160)")
@@ -68,8 +67,7 @@ def test_longrope_takes_the_numbers_of_a_configuration(tmp_path: Path) -> None:
         load(tmp_path)
     model: Any = load(f"{tmp_path}+rope(type=longrope)")
     text = tokens(1, 150)
-    with torch.no_grad():
-        assert_near(model(text).logits, theirs(text).logits, 1e-5)
+    assert_near(model(text).logits, in_one_call(theirs, text), 1e-5)
     assert model.max_length == 512
 
 

@@ -15,6 +15,7 @@ from longrnn.mitigations import mitigation
 from longrnn.models import RecurrentLM
 from longrnn.models.fold import fold
 from tests.contracts.builders import assert_near, build_model, mixer_spec, random_tokens
+from tests.contracts.subjects import read
 from tests.refusals import naming
 
 pytestmark = pytest.mark.core
@@ -36,13 +37,8 @@ def observed_steps(model: RecurrentLM, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def assert_decoding_equals_prefill(model: RecurrentLM, tokens: Tensor) -> None:
     whole = model(tokens)
-    state, logits = model.init_state(len(tokens)), list[Tensor]()
-    for token in tokens.split(1, dim=1):
-        output = model(token, state)
-        state = output.state
-        logits.append(output.logits)
-    assert whole.logits.isfinite().all()
-    assert_near(torch.cat(logits, 1), whole.logits, 1e-5)
+    logits, state = read(model, tokens, None, [1] * tokens.shape[1])
+    assert_near(logits, whole.logits, 1e-5)
     for ours, expected in zip(model.memories(state), model.memories(whole.state), strict=True):
         assert_near(ours, expected, 1e-5)
 

@@ -22,7 +22,7 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
 )
-from tests.contracts.subjects import needs_kernels
+from tests.contracts.subjects import needs_kernels, read
 
 NATIVE = {"kind": "mamba2", "backend": "cpu", "d_state": 6, "head_dim": 4, "n_groups": 2}
 SELECTIVE = {"kind": "mamba", "backend": "cpu", "d_state": 21}
@@ -35,11 +35,7 @@ def native_model(mixer: dict[str, Any] = NATIVE) -> RecurrentLM:
 @torch.no_grad()
 def decoded(model: RecurrentLM, state: LMState, seed: int = 0) -> tuple[Tensor, LMState]:
     """Logits of six tokens one by one, and the final state."""
-    found = []
-    for token in random_tokens(len(state.position), 6, seed).split(1, 1):
-        logits, state = model(token, state)
-        found.append(logits)
-    return torch.cat(found, 1), state
+    return read(model, random_tokens(len(state.position), 6, seed), state, [1] * 6)
 
 
 MITIGATED: list[list[dict[str, Any]]] = [

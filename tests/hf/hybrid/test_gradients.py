@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.checkpoints.adapters import add_adapters
-from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.mitigations import mitigation
 from longrnn.models import Rows
 from longrnn.state import take
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import architecture, tokens
+from tests.hf.foreign import architecture, causal, hybrid, tokens
 
 kinds = pytest.mark.parametrize("kind", sorted(FAMILIES))
 ROWS, TIME = 2, 20
@@ -33,9 +32,7 @@ def tolerance(kind: str) -> float:
 @lru_cache
 def double(kind: str) -> HybridLM:
     """A tiny model in float64, in training mode."""
-    model = open_hugging_face(architecture(kind).double())
-    assert isinstance(model, HybridLM)
-    return model.train()
+    return hybrid(causal(kind, torch.float64)).train()
 
 
 def gradients(model: HybridLM, *logits: Tensor) -> list[Tensor]:

@@ -1,29 +1,29 @@
 """Mitigations, calibration and diagnosis on the recurrent layers of a hybrid."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.foreign_load import open_hugging_face
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.mitigations import MITIGATIONS, mitigation
 from tests.contracts.builders import mitigation_spec
-from tests.hf.foreign import architecture, assert_continues, tokens
+from tests.hf.foreign import assert_continues, causal, hybrid, tokens
 
 LIMIT = 0.01
 
 
-def hybrid(kind: str) -> HybridLM:
-    model = open_hugging_face(architecture(kind).double())
-    assert isinstance(model, HybridLM)
-    return model
+@cache
+def double(kind: str) -> HybridLM:
+    return hybrid(causal(kind, torch.float64))
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
 @pytest.mark.parametrize("kind", ["falcon_h1", "jamba", "kimi_linear", "olmo_hybrid", "zamba"])
 def test_mitigated_pieces_and_forks_equal_one_call(kind: str, name: str) -> None:
     """Every mitigation is exact at every split, for rows of different lengths and from forks."""
-    model, chosen = hybrid(kind), mitigation(mitigation_spec(name))
+    model, chosen = double(kind), mitigation(mitigation_spec(name))
     if name == "sliding_window" and not model.cells[0].diagonal:
         with pytest.raises(UserError, match="matrices"):
             model.under(chosen)
@@ -37,7 +37,7 @@ def test_mitigated_pieces_and_forks_equal_one_call(kind: str, name: str) -> None
 
 def test_layers_count_the_mamba_2_layers() -> None:
     """Layer 1 of a Bamba with attention in the middle is its third layer."""
-    model, text = hybrid("bamba"), tokens(1, 20)
+    model, text = double("bamba"), tokens(1, 20)
     assert model.layer_numbers == [0, 2]
     state = model(text).state
     limited = model.under(mitigation(f"state_norm(threshold={LIMIT}, layers=[1])"))

@@ -18,7 +18,15 @@ from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.lightning import LightningAttention
 from longrnn.hf.hybrid.model import HybridLM
 from tests.contracts.builders import assert_near
-from tests.hf.foreign import REFUSED, TABLES, architecture, assert_continues, tokens
+from tests.hf.foreign import (
+    REFUSED,
+    TABLES,
+    architecture,
+    assert_continues,
+    hybrid,
+    in_one_call,
+    tokens,
+)
 
 TOLERANCE = 1e-5
 DTYPES = (torch.bfloat16, torch.float16)
@@ -27,29 +35,14 @@ VARIANTS = [(kind, {}) for kind in sorted(FAMILIES)]
 VARIANTS += [(kind, options) for kind, some in TABLES["variants"].items() for options in some]
 
 
-def hybrid(kind: str, **options: Any) -> HybridLM:
-    return hybrid_of(architecture(kind, **options))
-
-
-def hybrid_of(theirs: Any) -> HybridLM:
-    model = open_hugging_face(theirs)
-    assert isinstance(model, HybridLM)
-    return model
-
-
-def whole(theirs: Any, text: Tensor) -> Tensor:
-    with torch.no_grad():
-        return theirs(input_ids=text, use_cache=False).logits
-
-
 @pytest.mark.parametrize(("kind", "options"), VARIANTS)
 def test_pieces_and_forks_equal_one_call_of_transformers(
     kind: str, options: dict[str, Any]
 ) -> None:
     """Also calls of any length and rows of different lengths; no call changes a state."""
     theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
-    expected = whole(theirs, text)
-    assert_continues(hybrid_of(theirs), text, expected, TOLERANCE)
+    expected = in_one_call(theirs, text)
+    assert_continues(hybrid(theirs), text, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -78,7 +71,7 @@ def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     """Whether other tensors are assigned to the model, or stand in for its own during a call."""
-    model, text = pickle.loads(pickle.dumps(hybrid(kind))), tokens(1, 12) % 60
+    model, text = pickle.loads(pickle.dumps(hybrid(architecture(kind)))), tokens(1, 12) % 60
     weights = stirred_weights(model)
     called = {f"model.{name}": weight for name, weight in weights.items()}
     before = model(text).logits
@@ -86,7 +79,7 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     assert torch.equal(model(text).logits, before)
     model.model.load_state_dict(weights, assign=True, strict=False)
     model.model.tie_weights()
-    expected = whole(model.model, text)
+    expected = in_one_call(model.model, text)
     assert_near(found, expected, TOLERANCE)
     assert_near(model(text).logits, expected, TOLERANCE)
 
@@ -114,7 +107,7 @@ def test_transformers_computes_layers_that_our_cells_do_not(
     model = open_hugging_face(theirs)
     assert reason in caplog.text
     assert type(model) is ForeignLM
-    assert_continues(model, text, whole(theirs, text), TOLERANCE)
+    assert_continues(model, text, in_one_call(theirs, text), TOLERANCE)
     with pytest.raises(UserError, match="no recurrence"):
         model.under("forget_more")
 
@@ -132,7 +125,7 @@ def test_rounding_is_told_from_another_result(
     whole, run = LightningAttention.before, lambda cell, x, *rest: whole(cell, factor * x, *rest)
     monkeypatch.setattr(LightningAttention, "before", run)
     if opens:
-        hybrid_of(theirs)
+        hybrid(theirs)
     else:
         with pytest.raises(UserError, match=r"from float32 by .* MiniMaxCache"):
             open_hugging_face(theirs)
@@ -163,7 +156,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     theirs = architecture(kind)
     before = type(theirs)._keep_in_fp32_modules_strict
     theirs.save_pretrained(tmp_path)
-    stored = hybrid_of(theirs)
+    stored = hybrid(theirs)
     model = load(tmp_path, dtype=dtype)
     assert isinstance(model, HybridLM)
     for ours, original in zip(model.cells, stored.cells, strict=True):
@@ -192,6 +185,6 @@ def test_the_text_model_of_images_and_text_is_a_hybrid(tmp_path: Path) -> None:
     assert isinstance(model, HybridLM)
     cast: Any = LongRNNForCausalLM.from_pretrained(tmp_path)
     for each in (model, cast):
-        assert_near(each(text).logits, whole(theirs, text), TOLERANCE)
+        assert_near(each(text).logits, in_one_call(theirs, text), TOLERANCE)
     narrow = load(tmp_path, dtype=torch.bfloat16)
     assert all(cell.get_parameter("A_log").dtype == torch.float32 for cell in narrow.cells)
