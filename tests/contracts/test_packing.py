@@ -2,7 +2,7 @@
 
 Outputs, final state and gradients, for every cell, backend, position encoding and mitigation. Rows
 are drawn at random: documents of any length, the first of which may continue the given state, with
-padding before, between and inside them.
+padding before, between and inside them. Tokens that are not finite change no other row or document.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from tests.contracts.builders import (
     VOCAB,
     assert_near,
     assert_trees_equal,
+    assert_trees_near,
     build_model,
     differentiable,
     random_sizes,
@@ -179,6 +180,41 @@ def test_a_document_with_nan_does_not_reach_the_next(subject: Subject) -> None:
     assert found[1].all()
     assert all(leaf.isfinite().all() for _, leaf in leaves(after))
     assert_near(logits[:, 15:], alone, 1e-10)
+
+
+@every_kind
+def test_other_rows_and_earlier_calls_do_not_change(subject: Subject) -> None:
+    """Row 0 reads NaN and row 2 infinity: row 1, and those before, are as without.
+
+    With gradients, at a split. What becomes of the later tokens of such a row is not defined.
+    """
+    time, bad = 30, 11
+    model = subject.build(tie_embeddings=False)
+    start = differentiable(started(model, 3))
+    with torch.no_grad():
+        model.embedding.weight[VOCAB - 1, 3:5] = torch.nan
+        model.embedding.weight[VOCAB - 2, 3:5] = torch.inf
+    tokens = random_tokens(3, time).clamp(max=VOCAB - 3)
+    broken = tokens.clone()
+    broken[[0, 2], bad] = torch.tensor([VOCAB - 1, VOCAB - 2])
+    sources = {name: leaf for name, leaf in leaves(start) if leaf.requires_grad}
+
+    def gradients(logits: Tensor) -> tuple[Tensor, ...]:
+        given = list(sources.values())
+        return torch.autograd.grad(functional(logits[1], 5), given, materialize_grads=True)
+
+    clean, clean_state = read(model, tokens, start, [time])
+    expected = gradients(clean)
+    with small_chunks():
+        logits, state = read(model, broken, start, [bad, 1, 1, time - bad - 2])
+        found = gradients(logits)
+    assert_near(logits[:, :bad], clean[:, :bad], 1e-10)
+    assert_near(logits[1], clean[1], 1e-10)
+    assert not logits[[0, 2], bad].isfinite().any()
+    ours, theirs = (states.take(one, [1]) for one in (state, clean_state))
+    assert_trees_near(ours, theirs, 1e-10)
+    for name, one, other in zip(sources, found, expected, strict=True):
+        assert_near(one[1], other[1], 1e-10, name)
 
 
 @pytest.mark.parametrize(

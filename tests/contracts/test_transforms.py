@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.contracts.builders import (
     build_mitigated,
     build_mixer,
     build_model,
-    generator,
     mitigation_spec,
     random_tokens,
     random_tree,
@@ -60,7 +58,7 @@ def test_forward_mode_gives_the_derivative(spec: Spec, time: int, trained: bool)
     """With respect to inputs and states, whether or not there are gradients too."""
     mixer = MIXERS.build(spec, 8, 8).double().requires_grad_(trained)
     start = (random_tree(mixer.init_state(2), 0), torch.randn(2, time, 8, dtype=torch.float64))
-    point, direction = (tree_map(partial(_double, seed), start) for seed in (1, 2))
+    point, direction = (random_tree(start, seed) for seed in (1, 2))
 
     def outcome(given: tuple[Any, Tensor]) -> Tensor:
         y, after = mixer(given[1], given[0])
@@ -71,10 +69,6 @@ def test_forward_mode_gives_the_derivative(spec: Spec, time: int, trained: bool)
         found = forward_ad.unpack_dual(outcome(given)).tangent
     assert found is not None
     assert_near(found, slope(outcome, point, direction), 1e-6)
-
-
-def _double(seed: int, like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=generator(seed), dtype=torch.float64)
 
 
 def slope(outcome: Callable[[Any], Tensor], point: Any, direction: Any) -> Tensor:

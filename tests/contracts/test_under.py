@@ -53,10 +53,7 @@ def replaced(model: RecurrentLM) -> None:
     model.blocks[0].norm = nn.RMSNorm(8, eps=0.5).double()  # type: ignore[assignment]
 
 
-CHANGES: list[Callable[[RecurrentLM], None]] = [*(trained, assigned, converted, replaced)]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [trained, assigned, converted, replaced])
 @pytest.mark.parametrize("changed", ["given", "mitigated"])
 @pytest.mark.parametrize("kind", ["mamba2", "lstm"])
 def test_a_change_of_one_model_is_seen_by_the_other(

@@ -10,7 +10,6 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import (
-    BLOCK_KINDS,
     D_MODEL,
     build_model,
     generator,
@@ -61,11 +60,13 @@ def test_sinusoidal_needs_an_even_width() -> None:
 
 @pytest.mark.parametrize("kind", ["learned", "random"])
 def test_a_table_gives_the_row_of_each_position(kind: str) -> None:
-    """Positions may differ between the rows of a batch."""
+    """Positions may differ between the rows of a batch; only learned rows are trained."""
     encoding = build(kind, max_length=20)
     x = vectors(3, torch.float32)
     positions = torch.tensor([[0, 5, 19], [3, 3, 2]])
-    assert torch.equal(encoding.encode(x, positions), encoding.table[positions])
+    found = encoding.encode(x, positions)
+    assert torch.equal(found, encoding.table[positions])
+    assert found.requires_grad == (kind == "learned")
 
 
 @pytest.mark.parametrize("kind", ["learned", "random"])
@@ -109,21 +110,3 @@ def test_combine(kind: str) -> None:
     assert (joined.d_output, added.d_output) == (2 * D_MODEL, D_MODEL)
     with pytest.raises(UserError, match=naming("concat", "add")):
         build(kind, combine="multiply")
-
-
-@pytest.mark.parametrize("block", BLOCK_KINDS)
-@pytest.mark.parametrize("kind", list(POSITIONS))
-def test_positions_come_from_the_state(kind: str, block: str) -> None:
-    """Each row continues from its own position, in every call."""
-    model = build_model("rnn", kind, block)
-    seen = []
-    model.position.register_forward_hook(lambda module, given, result: seen.append(given[1]))
-    state = model.init_state(2)._replace(position=torch.tensor([0, 40]))
-    state = model(random_tokens(2, 3), state).state
-    assert state.position.tolist() == [3, 43]
-    state = model(random_tokens(2, 2), state).state
-    assert state.position.tolist() == [5, 45]
-    assert [positions.tolist() for positions in seen] == [
-        [[0, 1, 2], [40, 41, 42]],
-        [[3, 4], [43, 44]],
-    ]
