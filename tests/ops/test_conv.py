@@ -9,7 +9,7 @@ from longrnn.ops.conv import CONV
 from longrnn.ops.conv.definition import conv
 from longrnn.ops.operation import Implementation
 from longrnn.ops.rows import Rows
-from tests.backends.test_operations import local
+from tests.backends.test_operations import TOLERANCE, local
 from tests.contracts.builders import assert_near, generator
 
 CHANNELS = 21  # whole vectors and a remainder
@@ -24,29 +24,31 @@ def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tens
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("time", [1, 2, 3, 4, 50])
 def test_it_equals_conv1d(
-    implementation: Implementation, time: int, width: int, with_bias: bool
+    implementation: Implementation, time: int, width: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
     """Also for inputs shorter than the filter; the state holds the tokens before the first."""
-    x, weight, bias, state = leaves = [each.requires_grad_() for each in draw(time, width)]
+    x, weight, bias, state = leaves = [each.requires_grad_() for each in draw(time, width, dtype)]
     given = bias if with_bias else None
     y, after = implementation.run(x, weight, given, state)
     padded = torch.cat([state, x], 1)
     expected = F.silu(F.conv1d(padded.mT, weight[:, None], given, groups=CHANNELS).mT)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert_near(y, expected, TOLERANCE[dtype])
     assert torch.equal(after, padded[:, time:])
     pairs = [(y, after), (expected, padded[:, time:])]
     losses = [first.square().sum() + second.square().sum() for first, second in pairs]
     ours, wanted = (torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in losses)
-    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
+    for one, other in zip(ours, wanted, strict=True):
+        assert_near(one, other, TOLERANCE[dtype])
     assert after.untyped_storage().nbytes() == after.numel() * after.itemsize  # not the input's
     state = state.detach()
     for number, piece in enumerate(x.split([1] * time, dim=1)):
         found, state = implementation.run(piece, weight, given, state)
-        assert_near(found, y[:, number : number + 1], 1e-12)
+        assert_near(found, y[:, number : number + 1], TOLERANCE[dtype])
     assert torch.equal(state, after)
 
 

@@ -267,16 +267,6 @@ def test_torch_differentiates_twice_and_forward(operation: str, sizes: Sizes) ->
     assert_near([*forward], [*reverse], 1e-10)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_chosen_heads_are_computed_as_among_all(backend: str) -> None:
-    for sizes in [*SIZES[2:4], *SIZES[5:7]]:
-        inputs, state = drawn(sizes, "scan", per_key=True, starts=False)
-        y, after = SCAN(backend, inputs, state)
-        heads = torch.arange(sizes.heads - 1, -1, -2)
-        chosen = SCAN(backend, inputs.heads(heads), state[:, heads])
-        assert_near([*chosen], [y[:, :, heads], after[:, heads]], 1e-12)
-
-
 @given(
     sizes=st.builds(
         Sizes, *(st.integers(1, most) for most in (2, 70, 4, 5)), st.just(1), st.integers(1, 20)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import precision
-from longrnn.ops.precision import autocasts, own_precision
+from longrnn.ops.precision import own_precision
 from longrnn.ops.repeat import repeated
 from longrnn.ops.scan import SCAN
 from longrnn.ops.scan.inputs import ScanInputs
-from longrnn.ops.scan.window import initial_recent
-from tests.backends.test_operations import inputs_from, inputs_of, results, tensors_of
+from tests.backends.test_operations import inputs_from, inputs_of, results, tensors_of, within
 from tests.contracts.builders import D_MODEL, GPU, assert_near, build_mixer
 
 
@@ -45,13 +44,6 @@ def test_products_of_a_recurrence_refuse_tf32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_device_without_autocast_has_none() -> None:
-    """The meta device is one; asking torch about it raises."""
-    assert not autocasts(torch.empty(1, device=GPU))
-    with own_precision(torch.empty(1, device=GPU)):
-        pass
-
-
 def plain(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
     return SCAN(backend, inputs, state)
 
@@ -60,11 +52,6 @@ def limited(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, An
     assert SCAN.limited is not None
     limit = torch.full((4,), 3.0, dtype=torch.float64, device=state.device)
     return SCAN.limited(backend, inputs, state, limit)
-
-
-def within(inputs: ScanInputs, state: Tensor, backend: str) -> tuple[Tensor, Any]:
-    assert SCAN.windowed is not None
-    return SCAN.windowed(backend, inputs, initial_recent(inputs, len(state)), 9)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
