@@ -2,6 +2,8 @@
 
 import json
 import logging
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +131,8 @@ def answers(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The runs of tokens that the assistant wrote."""
     tokenizer = chat_tokenizer(template)
     ids, scored = tokenizer.encode_chat(messages)
-    assert len(ids) == len(scored)
-    found, current = [], []
-    for token, is_answer in zip([*ids, 0], [*scored, False], strict=True):
-        if is_answer:
-            current.append(token)
-        elif current:
-            found.append(tokenizer.decode(current))
-            current = []
-    return found
+    runs = groupby(zip(ids, scored, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for is_answer, run in runs if is_answer]
 
 
 def test_the_tokens_of_the_assistant() -> None:
