@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,6 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
         load(saved, backend="troch")
 
 
-def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -121,7 +113,9 @@ def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     load(tmp_path / "llama")
     assert caplog.text == ""
-    reshape(tmp_path / "llama", lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
+    path = tmp_path / "llama/model.safetensors"
+    tensors = {**load_file(path), "model.extra.weight": torch.zeros(1)}
+    save_file(tensors, path, metadata={"format": "pt"})
     load(tmp_path / "llama")
     assert "model.extra.weight" in caplog.text
 

@@ -4,16 +4,13 @@ No leaf of a state changes its dtype, and any split gives what one call gives, f
 mitigation. That the recurrences give the same bits is tested with the backends.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longrnn.cells import Edit, StepwiseCell
-from longrnn.models import RecurrentLM
-from longrnn.state import LMState, leaves
+from longrnn.state import leaves
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_SPECS,
@@ -26,7 +23,7 @@ from tests.contracts.builders import (
     random_tokens,
     spec_id,
 )
-from tests.contracts.subjects import Subject, every_kind, outcome, started
+from tests.contracts.subjects import Subject, assert_same, every_kind, outcome, started
 
 pytestmark = pytest.mark.core
 
@@ -79,20 +76,10 @@ def test_splits(subject: Subject) -> None:
         for piece in tokens.split([30, 1, 1, 68], dim=1):
             state = model(piece, state).state
             assert [(name, leaf.dtype) for name, leaf in leaves(state)] == like
-        whole = together(model, tokens, start, [TIME])
-        for name, tensor in together(model, tokens, start, [37, *[1] * 8, 55]).items():
-            assert_near(tensor, whole[name], tolerance, name)
+        whole = outcome(model, tokens, start, [TIME])
+        parts = outcome(model, tokens, start, [37, *[1] * 8, 55])
+        assert_same(parts, whole, torch.float32, tolerance)
     model(tokens, state)  # a state may leave autocast
-
-
-def together(
-    model: RecurrentLM, tokens: Tensor, state: LMState, sizes: Sequence[int]
-) -> dict[str, Tensor]:
-    """`outcome`, in which parameters share one scale, as each is a sum over tokens."""
-    found = outcome(model, tokens, state, sizes)
-    shared = [name for name in found if name.startswith("gradient of parameter")]
-    gradients = torch.cat([found.pop(name).flatten() for name in shared])
-    return {**found, "gradients of parameters": gradients}
 
 
 @pytest.mark.parametrize("wide", [False, True])

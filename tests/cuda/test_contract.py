@@ -46,13 +46,6 @@ THERE = {name: one for name, one in SUBJECTS.items() if one.mixer.get("backend")
 every_subject = pytest.mark.parametrize("subject", THERE.values(), ids=THERE)
 
 
-def to_gpu(tree: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """A tree of tensors on the GPU, real ones of float64 in `dtype`."""
-    return tree_map(
-        lambda leaf: leaf.to(GPU, dtype if leaf.dtype == torch.float64 else leaf.dtype), tree
-    )
-
-
 def assert_agrees(exact: Any, model: Any, dtype: torch.dtype) -> None:
     """Values, states and gradients of a model on the GPU are those of `exact` on the CPU."""
     tokens, start = random_tokens(2, sum(SPLIT)), started(exact, 2)
@@ -95,7 +88,7 @@ def test_generation_evaluation_and_packing(subject: Any) -> None:
         assert_near(nats, expected, 1e-9)
     masks = random_masks(2, 40)
     state = started(exact, 2)
-    there = to_gpu(state)
+    there = tree_map(lambda leaf: leaf.to(GPU), state)
     given = clone(there)
     logits, _ = read(exact, long[:, :40], state, [40], masks)
     ours = model(long[:, :40].to(GPU), there, rows=Rows(*(one.to(GPU) for one in masks))).logits
