@@ -231,12 +231,12 @@ def quantities(curve: Mapping[int, list[Row]]) -> dict[str, list[float]]:
 
 
 def rare(args: Namespace) -> list[str]:
-    """Compares the stability of the gradient, by condition and checkpoint."""
+    """Compares accuracy and the stability of the gradient, by condition and checkpoint."""
     found: dict[str, dict[str, list[float]]] = {}
     kind, saved = "reverse_dual_frequency", {"save_steps": max(1, args.steps // 4)}
     for cell, vocab in product(args.cell or ["lstm"], args.vocab_sizes or [256]):
         task: Any = TASKS.build({"kind": kind, "vocab_size": vocab})
-        draw = torch.Generator().manual_seed(0)
+        test, draw = task.held_out(TESTED, length=args.length), torch.Generator().manual_seed(0)
         inputs = {
             name: triplets(task, ids, args.triplets, args.length, draw)
             for name, ids in task.conditions().items()
@@ -246,12 +246,19 @@ def rare(args: Namespace) -> list[str]:
             folder = trained(args, key, {"task.kind": kind, **saved})
             for place in sorted(folder.glob("checkpoint-*")):
                 model = load(place)
-                for condition, tokens in inputs.items():
-                    name = f"{cell}, V = {vocab:,}, {place.name}, {condition}, stability"
-                    value = float(stability(model, tokens).mean())
-                    found.setdefault(name, {}).setdefault(encoding, []).append(value)
+                with torch.inference_mode():
+                    right = (model(test.tokens).logits.argmax(-1) == test.targets)[test.answer]
+                for index, (condition, tokens) in enumerate(inputs.items()):
+                    values = {
+                        "accuracy": float(right[index::4].double().mean()),
+                        "stability": float(stability(model, tokens).mean()),
+                    }
+                    for score, value in values.items():
+                        name = f"{cell}, V = {vocab:,}, {place.name}, {condition}, {score}"
+                        found.setdefault(name, {}).setdefault(encoding, []).append(value)
     about = (
-        "Stability: cosine of the gradient between inputs with one first token (docs/studies.md)."
+        "Accuracy: of the targets of held-out sequences. Stability: cosine of the gradient "
+        "between inputs with one first token (docs/studies.md)."
     )
     return [about, *comparison(dict(sorted(found.items())), "stability")]
 
