@@ -80,7 +80,7 @@ def test_a_study(script: str, options: str, books: Path, study: Callable[..., Ou
     assert {path: path.stat().st_mtime_ns for path in weights} == weights
 
 
-@pytest.mark.parametrize("trained", ["lora", "all", "steps --pull 1", "steps --keys-too"])
+@pytest.mark.parametrize("trained", ["lora", "all"])
 def test_weights_are_trained_as_a_fit_is(
     trained: str, books: Path, study: Callable[..., Outcome]
 ) -> None:
