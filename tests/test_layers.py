@@ -136,18 +136,3 @@ def test_every_library_is_declared() -> None:
     names |= {"requests"}  # of datasets
     imported = {one.partition(".")[0] for text in SOURCES.values() for one in Imports(text).found}
     assert imported - names - set(sys.stdlib_module_names) == set()
-
-
-def test_no_constant_has_two_values_and_no_public_class_two_modules() -> None:
-    """Things of one name would have to be told apart by their modules; type variables aside."""
-    found: dict[str, set[str]] = {}
-    for module, source in SOURCES.items():
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, set()).add(module)
-            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                name = ast.unparse(target)
-                if name.isupper() and len(name) > 1:
-                    found.setdefault(name, set()).add(ast.unparse(node.value))
-    assert {name: one for name, one in found.items() if len(one) > 1} == {}

@@ -114,21 +114,6 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path)(tokens).logits, after)
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_padding_moves_no_hidden_state(mixer: str) -> None:
-    """Hidden states stand where their tokens do, and are 0 at padding, which predicts nothing."""
-    model, tokens = build_auto(mixer), random_tokens(2, 7)
-    output = model(tokens, attention_mask=MASK, labels=tokens, output_hidden_states=True)
-    predicts, found = MASK[:, :-1].bool(), output.hidden_states
-    wanted = F.cross_entropy(output.logits[:, :-1][predicts], tokens[:, 1:][predicts])
-    torch.testing.assert_close(output.loss, wanted)
-    for row, is_token in enumerate(MASK.bool()):
-        wanted = model(tokens[row, is_token][None], output_hidden_states=True).hidden_states
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one[row, is_token], other[0])
-            assert not one[row, ~is_token].any()
-
-
 @pytest.mark.parametrize("spec", [None, mitigation_spec("state_norm")], ids=["plain", "mitigated"])
 @pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
 def test_replicas_of_data_parallel_compute_with_their_own_weights(

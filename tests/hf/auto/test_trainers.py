@@ -105,6 +105,7 @@ def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
     [*((kind, "left") for kind in MIXERS), ("mamba2", "right"), ("lstm", "middle")],
 )
 def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str, side: str) -> None:
+    """Its hidden states stand where the tokens do, and are 0 at padding."""
     rows = [random_tokens(1, length, seed=length)[0] for length in (8, 5, 3)]
     width = 8
     tokens, mask = torch.full((3, width), 2), torch.zeros(3, width, dtype=torch.long)
@@ -114,11 +115,15 @@ def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str,
         tokens[number, before : before + len(row)] = row
         mask[number, before : before + len(row)] = 1
     labels = tokens.masked_fill(mask == 0, -100)
-    padded = build_auto(kind, seed=3, dtype=torch.float64)
-    output = padded(tokens, attention_mask=mask, labels=labels, use_cache=True)
+    padded, hidden = build_auto(kind, seed=3, dtype=torch.float64), {"output_hidden_states": True}
+    output = padded(tokens, attention_mask=mask, labels=labels, use_cache=True, **hidden)
     output.loss.backward()
     alone = build_auto(kind, seed=3, dtype=torch.float64)
-    outputs = [alone(row[None], labels=row[None]) for row in rows]
+    outputs = [alone(row[None], labels=row[None], **hidden) for row in rows]
+    by_row = zip(*(out.hidden_states for out in outputs), strict=True)
+    for found, wanted in zip(output.hidden_states, by_row, strict=True):
+        torch.testing.assert_close(found[mask.bool()], torch.cat(wanted, 1)[0])
+        assert not found[~mask.bool()].any()
     count = sum(len(row) - 1 for row in rows)
     parts = [out.loss * (len(row) - 1) for out, row in zip(outputs, rows, strict=True)]
     loss = torch.stack(parts).sum() / count
