@@ -68,23 +68,14 @@ class KeyedText(Text):
             rng = random.Random(f"{seed}/{index}/{rows[place]}")
             made.append(self.passkey.in_text(text, rng, min(1.0, (index + 1) / self.grow_steps)))
         batch = batch._replace(weights=weights, answer=torch.zeros_like(batch.is_document_start))
-        return batch if not made else _with_last(batch, self.passkey.batch_of(made))
+        if made:
+            last = self.passkey.batch_of(made)
+            for name in ("tokens", "targets", "is_document_start", "weights", "answer"):
+                getattr(batch, name)[plain:] = getattr(last, name)
+        if batch.is_token is not None:
+            batch.is_token[plain:] = True
+        return batch
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """See `Task.score`."""
         return Task.score(self, predictions, batch)
-
-
-def _with_last(batch: Batch, last: Batch) -> Batch:
-    """A batch whose last rows are those of another one, all of whose tokens are real."""
-    count = len(last.tokens)
-    if batch.is_token is not None:
-        last = last._replace(is_token=torch.ones_like(last.is_document_start))
-    pairs = zip(batch, last, strict=True)
-    fields = [
-        torch.cat([ours[:-count], theirs])
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor)
-        else ours
-        for ours, theirs in pairs
-    ]
-    return Batch(*fields)  # pyright: ignore

@@ -119,5 +119,4 @@ class Phonebook(SequenceTask):
         lines, asked = x[:, :-NAME].unflatten(1, (-1, NAME + NUMBER)), x[:, -NAME:]
         line = (lines[:, :, :NAME] == asked[:, None]).all(dim=2).int().argmax(dim=1)
         numbers = lines[torch.arange(len(x)), line, NAME:]
-        tokens = torch.cat([x, torch.full_like(numbers, self.query)], dim=1)
-        return tokens, torch.cat([torch.full_like(x, UNSCORED), numbers], dim=1)
+        return torch.cat([x, torch.full_like(numbers, self.query)], dim=1), numbers

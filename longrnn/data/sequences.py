@@ -11,11 +11,13 @@ are not equally likely.
 """
 
 from abc import abstractmethod
+from functools import cache
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional as F
 
 from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.errors import LengthError
@@ -59,12 +61,15 @@ class SequenceTask(Task):
         self.n_tokens = self.query = vocab_size
         self.vocab_size = vocab_size + self.has_query
         self.n_held_out, self.seed = held_out, seed
-        self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
-        self._trainable: set[int] = set()
+        self._evaluation_set = cache(self._draw_evaluation_set)
+        self._forbidden = cache(self._find_forbidden)
 
     @abstractmethod
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input tokens and targets of sequences `x` as `draw` gives them."""
+        """Input tokens of sequences `x` as `draw` gives them, and targets, those of the last ones.
+
+        Tokens in front of those with a target are not scored.
+        """
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         """`n` sequences as they are drawn in training, a row of int64 each."""
@@ -89,18 +94,16 @@ class SequenceTask(Task):
             x[again] = self.draw(int(again.sum()), length, generator)
         return self._batch(x[rows.start : rows.stop])
 
-    def _forbidden(self, length: int) -> set[bytes]:
+    def _find_forbidden(self, length: int) -> set[bytes]:
         """The held-out sequences; refused if training would reject more than half of its draws."""
         _, forbidden = self._evaluation_set(length)
-        if length not in self._trainable:
-            x = self.draw(SHARE_SAMPLES, length, seeded(mix(self.seed, "share")))
-            share = float(_are_in(x, forbidden).double().mean())
-            if share > 0.5:
-                raise LengthError(
-                    f"{share:.0%} of the sequences of length {length} over {self.n_tokens} tokens "
-                    f"are held out: set held_out below {self.n_held_out}, or give greater lengths"
-                )
-            self._trainable.add(length)
+        x = self.draw(SHARE_SAMPLES, length, seeded(mix(self.seed, "share")))
+        share = float(_are_in(x, forbidden).double().mean())
+        if share > 0.5:
+            raise LengthError(
+                f"{share:.0%} of the sequences of length {length} over {self.n_tokens} tokens "
+                f"are held out: set held_out below {self.n_held_out}, or give greater lengths"
+            )
         return forbidden
 
     def held_out(self, count: int, *, length: int) -> Batch:
@@ -112,23 +115,22 @@ class SequenceTask(Task):
 
     def _batch(self, x: Tensor) -> Batch:
         tokens, targets = self.rule(x)
-        return Batch(tokens, targets, row_starts(tokens))
+        before = tokens.shape[1] - targets.shape[1]
+        return Batch(tokens, F.pad(targets, (before, 0), value=UNSCORED), row_starts(tokens))
 
     def _draw_held_out(self, length: int, generator: torch.Generator) -> Tensor:
         return self.draw(self.n_held_out, length, generator)
 
-    def _evaluation_set(self, length: int) -> tuple[Tensor, set[bytes]]:
+    def _draw_evaluation_set(self, length: int) -> tuple[Tensor, set[bytes]]:
         """The held-out sequences of one length, also as a set of their bytes."""
-        if length not in self._held_out:
-            if length not in self.lengths:
-                raise LengthError(
-                    f"{type(self).__name__} with vocab_size={self.n_tokens} has lengths from "
-                    f"{self.lengths[0]} to {self.lengths[-1]:,} in steps of {self.lengths.step}, "
-                    f"not {length}: take one of these, or set vocab_size"
-                )
-            rows = self._draw_held_out(length, seeded(self.seed))
-            self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
-        return self._held_out[length]
+        if length not in self.lengths:
+            raise LengthError(
+                f"{type(self).__name__} with vocab_size={self.n_tokens} has lengths from "
+                f"{self.lengths[0]} to {self.lengths[-1]:,} in steps of {self.lengths.step}, "
+                f"not {length}: take one of these, or set vocab_size"
+            )
+        rows = self._draw_held_out(length, seeded(self.seed))
+        return rows, {row.tobytes() for row in rows.numpy()}
 
 
 class Transduction(SequenceTask):
@@ -139,8 +141,7 @@ class Transduction(SequenceTask):
         """The answer to `x` `(n, length)`, of the same shape."""
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        queries, unscored = torch.full_like(x, self.query), torch.full_like(x, UNSCORED)
-        return torch.cat([x, queries], 1), torch.cat([unscored, self.answer(x)], 1)
+        return torch.cat([x, torch.full_like(x, self.query)], 1), self.answer(x)
 
 
 @TASKS.register("copy")
@@ -197,8 +198,7 @@ class DelayedSum(SequenceTask):
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=1)
-        answer = (first.flip(1) + second) % self.n_tokens
-        return x, torch.cat([torch.full_like(first, UNSCORED), answer], 1)
+        return x, (first.flip(1) + second) % self.n_tokens
 
 
 @TASKS.register("predecessor_query")
@@ -225,9 +225,7 @@ class PredecessorQuery(SequenceTask):
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
         place = (x[:, :-1] == x[:, -1:]).int().argmax(dim=1, keepdim=True)
-        targets = torch.full_like(x, UNSCORED)
-        targets[:, -1:] = x.gather(1, place - 1)
-        return x, targets
+        return x, x.gather(1, place - 1)
 
 
 @TASKS.register("recall")
@@ -260,8 +258,7 @@ class Recall(SequenceTask):
         length = x.shape[1] // 3 * 2
         keys, values, asked = x[:, :length:2], x[:, 1:length:2], x[:, length:]
         place = (asked[:, :, None] == keys[:, None, :]).int().argmax(dim=2)
-        unscored = torch.full_like(x[:, :length], UNSCORED)
-        return x, torch.cat([unscored, values.gather(1, place)], 1)
+        return x, values.gather(1, place)
 
 
 def _are_in(x: Tensor, forbidden: set[bytes]) -> Tensor:
