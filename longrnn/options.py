@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -67,27 +67,23 @@ def _ranges(value: Any) -> Any:
     return numbers
 
 
-def ascending(values: list[int]) -> list[int]:
-    """Return numbers in ascending order, without repeats."""
+def _ascending(values: list[Any]) -> list[Any]:
     return sorted(set(values))
 
 
+T = TypeVar("T")
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # A number of tokens, as `4096` or `4k`.
 Tokens = Annotated[int, BeforeValidator(_tokens), Field(ge=1, lt=2**63)]
-# Several, as a list or as `256,4k`; ascending, without repeats.
-Lengths = Annotated[
-    list[Tokens], BeforeValidator(listed), Field(min_length=1), AfterValidator(ascending)
+# Several numbers, as a list or as `256,4k`; ascending, without repeats.
+Ascending = Annotated[
+    list[T], BeforeValidator(listed), Field(min_length=1), AfterValidator(_ascending)
 ]
-# Numbers of layers, as a list or as `4-12,20`; likewise.
-Layers = Annotated[
-    list[Annotated[int, Field(ge=0)]],
-    BeforeValidator(_ranges),
-    Field(min_length=1),
-    AfterValidator(ascending),
-]
+Lengths = Ascending[Tokens]
+# Numbers of layers, also as `4-12,20`.
+Layers = Annotated[Ascending[Annotated[int, Field(ge=0)]], BeforeValidator(_ranges)]
 
 
 def explain(error: ValidationError, names: Mapping[str, str], where: str = "") -> UserError:

@@ -84,7 +84,8 @@ class Evaluation(ABC, Generic[OptionsT]):
     @property
     def kind(self) -> str:
         """The name of its options in `EVALUATIONS`."""
-        return next(name for name, kind in EVALUATIONS.items() if isinstance(self.options, kind))
+        names = {options: name for name, options in EVALUATIONS.items()}
+        return next(names[one] for one in type(self.options).__mro__ if one in names)
 
     @property
     def title(self) -> str:

@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from longrnn.bundled import text_path
-from longrnn.options import Count, Lengths, Options, Seed, Share, Tokens, ascending, listed
+from longrnn.options import Ascending, Count, Lengths, Options, Seed, Share, Tokens, listed
 from longrnn.registry import Registry
 from longrnn.units import parse_length
 
@@ -25,21 +25,8 @@ def _place(value: Any) -> int:
     return 0 if str(value) == "0" else parse_length(str(value))
 
 
-def _distinct(values: list[float]) -> list[float]:
-    return list(dict.fromkeys(values))
-
-
-Depths = Annotated[
-    list[Share], BeforeValidator(listed), Field(min_length=1), AfterValidator(_distinct)
-]
 # A path, or the name of a bundled text such as `bundled:moby_dick`.
 TextFile = Annotated[Path, BeforeValidator(text_path)]
-Places = Annotated[
-    list[Annotated[int, BeforeValidator(_place)]],
-    BeforeValidator(listed),
-    Field(min_length=1),
-    AfterValidator(ascending),
-]
 
 
 class EvaluationOptions(Options):
@@ -99,9 +86,9 @@ class PasskeyOptions(EvaluationOptions):
 
     lengths: Lengths = Field([256, 1024, 4096, 16384])
     """Prompt lengths in tokens."""
-    depths: Depths = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    depths: Ascending[Share] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0])
     """Where the key is, as shares of the prompt, from 0 (its start) to 1."""
-    insert_at: Places | None = None
+    insert_at: Ascending[Annotated[int, BeforeValidator(_place)]] | None = None
     """Instead of depths: tokens of filler before the key, such as 0,8k,16k."""
     n: Count = 10
     """Prompts per cell."""

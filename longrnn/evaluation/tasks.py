@@ -1,7 +1,7 @@
 """Held-out data of training tasks: answers to prompts, and sequences such as reversing."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,9 +104,9 @@ class Sequences(Evaluation[SequenceOptions]):
                 )
             reached, reasons = within(model, widths, self._column("exact_match"))
             items = [
-                Item({"task": spec, "length": length, "index": index}, (task, length, index))
-                for length in reached
-                for index in range(min(self.options.n, task.n_held_out))
+                Item({"task": spec, "length": at, "index": row}, (task, at, row), work=at)
+                for at in reached
+                for row in range(min(self.options.n, task.n_held_out))
             ]
             plans.append(Plan(items, reasons))
         return plans
@@ -136,18 +136,16 @@ class Sequences(Evaluation[SequenceOptions]):
 
     @torch.no_grad()
     def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
-        most = self.options.batch_size
-        for (length, _), same in groupby(items, lambda i: (i.spec[1], i.spec[2] // most)):
-            part = list(same)
-            task, first, last = part[0].spec[0], part[0].spec[2], part[-1].spec[2]
-            batch = task.evaluation_batch(first, last + 1, length=length)
+        for part in self.batched(items, self.options.batch_size):
+            task, length, first = part[0].spec
+            batch = task.evaluation_batch(first, part[-1].spec[2] + 1, length=length)
             batch = batch.row(*(item.spec[2] - first for item in part))
             state = model.model.init_state(len(part))
             tokens = batch.tokens.to(state.position.device)
             logits = model.model(tokens, state).logits
             refuse_nonfinite(logits, model.model, tokens, state)
             scores = task.score(logits.argmax(-1).cpu(), batch)
-            progress.advance(len(part), tokens.numel())
+            progress.advance(len(part) * length, tokens.numel())
             yield [
                 (item, {name: float(values[row]) for name, values in scores.items()})
                 for row, item in enumerate(part)

@@ -11,6 +11,7 @@ import longrnn
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Evaluation
+from longrnn.evaluation.options import EVALUATIONS, CostOptions
 from longrnn.evaluation.run import read_suite, run, run_and_report
 from longrnn.reporting.tables import ResultTable
 from tests.cli.conftest import table
@@ -144,3 +145,16 @@ def test_suites(tmp_path: Path) -> None:
         assert read_suite(name)
     with pytest.raises(UserError, match="quick"):
         read_suite("qick")
+
+
+def test_an_evaluation_whose_options_extend_those_of_another_is_of_its_own_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rows are not served to the other one."""
+
+    class Further(CostOptions):
+        pass
+
+    monkeypatch.setitem(EVALUATIONS, "further", Further)
+    kinds = [options(lengths=[8]).evaluation().kind for options in (CostOptions, Further)]
+    assert kinds == ["cost", "further"]
