@@ -80,8 +80,7 @@ def gradients(gradients: Gradients, output: Output) -> None:
     Example: longrnn diagnose gradients reverse_small 'reverse_small model.mixer.init=orthogonal'
     """
     from longrnn.data import TASKS
-    from longrnn.diagnostics.gradients import measure, steps_of
-    from longrnn.progress import Progress
+    from longrnn.diagnostics.gradients import measure
     from longrnn.reporting.training import GRADIENT_COLUMNS, table, write_gradients
 
     sources = list(dict.fromkeys(gradients.sources))
@@ -93,12 +92,10 @@ def gradients(gradients: Gradients, output: Output) -> None:
     if spec is None:
         raise UserError(f"the training task of {first} is not known: give --text")
     rows = []
-    total = sum(steps_of(model) for _, model, _, _ in models)
-    with Progress("gradients", total, unit="steps") as progress:
-        for name, model, tokenizer, _ in models:
-            task = TASKS.build(spec, tokenizer)
-            records = measure(model, task, gradients.length, progress=progress)
-            rows += [{"model": name, **row} for row in records]
+    for name, model, tokenizer, _ in models:
+        task = TASKS.build(spec, tokenizer)
+        records = measure(model, task, gradients.length, name=name)
+        rows += [{"model": name, **row} for row in records]
     about = {
         "models": {name: model.fingerprint() for name, model, _, _ in models},
         "task": str(spec),

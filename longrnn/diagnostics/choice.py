@@ -1,15 +1,14 @@
 """The choice of a repair: its attempts with their scores, and the file that has them."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, FiniteFloat
 
+from longrnn.cells.observe import watch
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.diagnostics.attempts import ATTEMPTS
 from longrnn.diagnostics.job import Job, Members
@@ -65,21 +64,11 @@ class Row(Options, strict=True):
     budget: FiniteFloat | None = None
 
 
-def moved(row: Row, place: Callable[[str], str]) -> Row:
-    """Return a row whose members have other paths, from those that they have."""
-    members = row.members and [with_files(member, place) for member in row.members]
-    return row.model_copy(update={"members": members})
-
-
 class Tried(Options, strict=True):
     """The content of the file TRIED: what is repaired, and the rows by name of the attempt."""
 
     question: dict[str, Any]
     rows: dict[str, Row] = Field({})
-
-
-def _check_time(*_: Any) -> None:
-    check_time()
 
 
 def scores(
@@ -140,8 +129,13 @@ class Choice:
         plain = tried.rows.get(UNREPAIRED, Row(members=[]))
         if tried.question != self.question or plain.members != []:
             raise UserError(f"{folder} holds another repair: choose another --output")
-        here = partial(os.path.join, folder)
-        self.rows = {name: moved(row, here) for name, row in tried.rows.items()}
+
+        def here(file: str) -> str:  # the folder may have been moved
+            return str(folder / Path(file).name)
+
+        self.rows = tried.rows
+        for row in self.rows.values():
+            row.members = row.members and [with_files(member, here) for member in row.members]
 
     def attempt(self, name: str, seconds: float) -> None:
         """Try a repair, if its base was possible and it fits what is left of the budget."""
@@ -161,9 +155,8 @@ class Choice:
             self._record(name, Row(why=why, budget=seconds))
         else:
             allowed = min(left, max(TIME_SHARE * left, OVERTIME * needed))
-            hooks = [c.register_forward_pre_hook(_check_time) for c in self.job.model.cells]
             try:
-                with time_limit(allowed):
+                with time_limit(allowed), watch(self.job.model.cells, lambda *_: check_time()):
                     self.add(name, lambda: attempt.make(self.job, base, self.keys, left * speed))
             except OutOfTimeError:
                 why = (
@@ -171,9 +164,6 @@ class Choice:
                     f"--budget {math.ceil(seconds / 30)}"
                 )
                 self._record(name, Row(seconds=round(allowed, 1), why=why, budget=seconds))
-            finally:
-                for hook in hooks:
-                    hook.remove()
 
     def _tokens(self, name: str) -> float:
         """Return about how many tokens an attempt, or none, reads with its score."""
@@ -195,9 +185,7 @@ class Choice:
 
     def _record(self, name: str, row: Row) -> None:
         self.rows[name] = row
-        inside = partial(os.path.relpath, start=self.folder)
-        rows = {name: moved(row, inside) for name, row in self.rows.items()}
-        tried = Tried(question=self.question, rows=rows)
+        tried = Tried(question=self.question, rows=self.rows)
         write_atomic(self.path, tried.model_dump_json(indent=1, exclude_defaults=True) + "\n")
 
     def _measured(self, name: str, members: Members) -> Row:

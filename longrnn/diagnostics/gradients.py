@@ -39,12 +39,7 @@ Record = dict[str, Any]
 
 
 def measure(
-    model: TrainableLM,
-    task: Task,
-    length: int,
-    *,
-    rows: int = SEQUENCES,
-    progress: Progress | None = None,
+    model: TrainableLM, task: Task, length: int, *, rows: int = SEQUENCES, name: str = ""
 ) -> list[Record]:
     """Measure the gradients of a model on a task.
 
@@ -53,7 +48,7 @@ def measure(
         task: the source of sequences.
         length: of the task.
         rows: number of sequences.
-        progress: counts `steps_of(model)`.
+        name: of the model, beside the progress.
 
     Returns:
         For each layer: `norm`, the geometric mean over sequences of ‖∂loss_T/∂h_k‖ at distances
@@ -77,17 +72,17 @@ def measure(
     def keep(layer: int, x: Tensor, state: PyTree, *_: Any) -> None:
         calls[layer].append((x[:1], tree_map(lambda leaf: leaf[:1], state)))
 
-    with watch(wide.cells, keep):
-        norms, weights = through_time(wide, tokens, targets)
-    progress = progress or Progress("", None, unit="steps", quiet=True)
-    progress.advance(1, 1)
-    places = np.unique(np.linspace(0, len(calls[0]) - 1, READINGS).round().astype(int))
+    places = np.unique(np.linspace(0, tokens.shape[1] - 1, READINGS).round().astype(int))
     spectra: list[list[tuple[float, float]]] = [[] for _ in wide.cells]
-    for of_cell, cell, inputs in zip(spectra, wide.cells, calls, strict=True):
-        for place in places:
-            of_cell.append(spectrum(jacobian(cell, *inputs[place])))
-            progress.advance(1, 1)
-        progress.advance(READINGS - len(places), 0)
+    steps = 1 + len(places) * len(spectra)
+    with Progress(f"gradients {name}", steps, unit="steps") as progress:
+        with watch(wide.cells, keep):
+            norms, weights = through_time(wide, tokens, targets)
+        progress.advance(1, 1)
+        for of_cell, cell, inputs in zip(spectra, wide.cells, calls, strict=True):
+            for place in places:
+                of_cell.append(spectrum(jacobian(cell, *inputs[place])))
+                progress.advance(1, 1)
     sizes = [gradient.abs().log10().clamp(LOWEST, HIGHEST) for gradient in weights]
     width = (HIGHEST - LOWEST) / BINS
     bins = [LOWEST + width * (place + 0.5) for place in range(BINS)]
@@ -103,11 +98,6 @@ def measure(
         }
         for layer, (values, entries, pairs) in enumerate(zip(norms, sizes, spectra, strict=True))
     ]
-
-
-def steps_of(model: TrainableLM) -> int:
-    """Return the steps of `measure`: the gradients through time, and one spectrum after another."""
-    return 1 + READINGS * len(model.cells)
 
 
 def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
