@@ -94,14 +94,8 @@ def timed_model(args: argparse.Namespace, dtype: torch.dtype) -> Timed:
     ours = {name: build(args, backend).to(dtype) for name, backend in BACKENDS.items()}
     theirs = transformers_twin(ours["longrnn"])
     cache = DynamicCache(config=theirs.config)
-    return Timed(
-        ours["longrnn"].config.mixer["kind"],
-        ours,
-        theirs,
-        cache,
-        {"keep": 1},
-        {"logits_to_keep": 1},
-    )
+    title = ours["longrnn"].config.mixer["kind"]
+    return Timed(title, ours, theirs, cache, {"keep": 1}, {"logits_to_keep": 1})
 
 
 def mamba_layer(title: str, mixer: dict[str, Any], d_model: int) -> Timed:

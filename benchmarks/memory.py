@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.models import build, draw
 from benchmarks.timing import clock, parser, write_json
 from longrnn import MIXERS
-from longrnn.ops.loss import weighted_cross_entropy
+from longrnn.data.batch import Batch, row_starts
+from longrnn.training.objective import Objective
 
 PIECE = 4096
 
@@ -112,14 +113,13 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
             model = build(args).train()
             model.gradient_checkpointing_enable(every == "block")
             ids = draw(args.vocab, length + 1)
+            batch = Batch(ids[:, :-1], ids[:, 1:], row_starts(ids[:, 1:]))
             with LiveBytes(list(model.parameters())) as live:
-                hidden, _ = model.hidden(ids[:, :-1], model.init_state(1))
-                weights = torch.full((1, length), 1 / length)
-                loss = weighted_cross_entropy(hidden, model.head.weight, ids[:, 1:], weights).loss
+                output = Objective(model)([batch], None)
                 kept = live.now
-                loss.backward()
+                output.loss.backward()
             found.append((kept, live.peak))
-            del hidden, loss
+            del output
         per_token = [(b - a) / args.tokens / 2**20 for a, b in zip(*found, strict=True)]
         print(f"  gradient_checkpointing={every:6} {per_token[0]:.3f} {per_token[1]:.3f}")
         figures[every] = per_token

@@ -41,10 +41,11 @@ from benchmarks.layers import LAYERS, timed_model
 from benchmarks.models import build, draw, llama_timers, products_of, transformer, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
 from longrnn import load, mitigation
+from longrnn.data.batch import Batch, row_starts
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.models import TrainableLM
-from longrnn.ops.loss import weighted_cross_entropy
 from longrnn.state import detach
+from longrnn.training.objective import Objective
 from tests.hf.foreign import VOCAB, architecture
 
 DTYPES = ("float32", "bfloat16")
@@ -111,11 +112,7 @@ def optimizer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[],
 
 
 def our_step(
-    model: TrainableLM,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
-    carry: bool = False,
+    model: TrainableLM, tokens: Tensor, targets: Tensor, *, carry: bool = False
 ) -> Callable[[], float]:
     """Returns a training step of a model of longrnn.
 
@@ -125,16 +122,14 @@ def our_step(
         targets: `(b, t)`.
         carry: whether a step starts from the states that the last one ended with, not from zero.
     """
-    state, model = model.init_state(len(tokens)), model.train()
-    weights = torch.full((targets.numel(),), 1 / targets.numel(), device=targets.device)
+    objective, state = Objective(model.train()), model.init_state(len(tokens))
+    batch = Batch(tokens, targets, row_starts(tokens))
 
     def loss() -> Tensor:
         nonlocal state
-        hidden, end = model.hidden(tokens, state)
-        factors = model.logit_factors(hidden.flatten(0, 1))
-        value = weighted_cross_entropy(*factors, targets.flatten(), weights).loss
-        state = detach(end) if carry else state
-        return value
+        output = objective([batch], state)
+        state = detach(output.state) if carry else state
+        return output.loss
 
     return optimizer_step(model, loss)
 
@@ -171,13 +166,10 @@ def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     ids = draw(VOCAB, 4 * (args.tokens + 1)).view(4, -1)
     rows = ids[:, :-1], ids[:, 1:]
     for kind in HYBRIDS:
+        theirs = partial(architecture, kind, max_position_embeddings=args.tokens)
 
-        def theirs(kind: str = kind) -> Any:
-            return architecture(kind, max_position_embeddings=args.tokens)
-
-        def ours() -> HybridLM:
-            model = HybridLM(theirs())
-            return model.with_attention_window(args.tokens)
+        def ours(theirs: Callable[[], Any] = theirs) -> HybridLM:
+            return HybridLM(theirs()).with_attention_window(args.tokens)
 
         calls = {
             "transformers": their_step(theirs(), *rows),
@@ -289,13 +281,7 @@ def question(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] = {
-    "prefill": prefill,
-    "decode": decode,
-    "train": train,
-    "hybrid": hybrid,
-    "mitigations": mitigations,
-    "layer": layer,
-    "question": question,
+    case.__name__: case for case in (prefill, decode, train, hybrid, mitigations, layer, question)
 }
 
 

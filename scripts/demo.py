@@ -16,7 +16,7 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -33,6 +33,7 @@ from longrnn.diagnostics.job import Job
 from longrnn.evaluation.options import CostOptions, PasskeyOptions, PerplexityOptions
 from longrnn.evaluation.run import run_and_report
 from longrnn.files import write_atomic
+from longrnn.hf.foreign_load import quietly
 from longrnn.programs import run_to_end
 from longrnn.reporting.tables import ResultTable
 from longrnn.units import format_length, parse_length, parse_lengths
@@ -67,6 +68,15 @@ def calibrated(job: Job, method: str, file: Path) -> str:
     return str(file)
 
 
+def measured(models: list[Any], evaluations: list[Any], folder: Path) -> list[ResultTable]:
+    """Measures models, prints the tables and the path of the report, and returns the tables."""
+    tables, (_, report, *_) = run_and_report(models, evaluations, folder)
+    for table in tables:
+        table.show()
+    typer.echo(report)
+    return tables
+
+
 def values(table: ResultTable, column: str) -> dict[tuple[str, int | None], float]:
     """Returns the column whose title ends with these words, by model and row."""
     cells = [cell for cell in table.cells if cell.metric.endswith(column)]
@@ -86,14 +96,11 @@ def collapse(length: int, output: Path) -> None:
     places = [place for place in (ROW, 512, 4096) if place < length]
     loss = PerplexityOptions(texts=[PROVE], lengths=[*places, length]).evaluation()
     cost = CostOptions(lengths=[TIMED], decode=1).evaluation()
-    tables, (_, report, *_) = run_and_report(models, [loss, cost], output / "loss")
-    for table in tables:
-        table.show()
+    tables = measured(models, [loss, cost], output / "loss")
     bits = values(tables[0], "by position")
     nats = {key: value * math.log(2) for key, value in bits.items()}
     worst = max(nats[name, length] / nats[name, ROW] for name in cures if name != "plain")
     typer.echo(
-        f"{report}\n"
         f"{COLLAPSING}, trained on rows of {ROW} bytes, collapses on a novel that it never saw: "
         f"its loss is {nats['plain', ROW]:.2f} nats per byte at the end of its training length and "
         f"{nats['plain', length]:.2f} at {format_length(length)} bytes. The same weights under a "
@@ -112,13 +119,11 @@ def repaired_weights(length: int, output: Path) -> None:
 def in_transformers(checkpoint: str, folder: Path) -> str:
     """Converts a checkpoint, and says what transformers computes from it without longrnn."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     if not folder.exists():
         convert(checkpoint, folder, to="hf")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    stock, tokens = AutoModelForCausalLM.from_pretrained(folder), TIMED // 2
+    with quietly():
+        stock, tokens = AutoModelForCausalLM.from_pretrained(folder), TIMED // 2
     ids = torch.tensor([list(PROVE.read_bytes()[: tokens + 1])])
     with torch.no_grad():
         nats = torch.nn.functional.cross_entropy(stock(ids[:, :-1]).logits[0], ids[0, 1:])
@@ -143,15 +148,13 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
         open_checkpoint(HOLDING),
     ]
     prompts = PasskeyOptions(lengths=asked, n=n).evaluation()
-    (table,), (_, report, *_) = run_and_report(models, [prompts], output)
-    table.show()
+    (table,) = measured(models, [prompts], output)
     recalled = values(table, "keys recalled")
 
     def share(name: str, length: int) -> str:
         return f"{recalled[name, length]:.0%} of the keys at {format_length(length)} tokens"
 
     typer.echo(
-        f"{report}\n"
         f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {share(BROKEN, first)} and "
         f"{share(BROKEN, last)}; with the filler's tokens kept out of the heads that remember, "
         f"and no training, it recalls {share(REPAIRED, last)}.\n"
@@ -175,9 +178,7 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
     prompts = PasskeyOptions(
         lengths=[length], n=max(1, n // 5), depths=depths, filler=PROVE
     ).evaluation()
-    (losses, recalls), (_, report, *_) = run_and_report(models, [loss, prompts], output)
-    for table in (losses, recalls):
-        table.show()
+    losses, recalls = measured(models, [loss, prompts], output)
     bits, recalled = values(losses, "by position"), values(recalls, "keys recalled")
 
     def reached(name: str) -> str:
@@ -185,7 +186,6 @@ def loss_and_keys(length: int, n: int, output: Path) -> None:
         return f"{nats:.2f} nats per byte and {recalled[name, length]:.0%} of the keys"
 
     typer.echo(
-        f"{report}\n"
         f"{BOTH}, trained on rows of {BOTH_ROW} bytes, loses both there ({reached('plain')}). A "
         f"window on all heads reaches {reached('uniform')}; a choice per head, made by `longrnn "
         f"calibrate` on another novel, {reached('per head')}; and weights that `fit(select=true)` "

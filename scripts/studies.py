@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import longrnn
 from longrnn import LanguageModel, load_tokenizer
-from longrnn.data.batch import UNSCORED
+from longrnn.data.batch import UNSCORED, Batch
 from longrnn.errors import UserError
 from longrnn.intervals import MEAN, Estimate
 from longrnn.programs import run_to_end
@@ -193,7 +193,7 @@ def growth(curve: Tensor, trained: int) -> float:
     return float(means[inside:].max() / means[:inside].max())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def right(model: Any, tokens: Tensor, targets: Tensor, batch: int = 64) -> Tensor:
     """Returns which scored tokens are predicted, `(rows, scored)` bool; -100 is not scored.
 
@@ -206,6 +206,18 @@ def right(model: Any, tokens: Tensor, targets: Tensor, batch: int = 64) -> Tenso
         scored = wanted != UNSCORED
         found.append((logits.argmax(-1) == wanted)[scored].view(len(wanted), -1))
     return torch.cat(found)
+
+
+@torch.no_grad()
+def recalled(model: Any, batch: Batch, rows: int) -> float:
+    """Returns the share of prompts whose whole answer is predicted, of so many rows at a time."""
+    targets = batch.targets.where(batch.answers(), UNSCORED)
+    return float(right(model, batch.tokens, targets, rows).all(1).double().mean())
+
+
+def tally(verdicts: Sequence[str]) -> str:
+    """Returns how often there is each verdict."""
+    return ", ".join(f"{verdicts.count(each)} {each}" for each in dict.fromkeys(verdicts))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

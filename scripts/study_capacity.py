@@ -147,9 +147,8 @@ def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
                 folder = studies.train(base, args.output / name, more)
                 model, reached, cells = load(folder), 0, []
                 for asked, batch in prompts.items():
-                    targets = batch.targets.where(batch.answers(), studies.UNSCORED)
-                    share = studies.right(model, batch.tokens, targets, 8).all(1).double().mean()
-                    cells.append(f"{float(share):.2f}")
+                    share = studies.recalled(model, batch, 8)
+                    cells.append(f"{share:.2f}")
                     reached = asked if share > RECALLED else reached
                 longest.setdefault(d_state, []).append(reached)
                 rows.append([f"{d_state * ENTRIES:,}", length, seed, *cells])

@@ -34,7 +34,6 @@ from torch import Tensor
 from longrnn import TASKS, load
 from longrnn.data.batch import Batch, Task, row_starts
 from longrnn.errors import UserError
-from longrnn.intervals import mean
 from longrnn.state import nbytes
 from longrnn.units import parse_lengths
 
@@ -224,11 +223,10 @@ def gradients(args: Namespace) -> None:
             shares = {way: [values[at] for values in seeds] for way, seeds in found.items()}
             gain = studies.differences(shares["the document"], shares["one segment"])
             verdicts.append(studies.verdict(gain))
-            means = map(mean, shares.values())
+            means = map(studies.estimate, shares.values())
             rows.append([name, cell, f"{rate:g}", length, *means, gain, verdicts[-1]])
     head = ["task", "cell", "rate", "tokens", "start", *ways, "difference", "verdict"]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-    said = f"**Verdict.** Gradients through the document, beside one segment: {counts}."
+    said = f"**Verdict.** The document, beside one segment: {studies.tally(verdicts)}."
     studies.record(args.output, "Gradients through documents", studies.table(head, rows), said)
 
 
@@ -242,17 +240,14 @@ def tracking(args: Namespace) -> None:
             judged = verdict(of, claimed, is_learned)
             verdicts.append(judged)
             said = "solves it" if claimed else "does not"
-            rows.append(
-                [name, cell, f"{of.rate:g}", mean(of.trained), mean(of.tested), said, judged]
-            )
+            means = map(studies.estimate, (of.trained, of.tested))
+            rows.append([name, cell, f"{of.rate:g}", *means, said, judged])
     last = args.length or LENGTHS["tracking"][2][0]
     studies.record(
         args.output,
         "State tracking",
         studies.table(["task", "cell", "rate", "at 40", f"at {last}", "papers", "verdict"], rows),
-        "**Verdict.** "
-        + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        + ". Token accuracies are means over seeds.",
+        f"**Verdict.** {studies.tally(verdicts)}. Token accuracies are means over seeds.",
     )
 
 
@@ -275,17 +270,13 @@ def recall(args: Namespace) -> None:
             size: outcome(args, f"{name}-{cell}-{size}", task, {**CELLS[cell], option: size})
             for size in args.sizes
         }
-        smallest = found[args.sizes[0]]
-        for of in found.values():
-            gain = studies.differences(of.trained, smallest.trained)
-            judged = "smallest" if of is smallest else studies.verdict(gain)
-            verdicts += [judged] * (of is not smallest)
-            rows.append(
-                [name, cell, f"{of.state:,}", f"{of.rate:g}", mean(of.trained), gain, judged]
-            )
+        reached = {str(size): of.trained for size, of in found.items()}
+        compared = studies.compared(reached, str(args.sizes[0]))
+        verdicts += [row[-1] for row in compared[1:]]
+        for of, (_, *columns) in zip(found.values(), compared, strict=True):
+            rows.append([name, cell, f"{of.state:,}", f"{of.rate:g}", *columns])
     head = ["task", "cell", "numbers of state", "rate", "accuracy", "minus smallest", "verdict"]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-    said = f"**Verdict.** Of the larger states, compared with the smallest: {counts}."
+    said = f"**Verdict.** Of the larger states, beside the smallest: {studies.tally(verdicts)}."
     studies.record(args.output, "Recall by load", studies.table(head, rows), said)
 
 

@@ -2,9 +2,9 @@
 
     python scripts/study_fit.py recall-collapse --trained lora --text TEXT --length 64k --rate 0.01
 
-Weights are trained as in the checkpoint. Text, rows with keys, carried states, steps and their
-schedule are those of `longrnn calibrate`. The result is a checkpoint, which `longrnn eval` measures
-beside a fit.
+`lora` trains adapters of rank 1, and `all` trains every weight. Text, rows with keys, carried
+states, steps and their schedule are those of `longrnn calibrate`. The result is a checkpoint, which
+`longrnn eval` measures beside a fit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--length", type=parse_length, default=2**16)
     parser.add_argument("--rate", type=float, required=True, help="the highest, of weights")
-    parser.add_argument("--rank", type=int, default=1, help="of the LoRA of in_proj and out_proj")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--keys", type=int, default=4, help="rows with a passkey")
     args = parser.parse_args()
@@ -61,7 +60,7 @@ def main() -> None:
     model.requires_grad_(True)
     if args.trained == "lora":
         model.base_name = args.checkpoint
-        add_adapters(model, r=args.rank, targets=["in_proj", "out_proj"], full=[])
+        add_adapters(model, r=1, targets=["in_proj", "out_proj"], full=[])
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     steps = {"steps": args.steps, "keys": args.keys, "select": True}
     WeightsFit(**steps, learning_rate=args.rate, trained=trained).train(job)

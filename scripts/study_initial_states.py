@@ -95,15 +95,12 @@ def main() -> None:
             }
             folder = studies.train(config, args.output / f"{name}-seed{seed}", settings)
             found.setdefault(name, []).append(measured(str(folder)))
-    lines, verdicts = [], []
-    for name, runs in found.items():
-        lines.append([name, len(runs), *(studies.estimate(c) for c in zip(*runs, strict=True))])
-    for name, runs in found.items():
-        if name in ("base", "zero"):
-            continue
-        pairs = zip(zip(*runs, strict=True), zip(*found["zero"], strict=True), strict=True)
-        less = [studies.differences(ours, zero) for ours, zero in pairs]
-        lines.append([f"{name} − zero", len(runs), *less])
+    values = {name: list(zip(*runs, strict=True)) for name, runs in found.items()}
+    lines = [[name, len(found[name]), *map(studies.estimate, values[name])] for name in found]
+    verdicts = []
+    for name in (each for each in found if each not in ("base", "zero")):
+        less = [*map(studies.differences, values[name], values["zero"])]
+        lines.append([f"{name} − zero", len(found[name]), *less])
         verdicts.append(f"{name} {studies.verdict(less[-2])}")
     columns = [f"{format_length(start)} to {format_length(stop)}" for start, stop in spans]
     columns = [f"windows of {format_length(trained)}", *columns, "largest beyond / inside"]
