@@ -185,8 +185,9 @@ def report(args: Namespace, known: Known) -> list[str]:
             write_atomic(file, figures.png(picture))
     about = (
         f"{TESTED:,} held-out sequences. distance: Damerau-Levenshtein, normalised. steps_to_95: "
-        "until 95 % of the tokens are right, where all seeds get there. limit: log2 of the V at "
-        "which the accuracy falls below 95 %, if that of all seeds does."
+        "until 95 % of the tokens are right, where all seeds get there. growth: doublings of these "
+        "steps per doubling of V. limit: log2 of the V at which the accuracy falls below 95 %, if "
+        "that of all seeds does."
     )
     return [about, *comparison(found, "token_accuracy")]
 
@@ -215,6 +216,11 @@ def quantities(curve: Mapping[int, list[Row]]) -> dict[str, list[float]]:
                 found[f"{name}, V = {size:,}"] = values
     most = max(map(len, curve.values()), default=0)
     whole = {size: rows for size, rows in curve.items() if len(rows) == most}
+    steps = {size: found.get(f"steps_to_95, V = {size:,}") for size in whole}
+    learned = {size: np.log2(values) for size, values in steps.items() if values is not None}
+    if len(learned) > 1:
+        slopes = np.polyfit(np.log2([*learned]), [*learned.values()], 1)[0]
+        found["growth"] = slopes.tolist()
     wrong = [[1 - row["token_accuracy"] for row in rows] for rows in whole.values()]
     wrong = np.maximum.accumulate(wrong or [[0.0]])
     if (wrong[0] <= 1 - LEARNED).all() and (wrong[-1] > 1 - LEARNED).all():
