@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -141,15 +142,15 @@ def _write(
     quiet: bool,
 ) -> None:
     """Writes the columns of a corpus, and counts in its header."""
-    ends, marks = [], []
+    ends, marks, most = [], [], reading.max_tokens or sys.maxsize
     with (
         naming(folder / stream.TOKENS),
         open(folder / stream.TOKENS, "wb") as file,
         Progress("corpus (sources)", len(listed), unit="tokens", quiet=quiet) as progress,
     ):
-        for source in listed:
+        for source in takewhile(lambda _: header.tokens < most, listed):
             for ids, scored in documents(source, tokenizer, reading):
-                if header.tokens >= (reading.max_tokens or sys.maxsize):
+                if header.tokens >= most:
                     break
                 progress.advance(0, len(ids), Path(source).name)
                 if len(ids) < reading.min_length or (reading.instruct and not scored[1:].any()):

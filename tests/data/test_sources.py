@@ -68,6 +68,8 @@ def test_a_row_of_a_table_is_a_document(kind: str) -> None:
     for most, count in ((3, 1), (4, 2)):
         assert documents(source, text_column="body", max_tokens=most) == TEXTS[:count]
     assert documents(source, text_column="body", min_length=4) == TEXTS[1:]
+    # Sources after the last document are not read.
+    assert documents(source, f"broken.{kind}", text_column="body", max_tokens=3) == TEXTS[:1]
 
 
 def test_files_and_folders_of_text() -> None:
