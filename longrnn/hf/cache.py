@@ -5,7 +5,7 @@ that a layer only ever replaces (keys and values grow by concatenation) are shar
 it changes in place (convolution inputs, recurrent states) are copied when a cache is restored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +25,6 @@ CONVERTED_LAYERS = (
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     cache_utils.LinearAttentionLayer,
 )
-# Layers of a cache that drop keys, and the same without a window.
-WITHOUT_WINDOW: Mapping[type, Callable[[], Any]] = {
-    cache_utils.DynamicSlidingWindowLayer: cache_utils.DynamicLayer,
-    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (
-        cache_utils.LinearAttentionAndFullAttentionLayer
-    ),
-}
 # Fields of a `LayerCache`, and the attributes of a cache layer that have their tensors by index.
 RECURRENT = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
@@ -71,10 +64,6 @@ class UncutCache(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.layers = [
-            WITHOUT_WINDOW[type(layer)]() if type(layer) in WITHOUT_WINDOW else layer
-            for layer in self.layers
-        ]
         self.rnn_state = [()] * len(self.layers)
 
     def update(
@@ -82,7 +71,10 @@ class UncutCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Add keys and values to a layer, and return all of them."""
         self.latest = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        whole = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        layer.keys, layer.values = whole  # of which a layer with a window has kept a part
+        return whole
 
 
 def keep_cache(

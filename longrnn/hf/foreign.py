@@ -10,7 +10,6 @@ Notable choices:
 
 import copy
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -287,10 +286,6 @@ class ForeignLM(LanguageModel):
     def new_cache(self) -> UncutCache:
         """Return an empty cache for `run`."""
         return UncutCache(self.model.config)
-
-    def calling(self, cache: UncutCache) -> AbstractContextManager[Any]:
-        """Return a context for `run` from an empty cache."""
-        return nullcontext()
 
     def weights_fingerprint(self, *, rounded: bool = False) -> str:
         """See `LanguageModel`."""

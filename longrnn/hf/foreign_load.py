@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from longrnn.errors import UserError, require
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import wide_weights
-from longrnn.hf.hybrid.layers import recurrent_layers, restore_layers
+from longrnn.hf.hybrid.layers import recurrent_layers
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
 from longrnn.hf.positions import scale_rope
@@ -121,7 +121,6 @@ def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
                     return hybrid
             except UnsupportedLayerError as error:
                 reason = str(error)
-            restore_layers(model)
         elif model._is_stateful:
             reason = "there is no cell for them"
         try:

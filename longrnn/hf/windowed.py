@@ -88,6 +88,8 @@ class WindowedAttention:
     def __init__(self, model: Any, window: AttentionWindow) -> None:
         self.model, self.window = model.model, window
         reason = model.table and f"its positions are in a table, {model.table}"
+        if not model.has_keys:
+            reason = "it has no attention"
         if "chunked_attention" in (getattr(model.config, "layer_types", None) or ()):
             reason = "its attention is limited to chunks"
         if reason is not None:
@@ -239,7 +241,7 @@ def attention_layers(model: Any, reach: int) -> dict[nn.Module, AttentionLayer]:
         batch, heads, time, _ = query.shape
         return value.new_zeros(batch, time, heads, value.shape[-1])
 
-    with attending_by(model.model, record), model.calling(cache):
+    with attending_by(model.model, record):
         model.run(tokens, positions[:, None].expand_as(tokens), cache)
     if not layers:
         raise ValueError("it has no attention that can be given a mask")

@@ -131,9 +131,3 @@ def recurrent_layers(model: PreTrainedModel) -> Mapping[int, Any]:
         for path, module in model.named_modules()
         if type(module).__name__ == name
     }
-
-
-def restore_layers(model: PreTrainedModel) -> None:
-    """Make transformers compute the recurrent layers of what was a `HybridLM`."""
-    for layer in recurrent_layers(model).values():
-        vars(layer).pop("forward", None)

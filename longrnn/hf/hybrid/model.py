@@ -17,7 +17,6 @@ Notable choices:
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -27,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from longrnn.cells import Cell
 from longrnn.hf.attention_window import AttentionWindow, WindowCall, added_mask, window_calls
-from longrnn.hf.cache import UncutCache, fill_cache, keep_cache
+from longrnn.hf.cache import fill_cache, keep_cache
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.layers import (
@@ -38,7 +37,7 @@ from longrnn.hf.hybrid.layers import (
     recurrent_layers,
     whole_layers,
 )
-from longrnn.hf.windowed import WindowedCall, masked_implementation
+from longrnn.hf.windowed import masked_implementation
 from longrnn.mitigations.spec import ATTENTION_WINDOW
 from longrnn.models.base import refuse_long
 from longrnn.models.trainable import TrainableLM
@@ -189,7 +188,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         if attention is None and self._attends and calls is not None:
             given["attention_mask"] = self._masks(calls)
         places = positions if attention is None else torch.zeros_like(positions)
-        with self.calling(cache, cells, rows, attention) as call:
+        edits = dict(zip(self.layer_numbers, self.edits, strict=True))
+        with HybridCall(cache, cells, edits, rows, attention).running() as call:
             output = self.run(tokens, places, cache, **given)
         if observe is not None:
             # The last entry is what libraries multiply, without the factor of the logits.
@@ -223,17 +223,6 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
             given["position_ids"] = positions
         given["inputs_embeds" if tokens.is_floating_point() else "input_ids"] = tokens
         return self.model.base_model(**given)
-
-    def calling(
-        self,
-        cache: UncutCache,
-        states: dict[int, PyTree] | None = None,
-        rows: Rows | None = None,
-        attention: WindowedCall | None = None,
-    ) -> AbstractContextManager[HybridCall]:
-        """See `ForeignLM.calling`; the arguments are those of `HybridCall`."""
-        edits = dict(zip(self.layer_numbers, self.edits, strict=True))
-        return HybridCall(cache, states or {}, edits, rows, attention).running()
 
     def own_windows(self) -> list[int | None]:
         """See `ForeignLM.own_windows`."""
