@@ -201,16 +201,26 @@ def rows_of(
     is_token = torch.ones(shape, dtype=torch.bool, device=read.device)
     if attention_mask is not None:
         is_token = _token_mask(attention_mask, shape)
-    starts = torch.zeros_like(is_token)
-    if position_ids is not None:
-        if position_ids.shape not in (shape, (1, shape[1])):
-            raise UserError(
-                f"position_ids has shape {tuple(position_ids.shape)}, and {tuple(shape)} tokens "
-                "were given: give one value per token"
-            )
-        starts = _document_starts(position_ids.expand(shape), is_token, next_position)
     padded = None if bool(is_token.all()) else is_token
-    return padded, None if padded is None and not bool(starts.any()) else Rows(padded, starts)
+    if position_ids is None:
+        return padded, None if padded is None else Rows(padded)
+    if position_ids.shape not in (shape, (1, shape[1])):
+        raise UserError(
+            f"position_ids has shape {tuple(position_ids.shape)}, and {tuple(shape)} tokens "
+            "were given: give one value per token"
+        )
+    positions = position_ids.expand(shape)
+    rows = Rows(is_token, is_token & (positions == 0))
+    given = rows.arrange(positions)
+    if next_position is None:
+        next_position = given[:, :1].sum(1).clamp(min=0)  # that of its first token, if it has one
+    if bool((given != rows.positions(next_position)[0])[~rows.is_padding].any()):
+        raise UserError(
+            "position_ids must restart at 0 with each document, grow by 1 within it, and go "
+            f"on where the state ended, and are {reprlib.repr(positions.tolist())}: give "
+            "such positions, or leave them out"
+        )
+    return padded, rows if padded is not None or rows.has_starts else None
 
 
 def _token_mask(attention_mask: Tensor, shape: torch.Size) -> Tensor:
@@ -224,24 +234,6 @@ def _token_mask(attention_mask: Tensor, shape: torch.Size) -> Tensor:
             "padding and 1 for a token, and position_ids for packed documents"
         )
     return mask.bool()
-
-
-def _document_starts(positions: Tensor, is_token: Tensor, next_position: Tensor | None) -> Tensor:
-    """Return `(b, t)` bool, true at the first token of each document; see `rows_of`."""
-    columns = torch.arange(is_token.shape[1], device=is_token.device).expand_as(is_token)
-    last = columns.masked_fill(~is_token, -1).cummax(1).values
-    previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)  # column of the token before
-    first = positions if next_position is None else next_position[:, None]
-    after = positions.gather(1, previous.clamp(min=0)) + 1
-    continues = (positions > 0) & (positions == torch.where(previous < 0, first, after))
-    starts = is_token & (positions == 0)
-    if bool((is_token & ~starts & ~continues).any()):
-        raise UserError(
-            "position_ids must restart at 0 with each document, grow by 1 within it, and go "
-            f"on where the state ended, and are {reprlib.repr(positions.tolist())}: give "
-            "such positions, or leave them out"
-        )
-    return starts
 
 
 def predicted_labels(
