@@ -196,7 +196,8 @@ def merge_adapter(
             _merge(folder, weights, base.model)
         if dtype is not None:
             cast_weights(base, dtype)
-        setattr(base.model.config, MITIGATION_KEY, known.get("mitigation"))
+        if "mitigation" in known:
+            setattr(base.model.config, MITIGATION_KEY, known["mitigation"])
         return base.model.requires_grad_()  # PEFT froze it
     if any(name.startswith(OF_TRANSFORMERS) for name in weights):
         theirs = as_hugging_face(base)

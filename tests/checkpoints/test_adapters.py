@@ -120,6 +120,16 @@ def test_an_adapter_of_a_model_of_transformers_is_merged(
     assert {cell.get_parameter("A_log").dtype for cell in narrow.cells} <= {torch.float32}
 
 
+def test_an_adapter_without_a_record_keeps_the_mitigation_of_a_hybrid(tmp_path: Path) -> None:
+    theirs: Any = causal("bamba")
+    theirs.config.longrnn_mitigation = "state_norm(threshold=20.0)"
+    theirs.save_pretrained(tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = options(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(theirs, config).save_pretrained(tmp_path / "adapter")
+    assert str(load(tmp_path / "adapter").mitigation) == "state_norm(threshold=20.0)"
+
+
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
     """With its mitigation and the parameters that were trained as a whole; it can be saved."""
     model: Any = load(f"{base}+none")
