@@ -115,9 +115,9 @@ class Evaluation(ABC, Generic[OptionsT]):
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         """Yield what the result of an item adds to the table."""
 
-    def batched(self, items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-        """Yield items of equal `work`, which can be read together, at most `size` at once."""
-        for _, same in groupby(sorted(items, key=attrgetter("work")), attrgetter("work")):
+    def batched(self, items: Sequence[Item], size: int, by: str = "work") -> Iterator[list[Item]]:
+        """Yield items that can be read together, of equal `work` or group, `size` at once."""
+        for _, same in groupby(sorted(items, key=attrgetter(by)), attrgetter(by)):
             alike = list(same)
             yield from (alike[first : first + size] for first in range(0, len(alike), size))
 

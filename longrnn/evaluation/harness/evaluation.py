@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from itertools import groupby
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,11 +31,9 @@ RULER_SAMPLES = 500
 
 
 class TaskDocument(NamedTuple):
-    """A document of a task; `length` is None if the task has no lengths."""
+    """A document of a task, which its key names."""
 
     task: Any
-    name: str
-    length: int | None
     number: int
 
 
@@ -60,7 +57,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
                 if length is not None:
                     most = min(length, options.chunk_select or length)
                     reasons |= within(model, {length: most}, column(name))[1]
-            reached = [i for i in items if (column(i.spec.name), i.spec.length) not in reasons]
+            reached = [i for i in items if (column(i.key["task"]), i.key["length"]) not in reasons]
             plans.append(Plan(reached, reasons))
         return plans
 
@@ -131,7 +128,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
             text = config + json.dumps(document, sort_keys=True, default=str)
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             key = {"task": name, "length": length, "document": digest}
-            items.append(Item(key, TaskDocument(task, name, length, number), (name, length)))
+            items.append(Item(key, TaskDocument(task, number), (name, length)))
         return items
 
     def measure(self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress) -> Batches:
@@ -140,28 +137,25 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         lm: Any = LongRNN(model.model, tokenizer=model.tokenizer, **how)
         lm._rank, lm._world_size = 0, 1  # the items of this process are its own
         evaluate: Any = lm_eval.evaluate
-        for (name, _), same in groupby(items, lambda item: item.group):
-            of_task = sorted(same, key=lambda item: item.spec.number)
-            for first in range(0, len(of_task), size):
-                part = of_task[first : first + size]
-                numbers, computed = [item.spec.number for item in part], lm.counts["computed"]
-                task = part[0].spec.task
-                tasks = {"tasks": {name: task}, "groups": {}}
-                with explained(), patch.object(task_module, "tqdm", lambda rows, **how: rows):
-                    found = evaluate(lm, tasks, samples={name: numbers}, bootstrap_iters=0)
-                progress.advance(len(part), lm.counts["computed"] - computed)
-                results: dict[int, Result] = {}
-                for sample in found["samples"][name]:
-                    result = results.setdefault(sample["doc_id"], {"scores": {}})
-                    result["scores"] |= scores_of(sample)
-                    if task.OUTPUT_TYPE == "generate_until":
-                        result["said"] = sample["resps"][0][0]
-                yield [(item, results[item.spec.number]) for item in part]
+        for part in self.batched(items, size, "group"):
+            numbers, computed = [item.spec.number for item in part], lm.counts["computed"]
+            name, task = part[0].key["task"], part[0].spec.task
+            tasks = {"tasks": {name: task}, "groups": {}}
+            with explained(), patch.object(task_module, "tqdm", lambda rows, **how: rows):
+                found = evaluate(lm, tasks, samples={name: numbers}, bootstrap_iters=0)
+            progress.advance(len(part), lm.counts["computed"] - computed)
+            results: dict[int, Result] = {}
+            for sample in found["samples"][name]:
+                result = results.setdefault(sample["doc_id"], {"scores": {}})
+                result["scores"] |= scores_of(sample)
+                if task.OUTPUT_TYPE == "generate_until":
+                    result["said"] = sample["resps"][0][0]
+            yield [(item, results[item.spec.number]) for item in part]
 
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         for metric, value in result["scores"].items():
-            name = ", ".join(filter(None, (item.spec.name, metric)))
-            yield Sample(column(name), item.spec.length, item.key["document"], value)
+            name = ", ".join(filter(None, (item.key["task"], metric)))
+            yield Sample(column(name), item.key["length"], item.key["document"], value)
 
 
 def reason(error: UserError) -> str:
