@@ -77,11 +77,19 @@ def calibrate(job: Job, method: str) -> Members:
     return chosen.run(job, name)
 
 
-@METHODS.register("state_norm")
-class LargestNorm(Options):
-    """The threshold is the largest norm of each head's state, times the margin."""
+class Observation(Options):
+    """Takes parameters from what is observed in windows of the training length."""
 
     windows: Count = 32
+
+    def tokens(self, job: Job) -> float:
+        return self.windows * job.train_length
+
+
+@METHODS.register("state_norm")
+class LargestNorm(Observation):
+    """The threshold is the largest norm of each head's state, times the margin."""
+
     margin: PositiveFloat = 1.0
 
     def run(self, job: Job, kind: str) -> Members:
@@ -90,10 +98,9 @@ class LargestNorm(Options):
 
 
 @METHODS.register("token_filter")
-class StepQuantile(Options):
+class StepQuantile(Observation):
     """The threshold of the global heads is a quantile of their steps."""
 
-    windows: Count = 32
     quantile: Share | None = None
 
     def run(self, job: Job, kind: str) -> Members:
@@ -120,11 +127,17 @@ class FactorSearch(Options):
     windows: Count = 32
     steps: Count = 30
 
+    def evaluations(self, job: Job) -> int:
+        """Return how many losses are computed at most."""
+        return len(job.model.cells) + 1 + self.steps
+
+    def tokens(self, job: Job) -> float:
+        return self.evaluations(job) * self.windows * job.target_length
+
     def run(self, job: Job, kind: str) -> Members:
         device = job.model.init_state(1).position.device
         tokens = job.windows(job.target_length + 1, self.windows).to(device)
-        layers = len(job.model.cells)
-        most = layers + 1 + self.steps
+        most = self.evaluations(job)
         tried: list[tuple[float, dict[str, Any]]] = []
 
         def loss(logs: np.ndarray) -> float:
@@ -138,7 +151,7 @@ class FactorSearch(Options):
 
         with Progress("search", most, unit="steps", quiet=job.quiet) as progress:
             options = {"maxiter": most, "rhobeg": 0.2}
-            minimize(loss, np.zeros(layers), method="COBYLA", options=options)
+            minimize(loss, np.zeros(len(job.model.cells)), method="COBYLA", options=options)
         return [min(tried, key=itemgetter(0))[1]]
 
 
@@ -157,6 +170,9 @@ class PerHeadChoice(Options):
     quantile: Share | None = None
     keys: Annotated[int, Field(ge=0)] = 0
     passes: Annotated[int, Field(ge=5)] = 300
+
+    def tokens(self, job: Job) -> float:
+        return self.passes * (self.windows + self.keys) * job.target_length
 
     def run(self, job: Job, _: str) -> Members:
         trained, length = job.train_length, job.target_length + 1

@@ -42,6 +42,8 @@ from longrnn.training.optim import set_learning_rate
 from longrnn.training.repeat import can_repeat
 from longrnn.units import format_length
 
+# A token with gradients costs as much as this many without.
+GRADIENT_COST = 4
 # Segments of a document with a key whose segments are repeated in closed form.
 REPEATED_SEGMENTS = 8
 # Tokens of a segment, of which a step holds the activations, if the training length is not longer.
@@ -67,6 +69,10 @@ class TimeScaleFit(Options):
     select: bool = False
     learning_rate: PositiveFloat = 0.05
     weights_learning_rate: PositiveFloat = 0.002
+
+    def tokens(self, job: Job) -> float:
+        segment = max(job.train_length, job.target_length / self.steps)
+        return GRADIENT_COST * self.steps * (self.rows + self.keys) * segment
 
     def run(self, job: Job, _: str) -> Members:
         """Return the mapping of which `mitigation` makes `time_scales`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longrnn.cells import Cell, Edit, merge
 from longrnn.cells.scanning import inverse_softplus
-from longrnn.diagnostics.job import Job
+from longrnn.diagnostics.job import STRICT, Job
 from longrnn.diagnostics.states import GLOBAL
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
@@ -69,7 +69,7 @@ class Additions(NamedTuple):
 def spread(job: Job, layers: Sequence[Additions]) -> None:
     """Set additions so that the steps of heads that remember differ more from token to token."""
     inside = job.inside(SPREAD_WINDOWS)
-    is_global, large = inside.retention > GLOBAL, inside.step_quantiles(job.strict_share)
+    is_global, large = inside.retention > GLOBAL, inside.step_quantiles(job.share(left=STRICT))
     triples = zip(job.model.cells, job.model.edits, layers, strict=True)
     for layer, (cell, edit, additions) in enumerate(triples):
         if cell.dt_weight is None or cell.bias_weight is None or additions.bias is None:

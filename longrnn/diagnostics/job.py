@@ -126,14 +126,9 @@ class Job(NamedTuple):
         hashes = tuple(document.sha256 for document in self.documents)
         return Calibration(str(path), self.model.fingerprint(), self.train_length, hashes)
 
-    def share(self, quantile: float | None) -> float:
-        """Return the share of tokens to filter out: as many tokens are left as inside."""
-        return 1 - self.train_length / self.target_length if quantile is None else quantile
-
-    @property
-    def strict_share(self) -> float:
-        """The share of tokens that a strict filter filters out."""
-        return 1 - STRICT * self.train_length / self.target_length
+    def share(self, quantile: float | None = None, left: float = 1.0) -> float:
+        """Return the share of tokens to filter out: `left` times as many are left as inside."""
+        return 1 - left * self.train_length / self.target_length if quantile is None else quantile
 
     def windows(self, length: int, most: int) -> Tensor:
         """Return at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
@@ -173,5 +168,6 @@ class Job(NamedTuple):
 
 
 # Classes whose fields are their settings. `run(job, name)`, where `name` is that of the method,
-# returns mappings with `kind` and options, of which `mitigation` makes one mitigation.
+# returns mappings with `kind` and options, of which `mitigation` makes one mitigation;
+# `tokens(job)` estimates how many tokens it reads, counted without gradients.
 METHODS: Registry[Any] = Registry("method of calibration")
