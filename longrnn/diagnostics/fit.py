@@ -27,7 +27,7 @@ from torch import Tensor
 
 from longrnn.data import Batch, Passkey
 from longrnn.data.batch import row_starts
-from longrnn.diagnostics.fitted import Additions, listed, spread
+from longrnn.diagnostics.fitted import Additions, begin, listed
 from longrnn.diagnostics.job import METHODS, Job, Members
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import begun, text_of
@@ -85,8 +85,6 @@ class TimeScaleFit(Options):
             raise UserError("fit(select=true) writes a file: give Job a weights_file")
         model: Any = job.model  # recurrent, or a hybrid
         layers = [Additions.of(cell, select=self.select) for cell in model.cells]
-        if self.select:
-            spread(job, layers)
         with torch.enable_grad(), _frozen(model):
             self._train(job, layers)
         found: dict[str, Any] = {
@@ -108,6 +106,8 @@ class TimeScaleFit(Options):
 
     def _train(self, job: Job, layers: Sequence[Additions]) -> None:
         """Take all steps of the optimizer, which change the additions."""
+        text = _stretches(job, self.rows)
+        begin(job, text, layers, keys=self.keys > 0)
         model: Any = job.model.under(None)
         objective = Objective(model)
         groups = self._groups(layers)
@@ -116,7 +116,6 @@ class TimeScaleFit(Options):
         schedule = TrainConfig.model_validate(rates | {"max_steps": self.steps})
         context, device = Context(job.model.init_state), job.model.init_state(1).position.device
         starts, length = [Carry(context), Carry(context)], self._segment_length(job)
-        text = _stretches(job, self.rows)
         task = self._keyed_task(job, length) if self.keys else None
         with Progress("fit", self.steps, unit="tokens", quiet=job.quiet) as progress:
             for step in range(self.steps):

@@ -1,10 +1,14 @@
 """The numbers that `fit` trains: additions to weights that set time scales, and how they begin.
 
 Notable choices:
-- They begin at 0. Where the weights that make steps are trained too and dt is a softplus, training
-  begins with heads that already tell tokens apart: in heads that remember beyond the training
-  length, the distance of every step, before the softplus, from a large one is `SPREAD` times what
-  it was. The large one is what a strict `token_filter` would leave.
+- Training begins with heads that forget what lies before the training length: where more than 1/e
+  of a state is left after it, the addition to log |A| leaves 1/e. From 0, the many heads of a
+  Mamba-1 do not find this in a few hundred steps. With keys, which are to be remembered, additions
+  to log |A| begin at 0.
+- Where the weights that make steps are trained too and dt is a softplus, training begins with heads
+  that already tell tokens apart: in heads that remember beyond the training length, the distance of
+  every step, before the softplus, from a large one is `SPREAD` times what it was. The large one is
+  what a strict `token_filter` would leave.
 """
 
 from collections.abc import Sequence
@@ -17,15 +21,17 @@ from torch import Tensor
 
 from longrnn.cells import Cell, Edit, merge
 from longrnn.cells.scanning import inverse_softplus
-from longrnn.diagnostics.job import STRICT, Job
+from longrnn.diagnostics.job import STRICT, InsideObservations, Job
 from longrnn.diagnostics.states import GLOBAL
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.bind import check_defined
 
 # The factor of the distance of steps from a large one.
 SPREAD = 2.0
-# Windows in which the steps are observed.
-SPREAD_WINDOWS = 32
+# Windows of the training length in which heads are observed.
+WINDOWS = 32
+# The largest retention whose logarithm is not 0.
+BELOW_ONE = 1 - 1e-9
 
 
 class Additions(NamedTuple):
@@ -66,9 +72,32 @@ class Additions(NamedTuple):
 
 
 @torch.no_grad()
-def spread(job: Job, layers: Sequence[Additions]) -> None:
+def begin(job: Job, text: Tensor, layers: Sequence[Additions], *, keys: bool) -> None:
+    """Set the additions with which training begins.
+
+    Args:
+        job: its model.
+        text: `(rows, t)`, on which heads are observed.
+        layers: zeros, by layer.
+        keys: whether heads are to remember what lies before the training length.
+    """
+    selects = any(additions.weights for additions in layers)
+    if keys and not selects:
+        return
+    whole = job.documents[0]._replace(tokens=text.flatten())
+    inside = job._replace(documents=[whole]).inside(WINDOWS)
+    if not keys:
+        # exp(rate) times the sum of the log decays over the training length is −1.
+        rates = -(-inside.retention.clamp(max=BELOW_ONE).log()).log()
+        for additions, rate in zip(layers, rates.clamp(min=0), strict=True):
+            if additions.rate is not None:
+                additions.rate.copy_(rate[:, None])
+    if selects:
+        _spread(job, layers, inside)
+
+
+def _spread(job: Job, layers: Sequence[Additions], inside: InsideObservations) -> None:
     """Set additions so that the steps of heads that remember differ more from token to token."""
-    inside = job.inside(SPREAD_WINDOWS)
     is_global, large = inside.retention > GLOBAL, inside.step_quantiles(job.share(left=STRICT))
     triples = zip(job.model.cells, job.model.edits, layers, strict=True)
     for layer, (cell, edit, additions) in enumerate(triples):
