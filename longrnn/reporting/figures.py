@@ -51,7 +51,7 @@ class Panel(NamedTuple):
 
     Attributes:
         up: title of the vertical axis.
-        drawn: positions and values by label, the same label for the same thing in every panel.
+        drawn: positions and values by label: none, or those of every panel in the same order.
         log: whether the vertical axis is logarithmic.
         level: height of a dashed line.
         grey: thin curves that are not in the legend, below the others.
@@ -72,7 +72,9 @@ def default_settings() -> Iterator[None]:
         UserError: the environment is such that matplotlib cannot be imported.
     """
     try:
-        from matplotlib import font_manager, rc_context, rcdefaults  # noqa: F401 (needs a cache)
+        # The font manager needs a cache.
+        from matplotlib import font_manager, rc_context, rcdefaults, rcParams  # noqa: F401
+        from matplotlib.rcsetup import cycler
     except (OSError, ValueError) as error:
         raise UserError(
             f"pictures cannot be drawn ({one_line(error)}): set MPLBACKEND=agg, and MPLCONFIGDIR "
@@ -81,6 +83,8 @@ def default_settings() -> Iterator[None]:
 
     with rc_context(), catch_warnings():
         rcdefaults()
+        # Ten colours, then the same with other dashes.
+        rcParams["axes.prop_cycle"] = cycler(linestyle=STYLES) * rcParams["axes.prop_cycle"]
         # Characters of a name in a script that the font lacks are drawn as boxes.
         filterwarnings("ignore", "Glyph")
         yield
@@ -101,17 +105,12 @@ def lines(drawn: Mapping[str, Mapping[int, Estimate]], *, across: str, up: str) 
     figure = new_figure(7.5, 4.2 + 0.17 * len("\n".join(labels).splitlines()))
     panel = figure.subplots()
     # The first lines are wide, so that a line under another is still seen.
-    widths = np.linspace(3, 1, len(drawn))
-    handles: list[Any] = []
-    for index, cells in enumerate(drawn.values()):
+    for cells, width in zip(drawn.values(), np.linspace(3, 1, len(drawn)), strict=True):
         means, low, high = np.array([value[:3] for value in cells.values()], float).T
         bars = np.array([means - low, high - means]).clip(min=0)
         bars[~np.isfinite(bars)] = math.nan  # not drawn
         bar = panel.errorbar([*cells], means, bars, elinewidth=1, capsize=3)
-        # Ten colours, then the same with other dashes.
-        style = STYLES[index // 10 % len(STYLES)]
-        bar.lines[0].set(marker="o", alpha=0.8, linewidth=widths[index], linestyle=style)
-        handles.append(bar)
+        bar.lines[0].set(marker="o", alpha=0.8, linewidth=width)
     places = {place for cells in drawn.values() for place in cells}
     lengths_axis(panel, max(places), measured=places)
     values = [value.mean for cells in drawn.values() for value in cells.values()]
@@ -121,6 +120,7 @@ def lines(drawn: Mapping[str, Mapping[int, Estimate]], *, across: str, up: str) 
         top = 1.04 * panel.get_ylim()[1] if max(values) > 0 else 1.0
         panel.set_ylim(-0.02 * top, top)
     panel.set(xlabel=across, ylabel=up)
+    handles: Any = panel.containers
     figure.legend(handles, labels, loc="outside lower left", **LEGEND)
     return figure
 
@@ -168,17 +168,15 @@ def curves(panels: Sequence[Panel], *, across: str, trained: int | None = None) 
         across: title of the horizontal axis.
         trained: the training length, drawn as a dotted line; the axis then has token counts.
     """
-    labels = list(dict.fromkeys(label for panel in panels for label in panel.drawn))
-    figure = new_figure(8.0, 1.2 + 2.1 * len(panels) + 0.1 * len(labels))
+    most = max(len(panel.drawn) for panel in panels)
+    figure = new_figure(8.0, 1.2 + 2.1 * len(panels) + 0.1 * most)
     rows = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
     handles: dict[str, Any] = {}
     for axes, panel in zip(rows, panels, strict=True):
         for at, values in panel.grey.values():
-            axes.plot(at, values, color="0.6", lw=0.7, marker=_marker(at), ms=3)
+            axes.plot(at, values, color="0.6", ls="-", lw=0.7, marker=_marker(at), ms=3)
         for label, (at, values) in panel.drawn.items():
-            place = labels.index(label)
-            style = {"color": f"C{place % 10}", "linestyle": STYLES[place // 10 % len(STYLES)]}
-            (handles[label],) = axes.plot(at, values, lw=1.4, marker=_marker(at), ms=3, **style)
+            (handles[label],) = axes.plot(at, values, lw=1.4, marker=_marker(at), ms=3)
         every = [*panel.grey.values(), *panel.drawn.values()]
         if panel.level is not None:
             axes.axhline(panel.level, color="gray", linestyle="--", lw=1)
