@@ -11,7 +11,7 @@ import longrnn
 from longrnn import load
 from longrnn.bundled import bundled
 from longrnn.checkpoints.convert import OURS, convert, layout_of
-from longrnn.diagnostics import attempts, choice, repair
+from longrnn.diagnostics import choice, repair
 from longrnn.diagnostics.job import METHODS, Job
 from longrnn.errors import UserError
 from longrnn.mitigations.spec import parse
@@ -191,22 +191,19 @@ def test_a_budget_bounds_what_an_attempt_takes(
     assert "loss" in rows["forget_more"]
 
 
-def test_a_repair_with_keys_tries_the_settings_of_the_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_repair_with_keys_tries_the_settings_of_the_record() -> None:
     """By docs/results.md, a fit with 4 rows of keys and then a filter of 0.9997 of the tokens bring
     back the keys of recall-collapse at 64k; a fit with 3 rows does not."""
-    tried: list[str] = []
-    monkeypatch.setattr(attempts, "calibrate", lambda job, spec: tried.append(spec) or [])
     job = Job(load("recall-collapse"), [], train_length=384, target_length=65536)
+    found = {}
     for name in ("fit", "fit + strict token_filter", "select"):
-        FULL[name].make(job, [], repair.CALIBRATED_KEYS, 0.0)
-    fit, strict, select = (
-        METHODS.build({"kind": kind, **options}) for kind, options in map(parse, tried)
-    )
-    assert fit == METHODS.build({"kind": "fit", "keys": 4})
-    assert select == METHODS.build({"kind": "fit", "keys": 4, "steps": 600, "select": True})
-    assert strict.quantile == pytest.approx(0.9997, abs=5e-5)
+        kind, options = parse(FULL[name].filled(job, repair.CALIBRATED_KEYS))
+        found[name] = METHODS.build({"kind": kind, **options})
+    assert found["fit"] == METHODS.build({"kind": "fit", "keys": 4})
+    selecting = {"kind": "fit", "keys": 4, "steps": 600, "select": True}
+    assert found["select"] == METHODS.build(selecting)
+    strict = found["fit + strict token_filter"].quantile
+    assert strict == pytest.approx(0.9997, abs=5e-5)
 
 
 def test_a_hybrid_leaves_as_its_own_architecture(
