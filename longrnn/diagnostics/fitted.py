@@ -82,11 +82,12 @@ def begin(job: Job, text: Tensor, layers: Sequence[Additions], *, keys: bool) ->
         keys: whether heads are to remember what lies before the training length.
     """
     selects = any(additions.weights for additions in layers)
-    if keys and not selects:
+    forgets = not keys and any(additions.rate is not None for additions in layers)
+    if not selects and not forgets:
         return
     whole = job.documents[0]._replace(tokens=text.flatten())
     inside = job._replace(documents=[whole]).inside(WINDOWS)
-    if not keys:
+    if forgets:
         # exp(rate) times the sum of the log decays over the training length is −1.
         rates = -(-inside.retention.clamp(max=BELOW_ONE).log()).log()
         for additions, rate in zip(layers, rates.clamp(min=0), strict=True):

@@ -28,7 +28,7 @@ from longrnn.models.fold import fold
 from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.contracts.builders import build_model
+from tests.contracts.builders import build_model, mixer_spec
 from tests.hf.foreign import causal
 from tests.refusals import naming
 
@@ -206,6 +206,21 @@ def test_a_fit_of_time_scales_lowers_the_loss_and_changes_no_weight(
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
     assert mean_loss(model.under(mitigation(member)), tokens) < mean_loss(model, tokens)
+
+
+@pytest.mark.parametrize("mixer", [kind for kind, cell in MIXERS.items() if cell.rate_weight])
+def test_a_fit_begins_with_heads_that_forget_unless_there_are_keys(
+    mixer: str, documents: list[Document]
+) -> None:
+    model = build({**mixer_spec(mixer), "init": "long_memory"})
+    job = Job(model, documents, **LENGTHS, quiet=True)
+    found = [job.inside(8).retention.max()]
+    for keys in (1, 0):
+        members = calibrate(job, f"fit(steps=1, rows=2, keys={keys}, learning_rate=1e-9)")
+        found.append(job.under(members).inside(8).retention.max())
+    plain, with_keys, without = found
+    torch.testing.assert_close(with_keys, plain, atol=1e-5, rtol=0)
+    assert without < 0.5 < plain
 
 
 def test_a_fit_starts_from_the_mitigation_of_its_model_and_reads_keys(
