@@ -16,11 +16,12 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.console import say
 from longrnn.errors import Terminated, UserError
 from longrnn.imports import import_options
-from longrnn.options import Count, Layers, Options, Tokens
+from longrnn.options import Options, Tokens
 from longrnn.processes import is_main
 from longrnn.progress import is_quiet
 from longrnn.text import Documents
 from longrnn.training.finetune import Recipe
+from longrnn.training.memory_recipe import MemoryRecipe
 from longrnn.units import counted
 
 if TYPE_CHECKING:
@@ -78,16 +79,29 @@ def train(training: Training) -> None:
         run(resumed(training.resume, overrides, quiet=is_quiet()), training)
 
 
-class Finetuning(Resumable, Recipe):
+class Evaluated(Options):
+    """How what was trained is evaluated."""
+
+    evaluate_to: Tokens | None = None
+    """Longest length of the evaluation (default: 16 × --length; linearize: 4 × --length)."""
+    no_evaluate: bool = False
+    """Train, and leave the evaluation out."""
+
+    def refuse_short(self, length: int) -> None:
+        """Raise a UserError for an evaluation below the length of the training."""
+        if self.evaluate_to is not None and self.evaluate_to < length:
+            raise UserError(
+                f"--evaluate-to {self.evaluate_to} is below the length of the training, {length}: "
+                "give at least that"
+            )
+
+
+class Finetuning(Evaluated, Resumable, Recipe):
     """What is fine-tuned on which documents."""
 
     words: Annotated[list[str], Argument("[CHECKPOINT] [KEY=VALUE]")] = Field([])
     """Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then values that
     override the configuration, such as max_steps=500."""
-    evaluate_to: Tokens | None = None
-    """Longest length of the evaluation before and after (default: 16 × --length)."""
-    no_evaluate: bool = False
-    """Train, and leave the evaluation out."""
 
 
 def finetune(options: Finetuning) -> None:
@@ -120,18 +134,14 @@ def finetune(options: Finetuning) -> None:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     if not options.no_evaluate and (config.validation is None or config.init_from is None):
         raise UserError("validation or init_from is missing to compare with: add --no-evaluate")
-    if options.evaluate_to is not None and options.evaluate_to < config.length.max:
-        raise UserError(
-            f"--evaluate-to {options.evaluate_to} is below the length of the training, "
-            f"{config.length.max}: give at least that"
-        )
+    options.refuse_short(config.length.max)
     if options.dry_run and is_main():
         say(dump_config(config))
     if run(config, options) and not options.no_evaluate:
         _evaluate(config, options.evaluate_to)
 
 
-class Linearizing(Options):
+class Linearizing(Evaluated, MemoryRecipe):
     """Which transformer gets a memory, and what it learns from."""
 
     words: Annotated[list[str], Argument("[MODEL] [KEY=VALUE]")] = Field([])
@@ -141,32 +151,6 @@ class Linearizing(Options):
     """Documents to train on: a folder, file, dataset or corpus; may be given several times."""
     output: Path = Path("runs/linearized")
     """Folder of the runs; the same command continues them."""
-    window: Tokens = 64
-    """How many tokens attention reads."""
-    sinks: Annotated[int, Field(ge=0)] = 4
-    """How many first tokens it reads beside them."""
-    length: Tokens = 1024
-    """Tokens of a row, which the transformer reads whole."""
-    layers: Layers | None = None
-    """Layers that get a memory, counted from 0, such as 4-12,20 (default: all); the others have the
-    window alone."""
-    replace: Count | None = None
-    """Number of layers whose attention a Mamba-2 replaces as a whole: those where full attention
-    lowers the loss least, which is measured and listed. The others keep it; no layer has a window.
-    The result is a GraniteMoeHybrid without experts."""
-    keys: Annotated[int, Field(ge=0)] = 0
-    """Rows of each batch with keys in their text, up to 8, which questions at their end ask for.
-    Their distance grows over `task.grow_steps` (100) steps up to the whole row."""
-    lora: Count | None = None
-    """Rank of adapters of the attention, which the second stage trains too; OUTPUT/teacher is then
-    an adapter of OUTPUT/attention."""
-    budget: Annotated[float, Field(gt=0)] | None = None
-    """Minutes for both stages, which then have as many steps as fit, by the speed measured, instead
-    of max_steps."""
-    evaluate_to: Tokens | None = None
-    """Longest length of the evaluation (default: 4 × --length)."""
-    no_evaluate: bool = False
-    """Train, and leave the evaluation out."""
 
 
 def linearize(options: Linearizing) -> None:
@@ -189,11 +173,7 @@ def linearize(options: Linearizing) -> None:
             "the first argument is missing: write `longrnn linearize MODEL --text FILE`"
         )
     model, *overrides = options.words
-    if options.evaluate_to is not None and options.evaluate_to < options.length:
-        raise UserError(
-            f"--evaluate-to {options.evaluate_to} is below --length {options.length}: give at "
-            "least that"
-        )
+    options.refuse_short(options.length)
     if not options.text and not any(word.startswith("task") for word in overrides):
         raise UserError("nothing to train on is given: add --text with a file, folder or dataset")
     end_at_sigterm()
@@ -201,7 +181,7 @@ def linearize(options: Linearizing) -> None:
         model,
         options.text,
         options.output,
-        **options.model_dump(exclude={"words", "text", "output", "evaluate_to", "no_evaluate"}),
+        **options.model_dump(include={*MemoryRecipe.model_fields}),
         overrides=overrides,
         quiet=is_quiet(),
     )

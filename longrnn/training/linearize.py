@@ -43,6 +43,7 @@ from longrnn.processes import on_main
 from longrnn.training.config import TrainConfig, changes, configured
 from longrnn.training.distillation import BASE_KEY
 from longrnn.training.distributed import build_accelerator
+from longrnn.training.memory_recipe import MemoryRecipe
 from longrnn.training.objective import token_weights
 from longrnn.training.train import train
 
@@ -81,16 +82,9 @@ def linearize(
     data: Sequence[str],
     output: Path,
     *,
-    window: int = 64,
-    sinks: int = 4,
-    length: int = 1024,
-    layers: Sequence[int] | None = None,
-    keys: int = 0,
-    replace: int | None = None,
-    budget: float | None = None,
-    lora: int | None = None,
     overrides: Sequence[str] = (),
     quiet: bool = True,
+    **options: Any,
 ) -> Linearized:
     """Gives a transformer a recurrent memory and trains it; what is there already is continued.
 
@@ -98,35 +92,29 @@ def linearize(
         model: a causal Hugging Face model with the layers of a LLaMA, as `longrnn.load` takes it.
         data: documents to train on; without any, `overrides` have a task.
         output: folder of the runs.
-        window: how many tokens attention reads.
-        sinks: how many first tokens it reads beside them.
-        length: tokens of a row, which the teacher reads whole.
-        layers: numbers of those with a memory; None for all.
-        keys: rows of each batch with keys (`longrnn.data.keyed`).
-        replace: number of layers whose attention a memory replaces, those where full attention
-            lowers the loss least when all others have the window; None to keep it beside memories.
-        budget: minutes for both stages, which then have as many steps as fit. The first one has
-            half of them, and the second one what is left; a stage that was begun by another call
-            keeps its steps. None for `max_steps` each.
-        lora: rank of adapters of the attention, which the second stage trains too; None for none.
         overrides: `key=value`, for both stages.
         quiet: print no progress.
+        options: see `MemoryRecipe`. Of a `budget` the first stage has half, and the second one what
+            is left; a stage that was begun by another call keeps its steps.
 
     Raises:
         UserError: a model or data that does not fit, or an interrupted run of other options.
     """
+    recipe = MemoryRecipe(**options)
+    layers, replace, budget = recipe.layers, recipe.replace, recipe.budget
+    window = AttentionWindow(recipe.window, recipe.sinks)
     if layers is not None and replace is not None:
         raise UserError("--layers have memories beside attention, --replace in its place: give one")
-    start, limited = output / START, f"{ATTENTION_WINDOW}{AttentionWindow(window, sinks)}"
-    values = load_config(BUNDLED) | {"length": {"max": length}}
+    start, limited = output / START, f"{ATTENTION_WINDOW}{window}"
+    values = load_config(BUNDLED) | {"length": {"max": recipe.length}}
     if data:
-        kind = {"kind": "keyed_text", "keys": keys} if keys else {"kind": "text"}
+        kind = {"kind": "keyed_text", "keys": recipe.keys} if recipe.keys else {"kind": "text"}
         values["task"] = {**kind, "data": list(data)}
     configs, before = [], start
     for stage in STAGES:
         values |= {"objective": stage, "init_from": str(before), "output_dir": str(output / stage)}
-        if lora is not None and stage == STAGES[-1]:
-            values["peft"] = {"r": lora, "targets": ATTENTION, "full": ["mamba"]}
+        if recipe.lora is not None and stage == STAGES[-1]:
+            values["peft"] = {"r": recipe.lora, "targets": ATTENTION, "full": ["mamba"]}
             values["learning_rate_scale"] = values["learning_rate_scale"] | {"*.lora_*": 1}
         configs.append(configured(values, overrides, source="longrnn linearize"))
         before = output / stage
@@ -137,16 +125,16 @@ def linearize(
         def begin() -> None:
             stack.enter_context(locked(output, instead="choose another --output"))
             if not start.exists():
-                base = Base(model, AttentionWindow(window, sinks), length)
+                base = Base(model, window, recipe.length)
                 add: Any = partial(with_memory, layers=layers)
                 if replace is not None:
                     add = partial(replaced, base, replace, configs[0].task, quiet=quiet)
                 write_start(base, start, add)
-            found, given = read_config(start), None if layers is None else list(layers)
+            found = read_config(start)
             for what, key, wanted in (
                 ("transformer", BASE_KEY, base_path(model)),
                 ("attention", MITIGATION_KEY, limited if replace is None else None),
-                ("layers with a memory", MEMORIES_KEY, given),
+                ("layers with a memory", MEMORIES_KEY, layers),
                 ("number of replaced layers", REPLACED_KEY, replace),
             ):
                 if found.get(key) != wanted:
@@ -174,7 +162,7 @@ def linearize(
             "transformer": model,
             "window": str(start),
             "memory": trained,
-            "memory of the window": f"{trained}+{limited}+sliding_window(window={window})",
+            "memory of the window": f"{trained}+{limited}+sliding_window(window={recipe.window})",
             "memory, full attention": f"{trained}+none",
         }
     return Linearized(trained, names, configs[-1], passed)
