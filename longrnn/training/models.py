@@ -77,7 +77,7 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
         model.requires_grad_(False)
     model = _with_window(model, loaded, config)
     if config.learns_state:
-        _learn_start(model, is_alone=config.peft is None)
+        _learn_start(model, origin, is_alone=config.peft is None)
     if origin is None:
         fill(model, config.fill)
     elif loaded is None or config.freezes:
@@ -87,16 +87,20 @@ def build(config: TrainConfig, task: Task, origin: Path | None = None) -> Traina
     return model
 
 
-def _learn_start(model: TrainableLM, *, is_alone: bool) -> None:
+def _learn_start(model: TrainableLM, origin: Path | None, *, is_alone: bool) -> None:
     """Makes the recurrent part of the initial state parameters, in the dtype of the weights.
 
     Args:
         model: changed in place.
+        origin: the checkpoint to resume from, which has the state.
         is_alone: whether the weights stay those of its checkpoint.
     """
     if is_alone:
         model.start_fingerprints = states.fingerprints(model)
-    model.start = states.detach(model.init_state(1))
+    if origin is None:
+        model.start = states.detach(model.init_state(1))
+    else:
+        model.start = states.load_start(origin / INITIAL_STATE, model, is_own=True)
     dtype = model.head.weight.dtype
     leaves = states.recurrent(model.start.layers)
     model.learned = nn.ParameterList([leaf[0].to(dtype) for leaf in leaves])
@@ -113,15 +117,10 @@ def _trainable(loaded: Any, name: str) -> Any:
 
 
 def _load_weights(model: TrainableLM, folder: Path) -> None:
-    """Loads what was trained of a model from a checkpoint of its run."""
-    is_adapted, target = adapters.has_adapters(model), model.state_dict()
+    """Loads the weights that were trained of a model from a checkpoint of its run."""
+    is_adapted = adapters.has_adapters(model)
     read = adapters.read_weights(model, folder) if is_adapted else load(folder).state_dict()
-    if any(name.startswith(LEARNED) for name in target):
-        start = states.load_start(folder / INITIAL_STATE, model, is_own=True)
-        learned = states.recurrent(start.layers)
-        read |= {
-            f"{LEARNED}{n}": leaf[0].to(target[f"{LEARNED}{n}"]) for n, leaf in enumerate(learned)
-        }
+    target = {n: like for n, like in model.state_dict().items() if not n.startswith(LEARNED)}
     expected = {name: like for name, like in target.items() if name in read or not is_adapted}
     try:
         check_weights(expected, read)
@@ -130,7 +129,7 @@ def _load_weights(model: TrainableLM, folder: Path) -> None:
             f"{folder} does not fit the model of this run ({error}): leave the model as it was, "
             f"or start a new run from it with init_from={folder}"
         ) from error
-    model.load_state_dict(read, strict=not is_adapted)
+    model.load_state_dict(read, strict=False)
 
 
 def _with_window(model: Any, loaded: Any, config: TrainConfig) -> Any:
@@ -188,13 +187,10 @@ def tokenizer_of(config: TrainConfig, origin: Path | None = None) -> Tokenizer:
     """
     if config.tokenizer == "bytes" or (config.tokenizer is None and config.init_from is None):
         return ByteTokenizer()
-    if origin is not None and config.peft is None:
-        source = origin
-    else:
+    source = config.tokenizer if origin is None or config.peft is not None else origin
+    if source is None:
         named = CheckpointName.parse(str(config.init_from))
-        source = config.tokenizer
-        if source is None:
-            source = named._replace(checkpoint=str(resolve(named.checkpoint))).tokenizer
+        source = named._replace(checkpoint=str(resolve(named.checkpoint))).tokenizer
     try:
         tokenizer = load_tokenizer(source)
     except UserError as error:
@@ -218,7 +214,6 @@ def save(
         start = model.start
         if learned:
             start = start._replace(layers=states.with_recurrent(start.layers, learned))
-            start = states.start_of(dict(states.leaves(start)), model, "the learned state")
         remove_checksums(folder)
         states.save(start, folder / INITIAL_STATE, recorded=model.start_fingerprints)
     weights = {name: w for name, w in weights.items() if not name.startswith(LEARNED)}
