@@ -227,7 +227,7 @@ def load(path: str | os.PathLike[str], model: Any) -> LMState:
     tensors, recorded = _read(path)
     _refuse_other(path, recorded["fingerprint"], model.starting_from(None).fingerprint())
     rows = tensors["position"].numel() if "position" in tensors else 0
-    return _fitted(tensors, model.zero_state(1), rows, str(path))
+    return fitted(tensors, model.zero_state(1), rows, str(path))
 
 
 def load_start(path: str | os.PathLike[str], model: Any, *, is_own: bool = False) -> LMState:
@@ -252,7 +252,7 @@ def start_of(tensors: Mapping[str, Tensor], model: Any, source: str) -> LMState:
     zero = model.zero_state(1)
     dtypes = {name: leaf.dtype for name, leaf in leaves(zero)}
     cast = {name: leaf.to(dtypes.get(name, leaf.dtype)) for name, leaf in tensors.items()}
-    return _fitted(cast, zero, 1, source)
+    return fitted(cast, zero, 1, source)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -286,8 +286,18 @@ def _refuse_other(path: str | os.PathLike[str], recorded: str, fingerprint: str)
         )
 
 
-def _fitted(tensors: Mapping[str, Tensor], zero: LMState, rows: int, source: str) -> LMState:
-    """Leaves by name as a state like one of zeros, on its device; see `check_leaves`."""
+def fitted(tensors: Mapping[str, Tensor], zero: LMState, rows: int, source: str) -> LMState:
+    """Leaves by name as a state like one of zeros, on its device.
+
+    Args:
+        tensors: the leaves.
+        zero: a state of the same model, of any number of rows.
+        rows: of the leaves.
+        source: where they come from, for errors.
+
+    Raises:
+        UserError: they do not fit.
+    """
     check_leaves(tensors, tree_map(lambda leaf: leaf[0], zero), rows, source)
     return unflatten(zero, [tensors[name].to(leaf.device) for name, leaf in leaves(zero)])
 

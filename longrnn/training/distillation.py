@@ -61,21 +61,19 @@ class Distillation(Objective):
         student: Any = model
         base = getattr(getattr(student, "config", None), BASE_KEY, None)
         if getattr(student, "attention", None) is not None:
-            teacher: Any = WithoutMemories(student, self.reads_attention)
+            self.teacher: Any = WithoutMemories(student, self.reads_attention)
         elif base is not None:
-            teacher = Transformer(student, base, self.reads_attention)
+            self.teacher = Transformer(student, base, self.reads_attention)
         else:
             raise UserError(
                 "a teacher reads what a window of attention removes, and this model has no window: "
                 "start from a checkpoint of longrnn linearize"
             )
-        # In a tuple, because its weights are not to be trained, or those of the model.
-        self._teacher = (teacher,)
 
     def taught(self, batch: Batch) -> Lesson:
         """What the teacher computes for rows."""
         with torch.no_grad():
-            return self._teacher[0].lesson(batch.tokens, rows_of(batch, slice(None)))
+            return self.teacher.lesson(batch.tokens, rows_of(batch, slice(None)))
 
 
 class Teacher(Distillation):
@@ -144,9 +142,8 @@ class WithoutMemories:
         state = self.model.init_state(len(tokens))
         with self.without_additions() as inputs:
             hidden, _ = self.model.segment(tokens, state, rows, None)
-        if self.differences is None:
-            return Lesson(self.model.logits(hidden), inputs, [])
-        return Lesson(self.model.logits(hidden[:, -1:]), inputs, self.differences.taken)
+        outputs = [] if self.differences is None else self.differences.taken
+        return Lesson(self.model.logits(hidden[:, -1:] if outputs else hidden), inputs, outputs)
 
     @contextmanager
     def without_additions(self) -> Iterator[list[Tensor]]:

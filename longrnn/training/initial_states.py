@@ -145,13 +145,10 @@ class Remembering(InitialState):
         }
 
     def restore(self, content: Mapping[str, Any], rows: int, micros: int) -> None:
-        like = self.context.init_state(rows)
-        row = states.tree_map(lambda leaf: leaf[0], like)
+        like = self.context.init_state(1)
         for micro in range(micros if content else 0):
-            given = content[str(micro)]
-            states.check_leaves(given, row, rows, f"micro-batch {micro}")
-            kept = [given[name].to(like.position.device) for name, _ in states.leaves(like)]
-            self.states[micro] = states.unflatten(like, kept)
+            source = f"micro-batch {micro}"
+            self.states[micro] = states.fitted(content[str(micro)], like, rows, source)
 
 
 @INITIAL_STATES.register("carry")

@@ -48,14 +48,10 @@ class Run(NamedTuple):
 
         return load(str(self.folder))
 
-    def values(self, metric: str) -> list[float]:
-        """The finite values of a metric, in order."""
-        values = (row[metric] for row in self.rows if metric in row)
-        return [value for value in values if math.isfinite(value)]
-
     def last(self, metric: str) -> float | None:
-        """The last finite value; None if there is none."""
-        return next(reversed(self.values(metric)), None)
+        """The last finite value of a metric; None if there is none."""
+        values = (row[metric] for row in reversed(self.rows) if metric in row)
+        return next(filter(math.isfinite, values), None)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

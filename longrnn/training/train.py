@@ -117,13 +117,6 @@ def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> Tr
     return new
 
 
-def _origin(folder: Path, resume: Path | None) -> Path | None:
-    """The checkpoint to continue from; refuses a folder that holds another run."""
-    if resume != folder:
-        check_new(folder, allowed=[] if resume is None else [folder / resume.name])
-    return None if resume is None else _checkpoint_of(folder, resume)
-
-
 def _checkpoint_of(folder: Path, resume: Path) -> Path | None:
     """The checkpoint `resume`, or the last one of the run in `folder`, which that may be."""
     found = next(reversed(checkpoint.checkpoints(folder)), None) if resume == folder else resume
@@ -133,8 +126,10 @@ def _checkpoint_of(folder: Path, resume: Path) -> Path | None:
 
 
 def _find(folder: Path, resume: Path | None) -> Path | None:
-    """The checkpoint to continue from, in the folder of the run."""
-    origin = _origin(folder, resume)
+    """The checkpoint to continue from, in the folder of the run, which holds no other run."""
+    if resume != folder:
+        check_new(folder, allowed=[] if resume is None else [folder / resume.name])
+    origin = None if resume is None else _checkpoint_of(folder, resume)
     checkpoint.clean(folder)
     if origin is None or origin.parent == folder:
         return origin

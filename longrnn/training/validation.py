@@ -67,24 +67,18 @@ class Validation:
         """
         device = next(objective.parameters()).device
         size, n = self.config.per_device_train_batch_size, len(self.rows.tokens)
-        nats, scores = [], {}
         objective.eval()  # without dropout
-        for start in range(0, n, size):
-            rows = self.rows.row(*range(start, min(start + size, n)))
-            losses, predictions = self._read(objective, rows.to(device))
-            nats.append(losses)
-            for name, values in self.task.score(predictions, rows).items():
-                scores.setdefault(name, []).append(values)
+        batches = (self.rows.row(*range(i, min(i + size, n))) for i in range(0, n, size))
+        read = [self._read(objective, rows.to(device)) for rows in batches]
         objective.train()
+        losses, predictions = map(torch.cat, zip(*read, strict=True))
         scored = self.rows.targets != UNSCORED
-        losses = torch.cat(nats)
         values = {"eval_loss": float(losses[scored].mean())}
         for part, stop in enumerate(self.edges[1:]):
             if (is_inside := scored & (self._parts == part)).any():
                 values[f"eval_loss_to_{stop}"] = float(losses[is_inside].mean())
-        joined = {name: torch.cat(each) for name, each in scores.items()}
-        values |= {f"eval_{name}": float(x.mean()) for name, x in joined.items() if len(x)}
-        return values
+        scores = self.task.score(predictions, self.rows)
+        return values | {f"eval_{name}": float(x.mean()) for name, x in scores.items() if len(x)}
 
     def _read(self, objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
