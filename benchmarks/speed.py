@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from benchmarks.layers import LAYERS, timed_model
 from benchmarks.models import build, draw, llama_timers, products_of, transformer, transformers_twin
 from benchmarks.timing import interleaved, parser, report, write_json
-from longrnn import load, mitigation
+from longrnn import load
 from longrnn.data.batch import Batch, row_starts
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.models import TrainableLM
@@ -158,8 +158,9 @@ def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         "transformers": their_step(transformers_twin(build(args)), *rows),
     }
     title = f"training step of {args.tokens:,} tokens, vocabulary {args.vocab:,}, float32"
+    check_losses(calls)
     bound = {"products alone": partial(products_of, build(args), args.tokens)}
-    yield title, report(title, args.tokens, compared(calls, args.repeats, bound))
+    yield title, report(title, args.tokens, interleaved({**calls, **bound}, args.repeats))
 
 
 def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
@@ -177,19 +178,15 @@ def hybrid(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
             "longrnn, carried state": our_step(ours(), *rows, carry=True),
         }
         title = f"training step of a tiny {kind}, 4 rows of {args.tokens:,} tokens, float32"
-        yield title, report(title, 4 * args.tokens, compared(calls, args.repeats))
+        check_losses(calls)
+        yield title, report(title, 4 * args.tokens, interleaved(calls, args.repeats))
 
 
-def compared(
-    calls: Mapping[str, Callable[[], float]],
-    repeats: int,
-    bounds: Mapping[str, Callable[[], object]] = {},
-) -> dict[str, list[float]]:
-    """Times training steps whose first losses are equal, and what bounds them."""
+def check_losses(calls: Mapping[str, Callable[[], float]]) -> None:
+    """Takes one training step by each call, whose losses must be equal."""
     losses = {name: call() for name, call in calls.items()}
     for value in losses.values():
         assert abs(value - next(iter(losses.values()))) < 1e-3 * value, losses
-    return interleaved({**calls, **bounds}, repeats)
 
 
 @torch.inference_mode()
@@ -204,17 +201,15 @@ def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
 
     def limited(factor: float) -> Any:
         threshold = [(factor * norms).tolist() for norms in largest]
-        return model.under(mitigation({"kind": "state_norm", "threshold": threshold}))
+        return model.under({"kind": "state_norm", "threshold": threshold})
 
     variants = {
         "plain": model,
-        "forget_more": model.under(mitigation("forget_more")),
+        "forget_more": model.under("forget_more"),
         "state_norm, far": limited(1e6),
         "state_norm, near": limited(1.01),
         "state_norm, most rescaled": limited(0.3),
-        f"sliding_window, {args.window:,}": model.under(
-            mitigation(f"sliding_window(window={args.window})")
-        ),
+        f"sliding_window, {args.window:,}": model.under(f"sliding_window(window={args.window})"),
     }
     expected = model(tokens, keep=1).logits
     for name in ("state_norm, far", "state_norm, near"):  # nothing is rescaled

@@ -9,7 +9,6 @@ llama.cpp's `llama-perplexity` and by transformers. llama.cpp is its source, bui
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -72,9 +71,7 @@ def by_llama(folder: Path, text: Path, length: int, llama: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = studies.options(__doc__, output=None)
     parser.add_argument("checkpoint", nargs="+", help="CHECKPOINT or CHECKPOINT+MITIGATION")
     parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp")
     parser.add_argument("--text", type=Path, required=True)

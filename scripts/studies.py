@@ -57,12 +57,13 @@ def shown(value: object) -> str:
     return value.show(".3f") if isinstance(value, Estimate) else str(value)
 
 
-def options(description: str | None, output: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all studies have."""
+def options(description: str | None, output: str | None) -> argparse.ArgumentParser:
+    """Returns a parser, with the option of all studies that write into a folder."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path(output), help="folder for everything")
+    if output is not None:
+        parser.add_argument("--output", type=Path, default=output, help="folder for everything")
     return parser
 
 
