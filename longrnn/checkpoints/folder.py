@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,17 +62,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         UserError: weights are missing.
-        Exception: of other libraries, for a damaged file or a pickle of more than tensors.
+        Exception: see `read_tensors`.
     """
-    from huggingface_hub import load_state_dict_from_file
-
     for pattern in WEIGHT_FILES:
-        how: dict[str, Any] = {"safe": pattern.endswith(".safetensors"), "weights_only": True}
-        read = partial(load_state_dict_from_file, map_location="cpu", **how)
         if paths := sorted(folder.glob(pattern)):
             weights: dict[str, Tensor] = {}
-            for path in map(regular, paths):
-                for name, tensor in read(path).items():
+            for path in paths:
+                for name, tensor in read_tensors(path).items():
                     if weights.setdefault(name, tensor) is not tensor:
                         raise ValueError(f"{path.name} and another file both have {name}")
             return weights
@@ -81,6 +76,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         f"{folder} is incomplete (it has none of {', '.join(WEIGHT_FILES)}): copy or "
         "download it again"
     )
+
+
+def read_tensors(path: Path) -> Any:
+    """Returns what a file of tensors holds, on the CPU; a pickle with anything else is refused.
+
+    Raises:
+        Exception: of other libraries, for a damaged file or a pickle of more than tensors.
+    """
+    from huggingface_hub import load_state_dict_from_file
+
+    options: Any = {"safe": False, "weights_only": True}  # by its name a pickle or not
+    return load_state_dict_from_file(regular(path), map_location="cpu", **options)
 
 
 def build_model(

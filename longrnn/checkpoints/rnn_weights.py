@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import load_state_dict_from_file
 from pydantic import Field
 from torch import Tensor
 
 from longrnn.bundled import find
-from longrnn.checkpoints.folder import build_model, cast_weights
+from longrnn.checkpoints.folder import build_model, cast_weights, read_tensors
 from longrnn.checkpoints.layouts import LAYOUTS, OURS
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
@@ -118,8 +117,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if regular(path).suffix == ".npz":
             tensors = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
         else:
-            options: Any = {"safe": False, "weights_only": True}  # pickles of tensors alone
-            tensors = load_state_dict_from_file(path, map_location="cpu", **options)
+            tensors = read_tensors(path)
     except Exception as error:  # of the libraries that read files
         raise UserError(
             f"{path} cannot be read ({one_line(error)}): give a file in .safetensors, .npz, or of "
