@@ -93,7 +93,7 @@ def load(
     refuse_missing_of(folder)
     parts = name.mitigation
     with _verified(folder):
-        rope = next((parse(part)[1] for part in parts or () if is_rope(part)), None)
+        rope = next((part for part in parts or () if is_rope(part)), None)
         stored: Any = _read(folder, backend, dtype, rope)
         if isinstance(stored, RecurrentLM):
             stored.loaded_from = str(folder)
@@ -209,14 +209,12 @@ def is_rope(part: str) -> bool:
 
 
 def _read(
-    folder: Path,
-    backend: str,
-    dtype: torch.dtype | None,
-    rope: Mapping[str, Any] | None = None,
+    folder: Path, backend: str, dtype: torch.dtype | None, rope: str | None
 ) -> RecurrentLM | PreTrainedModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if names.is_adapter(folder):
-        base = load(f"{names.base_of(folder)}+{NONE}", backend=backend, dtype=torch.float32)
+        name = f"{names.base_of(folder)}+{rope or NONE}"
+        base = load(name, backend=backend, dtype=torch.float32)
         return merge_adapter(folder, base, dtype)
     config = {} if folder.suffix == names.GGUF else read_config(folder)
     if config:
@@ -228,7 +226,7 @@ def _read(
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     from longrnn.hf.foreign_load import load_transformer
 
-    return load_transformer(folder, config, dtype, rope)
+    return load_transformer(folder, config, dtype, rope and parse(rope)[1])
 
 
 def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from longrnn import load
 from longrnn.errors import UserError
@@ -69,6 +70,19 @@ def test_longrope_takes_the_numbers_of_a_configuration(tmp_path: Path) -> None:
     text = tokens(1, 150)
     assert_near(model(text).logits, in_one_call(theirs, text), 1e-5)
     assert model.max_length == 512
+
+
+def test_the_base_of_an_adapter_is_scaled(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    causal("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    merged: Any = load(tmp_path / "adapter")
+    merged.model.save_pretrained(tmp_path / "merged")
+    text, scaled = tokens(1, 150), "rope(type=linear, factor=4)"
+    found, wanted = (load(f"{tmp_path / name}+{scaled}") for name in ("adapter", "merged"))
+    assert_near(found(text).logits, wanted(text).logits, 1e-5)
 
 
 @pytest.mark.parametrize(
