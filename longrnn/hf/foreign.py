@@ -208,20 +208,13 @@ class ForeignLM(LanguageModel):
             part = rows.slice(0, moved.shape[1])
             logits, after = self.read(moved, state, moved.shape[1] - first, part)
             return LMOutput(rows.restore(logits, keep), after)
-        positions = state.position.tolist()
-        refuse_long(self, max(positions) + time)
-        groups: dict[int, list[int]] = {}
-        for row, position in enumerate(positions):
-            groups.setdefault(position, []).append(row)
-        if len(groups) == 1 or reads_rows:
+        positions = state.position
+        refuse_long(self, int(positions.max()) + time)
+        if reads_rows or bool((positions == positions[0]).all()):
             return self.read(tokens, state, keep)
-        outputs = [
-            self.read(tokens[rows], states.take(state, rows), keep) for rows in groups.values()
-        ]
-        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
-        logits = torch.cat([output.logits for output in outputs])
-        after = states.take(states.join([output.state for output in outputs]), order)
-        return LMOutput(logits[order.to(logits.device)], after)
+        groups = [(positions == position).nonzero()[:, 0] for position in positions.unique()]
+        outputs = [self.read(tokens[rows], states.take(state, rows), keep) for rows in groups]
+        return states.take(states.join(outputs), torch.cat(groups).argsort())
 
     def read(self, tokens: Tensor, state: LMState, keep: int, rows: Rows | None = None) -> LMOutput:
         """Process rows in pieces; see `forward`."""
