@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedConfig
 
 from longrnn.checkpoints.folder import CHECKPOINT_FORMAT, OPTIONS, read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import INITIAL_STATE, is_adapter, resolve
+from longrnn.checkpoints.names import INITIAL_STATE, embedded, is_adapter, resolve
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.forward import RecurrentForward
@@ -167,7 +167,8 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
                 folder = resolve(place, revision, **hub) / subfolder
                 if _is_read_by_load(folder):
                     return cls._load(folder, kwargs)
-        return super().from_pretrained(name, *args, config=config, **kwargs)
+        place = embedded().get(str(name), name)
+        return super().from_pretrained(place, *args, config=config, **kwargs)
 
     @classmethod
     def _load(cls, folder: Path, options: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import (
     DEFINED_FEW,
+    assert_near,
     assert_trees_equal,
     build_model,
     mitigation_spec,
@@ -227,6 +228,11 @@ def test_dynamic_quantization_is_refused() -> None:
     for model in (auto.model, auto, hybrid, LongRNNForCausalLM.of(hybrid)):
         with pytest.raises(UserError, match="bfloat16"):
             torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+
+def test_an_embedded_checkpoint_opens_by_its_name() -> None:
+    model, tokens = LongRNNForCausalLM.from_pretrained("passkey-tiny"), random_tokens(1, 6)
+    assert_near(model(tokens).logits, load("passkey-tiny")(tokens).logits, 1e-6)
 
 
 def test_a_model_without_recurrent_layers_has_its_own_class_in_transformers() -> None:
