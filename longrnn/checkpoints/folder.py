@@ -79,10 +79,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> Any:
-    """Returns what a file of tensors holds, on the CPU; a pickle with anything else is refused.
+    """Returns what a file of tensors and plain values holds, on the CPU; never code of a pickle.
 
     Raises:
-        Exception: of other libraries, for a damaged file or a pickle of more than tensors.
+        Exception: of other libraries, for a damaged file or a pickle of anything else.
     """
     from huggingface_hub import load_state_dict_from_file
 

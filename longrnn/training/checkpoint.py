@@ -20,10 +20,11 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from longrnn import processes
+from longrnn.checkpoints.folder import read_tensors
 from longrnn.checkpoints.names import INITIAL_STATE
 from longrnn.checksums import refuse_damage, write_checksums
 from longrnn.errors import DivergedError, UserError, nearest
-from longrnn.files import new_folder, partial_path, regular, remove, sync_folder, write_atomic
+from longrnn.files import new_folder, partial_path, remove, sync_folder, write_atomic
 from longrnn.models import TrainableLM
 from longrnn.options import Options, Seed, validated
 from longrnn.programs import reason_of
@@ -187,8 +188,3 @@ def _write(path: Path, content: Any) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomic(path, buffer.getbuffer())
-
-
-def read_tensors(path: Path) -> Any:
-    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code."""
-    return torch.load(regular(path), weights_only=True, map_location="cpu")
