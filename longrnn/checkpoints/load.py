@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,11 +111,10 @@ def load(
         parts = split(recorded) if parts is None and recorded else parts
         parts = parts and [part for part in parts if not is_rope(part)]
     model = model if parts is None else mitigated(model, parts)
-    own = os.path.join(folder, names.INITIAL_STATE)  # of no GGUF file
-    is_own = name.start is None and os.path.isfile(own)
-    if name.start is None and not is_own:
+    start = name.start or names.own_start(folder)
+    if start is None:
         return model
-    return model.starting_from(load_start(name.start or own, model, is_own=is_own))
+    return model.starting_from(load_start(start, model, is_own=name.start is None))
 
 
 def _dtype_of(name: names.CheckpointName, dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -211,6 +211,17 @@ def base_folder(checkpoint: str) -> Path:
     return folder
 
 
+def own_start(folder: Path) -> Path | None:
+    """Return the file of the state from which the model of a folder starts; None for none.
+
+    An adapter without one has that of its base model.
+    """
+    path = folder / INITIAL_STATE
+    if path.is_file():
+        return path
+    return own_start(resolve(split_spec(base_of(folder))[0])) if is_adapter(folder) else None
+
+
 def training_length(checkpoint: str) -> int:
     """Return the training length in tokens from a checkpoint's train.yaml.
 

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from longrnn import load, mitigation
+from longrnn import load, mitigation, state
 from longrnn.checkpoints import adapters as lora
 from longrnn.checkpoints.layouts import save_model
-from longrnn.checkpoints.names import ADAPTER
+from longrnn.checkpoints.names import ADAPTER, INITIAL_STATE
 from longrnn.checkpoints.names import ADAPTER_WEIGHTS as WEIGHTS
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
-from tests.contracts.builders import assert_near, random_tokens
+from tests.contracts.builders import assert_near, assert_trees_equal, random_tokens
 from tests.hf.foreign import build_auto, causal
 
 peft = pytest.importorskip("peft")
@@ -120,14 +120,18 @@ def test_an_adapter_of_a_model_of_transformers_is_merged(
     assert {cell.get_parameter("A_log").dtype for cell in narrow.cells} <= {torch.float32}
 
 
-def test_an_adapter_without_a_record_keeps_the_mitigation_of_a_hybrid(tmp_path: Path) -> None:
+def test_an_adapter_without_a_record_keeps_mitigation_and_start_of_a_hybrid(tmp_path: Path) -> None:
     theirs: Any = causal("bamba")
     theirs.config.longrnn_mitigation = "state_norm(threshold=20.0)"
     theirs.save_pretrained(tmp_path / "base")
+    start = load(tmp_path / "base")(TOKENS[:1]).state
+    state.save(start, tmp_path / "base" / INITIAL_STATE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = options(target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(theirs, config).save_pretrained(tmp_path / "adapter")
-    assert str(load(tmp_path / "adapter").mitigation) == "state_norm(threshold=20.0)"
+    merged = load(tmp_path / "adapter")
+    assert str(merged.mitigation) == "state_norm(threshold=20.0)"
+    assert_trees_equal(merged.start, start)
 
 
 def test_an_adapter_of_longrnn_is_merged_by_transformers_too(base: Path, tmp_path: Path) -> None:
