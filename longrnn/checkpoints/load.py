@@ -224,7 +224,7 @@ def _read(
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     from longrnn.hf.foreign_load import load_transformer
 
-    return load_transformer(folder, config, dtype, rope and parse(rope)[1])
+    return load_transformer(folder, config, dtype, parse(rope)[1] if rope else None)
 
 
 def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
