@@ -91,8 +91,8 @@ class Evaluated(Options):
         """Raise a UserError for an evaluation below the length of the training."""
         if self.evaluate_to is not None and self.evaluate_to < length:
             raise UserError(
-                f"--evaluate-to {self.evaluate_to} is below the length of the training, {length}: "
-                "give at least that"
+                f"--evaluate-to {self.evaluate_to} is below the length of the training, --length "
+                f"{length}: give at least that"
             )
 
 

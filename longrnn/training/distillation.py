@@ -142,8 +142,9 @@ class WithoutMemories:
         state = self.model.init_state(len(tokens))
         with self.without_additions() as inputs:
             hidden, _ = self.model.segment(tokens, state, rows, None)
-        outputs = [] if self.differences is None else self.differences.taken
-        return Lesson(self.model.logits(hidden[:, -1:] if outputs else hidden), inputs, outputs)
+        if self.differences is None:
+            return Lesson(self.model.logits(hidden), inputs, [])
+        return Lesson(self.model.logits(hidden[:, -1:]), inputs, self.differences.taken)
 
     @contextmanager
     def without_additions(self) -> Iterator[list[Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,12 @@ from longrnn.training.repeat import read_repeatedly
 # Up to this many segments, the state before each is kept for the backward pass. Of more, those
 # before groups of them, whose number is the square root: one more forward pass, and less memory.
 MAX_KEPT_STATES = 128
+# Modules and classes; those with a teacher import transformers.
+OBJECTIVES = {
+    "tokens": "longrnn.training.objective:Objective",
+    "attention": "longrnn.training.distillation:AttentionDifference",
+    "teacher": "longrnn.training.distillation:Teacher",
+}
 
 
 class StepOutput(NamedTuple):
@@ -53,6 +60,12 @@ def token_weights(batch: Batch, dtype: torch.dtype) -> Tensor:
         scored = batch.answers().to(torch.promote_types(dtype, torch.float32))
         weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
     return weights / len(weights)
+
+
+def objective_class(name: str) -> type[Objective]:
+    """The class of an objective by its name in a configuration."""
+    module, _, target = OBJECTIVES[name].partition(":")
+    return getattr(import_module(module), target)
 
 
 def _recomputed(

@@ -33,7 +33,7 @@ from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig, configured
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
-from longrnn.training.objective import Objective, StepOutput
+from longrnn.training.objective import StepOutput, objective_class
 from longrnn.training.optim import learning_rate, set_learning_rate
 from longrnn.training.repeat import check_repeats
 from longrnn.training.run import append_metrics
@@ -57,16 +57,6 @@ class MicroBatch(NamedTuple):
 
     segments: list[Batch]
     output: StepOutput
-
-
-def objective_class(config: TrainConfig) -> type[Objective]:
-    """The class of the objective of a run."""
-    if config.objective == "tokens":
-        return Objective
-    from longrnn.training import distillation  # imports transformers
-
-    is_teacher = config.objective == "teacher"
-    return distillation.Teacher if is_teacher else distillation.AttentionDifference
 
 
 class Trainer:
@@ -110,7 +100,7 @@ class Trainer:
         context = Context(model.init_state, config.seed, processes.rank(), mean)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         recomputes = config.gradient_checkpointing == "segment"
-        objective = objective_class(config)(model, recomputes=recomputes)
+        objective = objective_class(config.objective)(model, recomputes=recomputes)
         self.objective, self.optimizer = prepare(accelerator, objective, config)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
