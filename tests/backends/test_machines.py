@@ -85,7 +85,7 @@ def test_a_repeated_call_has_its_memory_from_the_call_before() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PREFILL], capture_output=True, text=True, check=True
     )
-    assert int(ran.stdout) < 1000
+    assert int(ran.stdout) < 2000
 
 
 @needs_kernels
