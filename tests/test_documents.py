@@ -140,7 +140,6 @@ def parse_program(
 def test_every_command_is_accepted(
     words: list[str], complete: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every command in a document is accepted by the parser of its program."""
     monkeypatch.chdir(ROOT)
     if words[:2] == ["accelerate", "launch"]:
         return  # the sentence is about accelerate
@@ -169,7 +168,6 @@ def test_every_command_is_accepted(
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_is_named_exists(document: str) -> None:
-    """Every link and every path of a project file in a document exists."""
     text, folders = (ROOT / document).read_text(), "benchmarks|configs|docs|eval|scripts|tests"
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []

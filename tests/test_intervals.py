@@ -18,7 +18,6 @@ Z = 1.959963984540054
 
 @pytest.mark.parametrize(("right", "n"), [(10, 10), (0, 10), (8, 10), (1, 1), (37, 1000)])
 def test_wilson_by_its_formula(right: int, n: int) -> None:
-    """The interval is that of the Wilson score formula."""
     share = right / n
     center = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))

@@ -56,7 +56,6 @@ def test_an_owner_is_named_and_a_killed_one_has_no_lock(tmp_path: Path) -> None:
 
 
 def test_processes_never_hold_a_lock_together(tmp_path: Path) -> None:
-    """Of many processes that want a lock at once, one has it at a time."""
     racers = [start(RACE, tmp_path / "run", tmp_path / "inside") for _ in range(4)]
     for racer in racers:
         _, err = racer.communicate()

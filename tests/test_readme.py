@@ -39,7 +39,6 @@ def test_the_python_example_recalls_its_key(
 
 @pytest.mark.slow
 def test_the_commands_run(tmp_path: Path) -> None:
-    """Every `longrnn` command of a code block runs, one after another in one folder."""
     (tmp_path / "eval").symlink_to(ROOT / "eval")
     assert len(COMMANDS) > 5
     for command in COMMANDS:
@@ -56,7 +55,6 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", longrnn.__all__)
 def test_every_public_name_resolves(name: str) -> None:
-    """Every name in `longrnn.__all__` can be imported lazily."""
     assert getattr(longrnn, name) is not None
 
 

@@ -123,7 +123,6 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
 def test_bad_input_of_a_study(
     script: str, options: list[str], says: str, books: Path, study: Callable[..., Outcome]
 ) -> None:
-    """Bad input is refused in one sentence before anything is written."""
     before = list(books.iterdir())
     done = study(script, *options)
     assert (done.code, done.out) == (2, "")

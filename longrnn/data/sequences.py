@@ -28,6 +28,8 @@ from longrnn.text import Tokenizer
 Vocabulary = Annotated[int, Field(ge=2, lt=2**31)]
 # Draws that tell which share of the sequences is held out.
 SHARE_SAMPLES = 1024
+# Random numbers that are held at once.
+NUMBERS_AT_ONCE = 2**24
 # The length of a sequence without a limit of its own.
 LONGEST_SEQUENCE = 10**9
 
@@ -268,4 +270,10 @@ def _are_in(x: Tensor, forbidden: set[bytes]) -> Tensor:
 
 def distinct(n: int, length: int, n_tokens: int, generator: torch.Generator) -> Tensor:
     """`(n, length)` int64: rows of distinct ids below `n_tokens`, every order equally likely."""
-    return torch.rand(n, n_tokens, generator=generator).topk(length, dim=1).indices
+    at_once = max(1, NUMBERS_AT_ONCE // n_tokens)
+    return torch.cat(
+        [
+            torch.rand(min(at_once, n - first), n_tokens, generator=generator).topk(length).indices
+            for first in range(0, n, at_once)
+        ]
+    )

@@ -184,7 +184,8 @@ def progress_of(config: TrainConfig, *, any_steps: bool) -> tuple[bool, bool]:
         return False, False
     before = configured(recorded | {"output_dir": str(folder)}, source=str(folder / RECORDED))
     if any_steps:
-        config = configured(config, [f"max_steps={before.max_steps}"])
+        fitted = ("max_steps", "warmup_steps", "decay_steps")
+        config = config.model_copy(update={name: getattr(before, name) for name in fitted})
     if differing := changes(before, config):
         raise UserError(
             f"{folder} has a run with other options ({differing[0]}): give those, or another "

@@ -30,7 +30,7 @@ from longrnn.progress import Progress
 from longrnn.seeds import mix
 from longrnn.training import checkpoint, models
 from longrnn.training.batches import check_length, segments
-from longrnn.training.config import TrainConfig, configured
+from longrnn.training.config import TrainConfig
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import StepOutput, objective_class
@@ -119,7 +119,9 @@ class Trainer:
             say(line, error=True)
 
     def fit_steps(self, minutes: float) -> None:
-        """Sets `max_steps` to what fits into a time, by the speed of two steps that train nothing.
+        """Sets the steps to what fits into a time, by the speed of two steps that train nothing.
+
+        Of fewer steps at most a tenth are those of the warm-up.
 
         Args:
             minutes: of all processes together.
@@ -132,7 +134,10 @@ class Trainer:
             self.optimizer.zero_grad()
             seconds = time.monotonic() - begun
         steps = processes.on_main(lambda: max(1, int(60 * minutes / seconds)))
-        self.config = configured(self.config, [f"max_steps={steps}"])
+        warmup, decay = min(self.config.warmup_steps or 0, steps // 10), self.config.decay_steps
+        decay = None if decay is None else min(decay, steps - warmup)
+        fitted = {"max_steps": steps, "warmup_steps": warmup, "decay_steps": decay}
+        self.config = self.config.model_copy(update=fitted)
         self.say(f"{minutes:.1f} minutes allow {counted(steps, 'step')} of {seconds:.2g} seconds")
 
     def train_step(self, *, stop: bool = False) -> dict[str, float]:

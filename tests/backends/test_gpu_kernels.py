@@ -193,7 +193,6 @@ def mamba_ssm_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mamba_ssm_agrees_with_the_loop(mamba_ssm_source: Path) -> None:
-    """Within 1e-5 of the loop in float64."""
     (found,) = interpreted(MAMBA_SSM_SHIM, MAMBA_SSM_CALLS, str(mamba_ssm_source))
     assert max(found) < 1e-5, found
 

@@ -346,7 +346,6 @@ def test_a_pickle_of_a_hugging_face_model_runs_no_code(
 def test_a_hub_name_without_network_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says how to download."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -39,7 +39,6 @@ def test_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
-    """The recorded configuration is the one in configs/train/."""
     recorded = configured(embedded()[name] / "train.yaml")
     offered = configured(ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
     recorded.output_dir = offered.output_dir

@@ -98,7 +98,6 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
 def test_a_configuration_that_does_not_fit_is_refused(
     change: dict[str, Any], message: str, saved: Path
 ) -> None:
-    """The UserError names the folder and what does not fit."""
     path = saved / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     remove_checksums(saved)

@@ -34,7 +34,6 @@ def rows(folder: Path) -> list[StoredRow]:
 
 
 def test_two_processes_finetune_and_evaluate(models: Path, text: Path, tmp_path: Path) -> None:
-    """The processes that train a model also evaluate it before and after."""
     sizes = ["--length", "32", "--evaluate-to", "32", "max_steps=1", "eval_length=32"]
     command = ["finetune", models / "text", "--data", text, *sizes, "--output", tmp_path / "run"]
     done = launched(*command, "per_device_train_batch_size=1", processes=2)

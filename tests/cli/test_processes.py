@@ -21,7 +21,6 @@ HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", 
     ids=["import", "help", "usage error"],
 )
 def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
-    """`--help` and usage errors import no heavy library."""
     assert not HEAVY & modules_of(code)
 
 

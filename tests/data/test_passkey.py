@@ -49,7 +49,6 @@ class Signs(ByteTokenizer):
 
 
 def test_the_drawing_in_the_docstring() -> None:
-    """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
     needles = [Needle("42719", 3 / 8)]
     text = task.context(needles, 0, length=14)
@@ -74,7 +73,6 @@ def test_the_drawing_in_the_docstring() -> None:
 def test_prompts_have_exactly_the_length_asked(
     tokenizer: str, extra: int, depth: float, pick: int
 ) -> None:
-    """A prompt has exactly the requested length, with the key at the requested depth."""
     task, key = task_with(tokenizer), keys(True)[pick]
     length = task.least_length() + extra
     prompt = task.prompt_of([Needle(key, depth)], 0, length=length)
@@ -95,7 +93,6 @@ def test_prompts_have_exactly_the_length_asked(
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_the_least_length_is_the_least(tokenizer: str) -> None:
-    """`least_length` works, and one token fewer is refused."""
     task = task_with(tokenizer)
     least = task.least_length()
     lines = {key: len(task.ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
@@ -108,7 +105,6 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
 
 
 def test_training_never_shows_a_held_out_key() -> None:
-    """No row has a held-out key, and both sides of the split use every digit at every place."""
     task = Passkey(max_segments=2)
     batch = task.sample(800, length=200, seed=0)
     streams = task.batch(0, range(400), of=400, length=200, seed=0, carried=True)
@@ -162,7 +158,6 @@ def test_a_row_is_right_where_all_keys_are() -> None:
 
 
 def test_numbered_keys() -> None:
-    """Several keys are numbered, the question names one, and the length is exact."""
     task = Passkey(n_keys=3)
     needles = [Needle("40913", 0.9, 1), Needle("00001", 0.1, 2), Needle("77777", 0.5, 3)]
     prompt = task.prompt_of(needles, 1, length=600)

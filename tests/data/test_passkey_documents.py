@@ -112,7 +112,6 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
 
 
 def test_documents_grow_with_the_steps() -> None:
-    """Documents grow from min_segments to max_segments over grow_steps."""
     task = build(max_segments=16, grow_steps=300)
     how: dict[str, Any] = {"of": N_STREAMS, "length": LENGTH, "seed": 0, "carried": True}
     early, late = (
@@ -124,7 +123,6 @@ def test_documents_grow_with_the_steps() -> None:
 
 
 def test_segments_of_filler_count_many_times() -> None:
-    """Only segments of filler repeat, and repeats grow to max_repeat."""
     task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
     counts: dict[int, list[int]] = {}
     for step in range(120):

@@ -47,13 +47,11 @@ def shown(task: SequenceTask, batch: Batch) -> dict[str, list[str]]:
 
 
 def test_every_task_is_drawn() -> None:
-    """Every task has a drawing, and a program that solves it."""
     assert {*DRAWN, "reverse_dual_frequency"} == set(KINDS) == SOLVERS.keys()
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWN))
 def test_the_drawing_in_the_docstring(kind: str) -> None:
-    """The docstring's drawing is what the task makes."""
     task = build(kind, vocab_size=SIZES.get(kind, 10), held_out=4, **OPTIONS.get(kind, {}))
     assert drawing(TASKS[kind]) == shown(task, task._batch(torch.tensor([DRAWN[kind]])))
 
@@ -175,7 +173,6 @@ def test_an_obvious_program_solves_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_rejects_the_held_out_sequences(kind: str) -> None:
-    """Training never samples a held-out sequence."""
     size = 6 if "dual" in kind else SIZES.get(kind, 4)
     task = build(kind, vocab_size=size, held_out=3, **({"n_pairs": 1} if kind == "mqar" else {}))
     longer = {"delayed_sum": 4, "mqar": 4, "parity": 3, "phonebook": 6, "predecessor_query": 4}

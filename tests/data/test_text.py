@@ -64,7 +64,6 @@ def read_pairs(batches: list[Batch]) -> Counter[tuple[int, int]]:
 
 
 def test_the_drawing_in_the_docstring(folder: Path) -> None:
-    """The docstring's drawing is what the task makes."""
     (folder / "a.txt").write_text("to be")
     batch = TASKS.build({"kind": "text", "data": "a.txt"}, None).sample(1, length=4)
     rows = {"tokens": batch.tokens, "targets": batch.targets}
@@ -193,7 +192,6 @@ def test_only_answers_are_scored(answers: Path) -> None:
 
 
 def test_held_out_answers_are_whole_documents(answers: Path) -> None:
-    """No document of answers is divided between training and held-out data."""
     parts = ("training", "held_out")
     built = [
         TASKS.build({"kind": "instruct", "data": str(answers), "part": p}, None) for p in parts

@@ -105,7 +105,6 @@ def test_gradients_of_handed_states(kind: str, block: str | None) -> None:
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_gradient_of_recurrent_weights(kind: str) -> None:
-    """Gradients of recurrent weights equal those of one call on the whole sequence."""
     model, tokens = build_model(kind), random_tokens(3, 9)
     targets = tokens[:, 1]
     names = model.cells[1].recurrent_weights
@@ -157,7 +156,6 @@ def test_measurements_and_their_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_the_jacobian_equals_that_of_autograd(spec: dict[str, Any]) -> None:
-    """Products and both spectra equal those of a full autograd computation."""
     options = {"backend": "torch"} if issubclass(MIXERS[spec["kind"]], ScanningCell) else {}
     cell = build_mixer({**spec, **options})
     x = random_tree(torch.empty(1, 1, D_MODEL + 2, dtype=torch.float64), 0)

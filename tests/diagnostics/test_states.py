@@ -89,7 +89,6 @@ def last(model: RecurrentLM, tokens: Tensor) -> Observations:
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 def test_observations_equal_a_loop(mixer: str) -> None:
-    """Every statistic equals that of the loop, and no hook remains."""
     model, tokens = build_model(mixer), random_tokens(3, TIME + 1)
     loop = Loop(model, tokens)
     begin = 0

@@ -66,7 +66,6 @@ def test_the_loss_is_measured_where_there_are_several_windows(
 
 
 def test_answers_are_evaluated_without_passkeys(tmp_path: Path) -> None:
-    """A model that is trained on answers is not asked for passkeys, at any length."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
     task = Instruct(data=str(tmp_path / "a.jsonl"))
     (evaluation,) = write_suite(task, ByteTokenizer(), tmp_path / "out", length=512)

@@ -67,7 +67,6 @@ def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
 
 
 def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the batch size nor pieces change an answer."""
     whole = measure(tmp_path / "a", Oracle()).cells
     assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
@@ -77,7 +76,6 @@ def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
-    """Each model gets prompts of its own tokenizer."""
     bpe, oracle = trained_bpe(), cast(Any, Oracle())
     oracle.vocab_size, least = bpe.vocab_size, Passkey(bpe).least_length()
     own: dict[str, Any] = {"n": 2, "depths": [0.5]}

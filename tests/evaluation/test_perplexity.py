@@ -64,7 +64,6 @@ def test_against_all_logits_at_once(
 
 @pytest.mark.parametrize("build", [ByteTokenizer, PairTokenizer, trained_bpe])
 def test_columns_are_bits_over_bytes(build: Any, tmp_path: Path) -> None:
-    """A column has the bits of the tokens between two lengths over their bytes, all windows."""
     tokenizer = build()
     one = small_model("one", tokenizer=tokenizer)
     outcome = measure(perplexity(tmp_path), tmp_path / "r", one)

@@ -96,7 +96,6 @@ def test_evaluate_is_public(tmp_path: Path) -> None:
 
 
 def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_path: Path) -> None:
-    """What can be checked is checked before anything is measured."""
     unfit = models[0]._replace(name="unfit", tokenizer=PairTokenizer())
     with pytest.raises(UserError, match=naming("unfit", 997, 256)):
         measure([models[0], unfit], tmp_path)

@@ -117,7 +117,6 @@ def test_an_entry_of_the_table_is_what_is_measured(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> None:
-    """The message names NaN or infinite weights, not a cache that cannot be forked."""
     theirs = causal("llama")
     with torch.no_grad():
         theirs.model.norm.weight[3] = value

@@ -53,7 +53,6 @@ def test_sinusoidal_equals_its_formula(start: int) -> None:
 
 
 def test_sinusoidal_needs_an_even_width() -> None:
-    """An odd width is refused."""
     with pytest.raises(UserError, match=naming("d_model", 7)):
         POSITIONS.build({"kind": "sinusoidal"}, 7)
 

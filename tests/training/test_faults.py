@@ -13,7 +13,6 @@ from tests.training.runs import assert_same_run, metrics, sick, tiny, train, wri
 
 
 def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_both(tmp_path: Path) -> None:
-    """Two processes skip the steps that one process with all rows skips."""
     how = {"nonfinite": "skip", "logging_steps": 1, "max_steps": 8, "length": {"max": 2}}
     how["init_from"] = sick(tmp_path / "sick", "forwards")
     train(tiny("reverse", tmp_path / "one", per_device_train_batch_size=2, **how))

@@ -150,7 +150,6 @@ def test_random_noise_has_one_deviation(mixer: str) -> None:
 
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])
 def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
-    """A share zero_share of the rows, drawn anew each step, starts from zero."""
     streams = [False] * ROWS
     for share, expected in ((0.0, 0.0), (0.3, 0.3), (1.0, 1.0)):
         found = policy(kind, zero_share=share)

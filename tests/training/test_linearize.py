@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from longrnn import load
 from longrnn.checkpoints.adapters import add_adapters
+from longrnn.config import read_recorded
 from longrnn.data.batch import Batch, row_starts
 from longrnn.errors import UserError
 from longrnn.hf.attention_window import AttentionWindow
@@ -298,6 +299,7 @@ def test_a_budget_is_turned_into_steps(tmp_path: Path) -> None:
     counts = [max(row["step"] for row in metrics(stage)) for stage in stages]
     assert made.minutes > 0.02
     assert counts[0] > 1  # of some fifty, if nothing else runs
+    assert read_recorded(stages[0])["warmup_steps"] <= counts[0] / 10
     shutil.rmtree(stages[1])
     for path in [*stages[0].glob("model*"), stages[0] / "config.json"]:
         path.unlink()

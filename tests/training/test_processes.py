@@ -105,7 +105,6 @@ def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) 
     "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
 )
 def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Two processes, with copies or shards, train the adapter that one process does."""
     train(tiny("streams", tmp_path / "base", max_steps=1))
     peft = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
     how = {"init_from": str(tmp_path / "base"), "peft": peft, "max_steps": 3, "logging_steps": 1}

@@ -196,7 +196,6 @@ def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: P
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 )
 def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
-    """Killed at random moments and resumed, a run ends as an undisturbed one."""
     rng, kind = random.Random(seed), random.Random(seed).choice(sorted(KINDS))
     many = {"max_steps": 30, "save_steps": 2, "logging_steps": 1, "eval_steps": 7}
     run(tiny(kind, tmp_path / "one", **many))

@@ -57,7 +57,6 @@ def test_stored_scores_are_those_of_the_same_bos(setting: Setting, tmp_path: Pat
 
 
 def test_bos_is_refused_without_a_bos_token(setting: Setting) -> None:
-    """A tokenizer without BOS raises a UserError if BOS is requested."""
     for checkpoint in ("passkey-tiny", str(setting.checkpoint)):
         with pytest.raises(UserError, match="BOS"):
             LongRNN(checkpoint, device="cpu", add_bos_token=True)
