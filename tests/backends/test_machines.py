@@ -110,10 +110,20 @@ library.library = lambda: loaded
 sys.exit(pytest.main(["-n", "0", "-q", "-x", *sys.argv[2:]]))
 """
 TESTS = ["backends/test_operations.py", "cells", "models/test_token_stack.py", "ops"]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+@needs_compiler
+def test_the_kernels_compile_without_openmp_and_without_warnings(tmp_path: Path) -> None:
+    """As on macOS, where a function that returned nothing without it once had no defined result."""
+    (tmp_path / "signatures.h").write_text(signatures.header())
+    flags = "-std=c++17 -fsyntax-only -Wall -Werror -Wno-unknown-pragmas"
+    folders = [f"-I{tmp_path}", f"-I{signatures.FOLDER}"]
+    subprocess.check_call(["g++", *flags.split(), *folders, signatures.FOLDER / "kernels.cpp"])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@needs_compiler
 @needs_kernels
 def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
     """Under the address and undefined-behaviour sanitizers of the compiler."""

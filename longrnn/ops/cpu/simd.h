@@ -205,9 +205,9 @@ template <class W> struct PerThread {
 
 int threads_for(double work) {
 #ifdef _OPENMP
-  return work < PARALLEL_WORK ? 1 : omp_get_max_threads();
-#else
+  if (work >= PARALLEL_WORK) return omp_get_max_threads();
 #endif
+  return 1;
 }
 
 }  // namespace
