@@ -11,6 +11,7 @@ Notable choices:
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -167,11 +168,15 @@ def trackers(accelerator: Accelerator, config: TrainConfig) -> Iterator[None]:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Within this context, Ctrl-C and SIGTERM do not interrupt a step; yields those received."""
+    """Within this context, Ctrl-C and SIGTERM do not interrupt a step; yields those received.
+
+    Only the main thread gets signals: a run in another one receives none.
+    """
     received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
     handlers = {
         number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in ((signal.SIGINT, signal.SIGTERM) if is_main else ())
     }
     try:
         yield received

@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,6 +49,11 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert_same_run(tmp_path / "one", tmp_path / "two")
     assert done.model().fingerprint() == load(tmp_path / "one").fingerprint()
     assert done.last("loss") == metrics(tmp_path / "one")[-1].get("loss", done.last("loss"))
+
+
+def test_a_thread_may_train(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, tiny("reverse", tmp_path)).result().rows[-1]["step"] == 10
 
 
 REPEATED = {"kind": "passkey", "min_segments": 3, "max_segments": 3, "max_repeat": 50}
