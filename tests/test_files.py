@@ -38,7 +38,6 @@ def test_write(tmp_path: Path, content: str | bytes) -> None:
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """A failure on the way leaves the old content and no half-written file, and names the file."""
     path = tmp_path / "file"
     write_atomic(path, "old")
 
@@ -66,7 +65,6 @@ def test_content_is_on_disk_before_the_rename(
 
 
 def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:
-    """Any text becomes one short file name inside its folder, and no two the same."""
     texts = ["", ".", "..", "...", "a/b", "a_b", "/etc", "con", "CON.txt", "x" * 300, "x" * 301,
              "ü" * 200, "a b", "passkey-tiny+sliding_window(window=50)", "seed=1,n=2"]  # fmt: skip
     names = [file_name(text) for text in texts]
@@ -118,7 +116,6 @@ def test_only_regular_files_are_opened_or_replaced(tmp_path: Path, kind: str) ->
 
 
 def test_a_text_file(tmp_path: Path) -> None:
-    """The text is returned without a byte-order mark, with the SHA-256 of the file's bytes."""
     for mark in ("", "\ufeff"):
         content = f"{mark}a\r\nü\n".encode()
         (tmp_path / "a.txt").write_bytes(content)

@@ -15,7 +15,6 @@ RECORDED: dict[str, dict[str, list[Any]]] = json.loads(RECORD.read_text())
 
 
 def test_the_record_has_all_cases() -> None:
-    """Every recorded result belongs to a case, and every case is recorded."""
     assert list(RECORDED) == list(CASES)
 
 

@@ -103,7 +103,6 @@ def violations(source: str, module: str) -> list[str]:
 
 
 def test_every_module_imports_from_its_own_or_lower_layers() -> None:
-    """Every package has a layer."""
     packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
     assert packages == {name for name in LAYERS if "." not in name}
     assert [line for name, text in SOURCES.items() for line in violations(text, name)] == []

@@ -26,7 +26,6 @@ COMMANDS = [
 def test_the_python_example_recalls_its_key(
     share: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example recalls the key after 100,000 tokens, or a tenth."""
     (block,) = [block for kind, block in BLOCKS if kind == "python"]
     block = re.sub(r"(\d+)(?= \+|  #)", lambda found: f"{int(share * int(found[1]))}", block)
     exec(compile(block, "README.md", "exec"), {})

@@ -16,7 +16,6 @@ from tests.refusals import naming
 
 @pytest.mark.parametrize("registry", [MIXERS, POSITIONS], ids=lambda registry: registry.family)
 def test_options_of_the_members(registry: Registry) -> None:
-    """Every option of every member states a type and a default, and accepts that default."""
     for kind, member in registry.items():
         defaults = member.__init__.__kwdefaults__ or {}
         assert defaults.keys() == keyword_options(member).keys(), kind

@@ -26,7 +26,6 @@ NOT_LENGTHS += f" {2**63}"
 
 @pytest.mark.parametrize("text", ["", " ", "4 k", "9" * 400, *NOT_LENGTHS.split()])
 def test_what_is_no_length_is_refused(text: str) -> None:
-    """Anything else is refused with a `UserError`, and never rounded."""
     with pytest.raises(UserError):
         parse_length(text)
 

@@ -37,7 +37,6 @@ def blocks(mixer: Cell) -> list[Tensor]:
 @pytest.mark.parametrize("kind", WITH_INIT)
 @pytest.mark.parametrize("init", list(INITS))
 def test_each_pair_is_defined_or_refused_with_a_reason(init: str, kind: str) -> None:
-    """A defined pair gives finite weights; the others raise."""
     if kind in DEFINED[init]:
         state = build(kind, init).state_dict()
         assert all(value.isfinite().all() for value in state.values())

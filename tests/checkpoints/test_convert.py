@@ -89,7 +89,6 @@ def test_round_trips_are_bit_exact(
 def test_a_mamba_of_transformers_gives_the_same_logits(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A loaded Hugging Face model and one written again give the logits of transformers."""
     from transformers import AutoModelForCausalLM
 
     theirs = causal(kind, **options)
@@ -217,7 +216,6 @@ def test_what_a_layout_does_not_support_is_refused(
 
 
 def test_conversion_overwrites_nothing(tmp_path: Path) -> None:
-    """A destination in use is refused, and what a killed conversion left is replaced."""
     native(tmp_path / "native")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
@@ -328,7 +326,6 @@ def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
 def test_a_pickle_of_a_hugging_face_model_runs_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pickle of tensors loads; a pickle with code is refused without running it."""
     monkeypatch.chdir(tmp_path)
     theirs = causal("llama")
     theirs.config.save_pretrained(tmp_path / "llama")
@@ -360,7 +357,6 @@ def test_a_hub_name_without_network_is_refused_with_a_remedy(
 def test_a_downloaded_model_loads_without_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model in the Hub's cache is found offline, by name and by revision."""
     from huggingface_hub import constants
 
     commit = "0" * 39 + "1"

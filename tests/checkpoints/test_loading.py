@@ -108,7 +108,6 @@ def test_a_configuration_that_does_not_fit_is_refused(
 
 
 def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights that the model does not use cause a warning; a complete checkpoint causes none."""
     with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     load(tmp_path / "llama")
     assert caplog.text == ""

@@ -80,7 +80,6 @@ def test_byte_ends_rise_to_the_end_of_the_text() -> None:
 
 
 def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:
-    """A saved tokenizer keeps its fingerprint; other merges or normalizers give another one."""
     one, other = small([("a", "b"), ("b", "a")]), small([("b", "a"), ("a", "b")])
     assert one.encode("aba") != other.encode("aba")
     assert one.fingerprint() == small([("a", "b"), ("b", "a")]).fingerprint()

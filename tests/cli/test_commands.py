@@ -81,7 +81,6 @@ def test_a_launch_divides_its_words_at_the_first_command(
 
 
 def test_generate(cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` prints what the model generates, also for a prompt from a file; seeds repeat."""
     prompt, command = "The grass is\n", ["generate", models / "text", "--temperature", "2"]
     ids = torch.tensor([ByteTokenizer().encode(prompt)])
     generated = generate(load(models / "text"), ids, max_new_tokens=30).tokens[0]

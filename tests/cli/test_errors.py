@@ -29,7 +29,6 @@ def small_files(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_while_evaluating(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """After a full disk, the evaluation resumes from the last complete row."""
     arguments = ["eval", "passkey", models / "text", "--lengths", "160", "--n", "8"]
     arguments += ["--batch-size", "4", "--output", "out"]
     with small_files(1500):

@@ -24,7 +24,6 @@ def head_of(folder: Path) -> dict[str, Any]:
 
 
 def test_models_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
-    """Untrained models have the weights that training starts with, by initialisation."""
     name = "blocks.0.mixer.cell.weight_ih_l0"
     config = tiny("reverse", tmp_path / "run", fill={name: 0.05})
     write_config(config, tmp_path / "c.yaml")

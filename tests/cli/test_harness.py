@@ -10,7 +10,6 @@ from tests.texts import DATA
 
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
-    """lm-eval evaluates passkey-tiny on the bundled task, and writes its results and samples."""
     options = ["--limit", "10", "--output_path", tmp_path / "out", "--log_samples"]
     options += ["--batch_size", "3"]
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey", *options)
@@ -35,7 +34,6 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_task_that_fails(tasks: list[str], cli: CLI, tmp_path: Path) -> None:
-    """A mistake in a task file is reported in one sentence, without a traceback of lm-eval."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
     task = (DATA / "tasks/choice.yaml").read_text().replace("FILE", str(rows))

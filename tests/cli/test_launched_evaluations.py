@@ -81,7 +81,6 @@ def test_speed_is_measured_in_one_process(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None:
-    """After the kill of one of two processes, the same command continues with the rows of both."""
     out = tmp_path / "out"
     command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
     command += ["--batch-size", "2", "--output", out]

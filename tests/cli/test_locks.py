@@ -25,7 +25,6 @@ WRITES = {"output", "out", "destination"}
 
 
 def test_no_command_that_writes_is_left_out() -> None:
-    """Every command with an option for its output is listed above."""
     found = {
         " ".join(name)
         for name, command in commands(typer.main.get_command(app))

@@ -111,7 +111,6 @@ def test_documents_begin_with_the_state_of_their_model(subject: Subject) -> None
 @pytest.mark.slow
 @every_subject
 def test_random_rows(subject: Subject) -> None:
-    """Longer rows, of other weights and batches."""
     for dtype, seed in product(DTYPES, range(10)):
         model = subject.build(dtype, seed=seed, n_layers=2)
         batch, time = 1 + seed % 4, 20 + 31 * seed

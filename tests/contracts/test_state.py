@@ -47,7 +47,6 @@ def next_logits(model: RecurrentLM, state: LMState) -> Tensor:
 
 
 def test_rows_are_taken_repeated_and_joined(model: RecurrentLM) -> None:
-    """They go on like the rows they were."""
     state, rows = started(model, 3), [2, 0, 0]
     taken = states.take(state, rows)
     assert_trees_equal(states.take(state, torch.tensor(rows)), taken)
@@ -98,7 +97,6 @@ def test_a_reset_lets_no_nan_survive(model: RecurrentLM) -> None:
 
 
 def test_detach_and_clone(model: RecurrentLM) -> None:
-    """`detach` cuts the graph; `clone` shares no memory."""
     after = model(random_tokens(2, 5)).state
     assert any(leaf.requires_grad for _, leaf in leaves(after))
     detached = states.detach(after)

@@ -164,7 +164,6 @@ def test_the_longest_memory_comes_first() -> None:
 
 @pytest.mark.parametrize("method", ["token_filter", "per_head"])
 def test_nothing_global(method: str, documents: list[Document]) -> None:
-    """If no head is global, a UserError says that there is nothing to do."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=naming("0.05")):
         calibrate(Job(model, documents, **LENGTHS, quiet=True), method)

@@ -262,7 +262,6 @@ def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path
 
 @pytest.mark.pictures
 def test_the_report(found: Diagnosis, tmp_path: Path) -> None:
-    """The report names the head, shows all pictures, and is self-contained."""
     page = read_alone(tmp_path / "report.html", pictures=4)
     assert "<title>States of &lt;b&gt;made&lt;/b&gt; &amp; co</title>" in page
     assert "1 of 8 heads collapse beyond the training length: layer 1 head 2." in page

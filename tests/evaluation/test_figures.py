@@ -51,7 +51,6 @@ def test_heat_maps() -> None:
 
 
 def test_curves() -> None:
-    """Each panel has its scale and its level; lengths have labels, and grey curves no names."""
     drawn, grey = {"_one": ([4, 64], [0.1, 9.0])}, {"others": ([4, 64], [2.0, 1.0])}
     panels = [Panel("loss", drawn, grey=grey), Panel("norm", drawn, True, level=1.5, grey=grey)]
     figure = curves(panels, across="tokens", trained=20)
@@ -108,7 +107,6 @@ def test_pictures_of_one_name_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_long_names_are_inside_the_picture() -> None:
-    """Names of models under mitigations are broken into lines, and none is cut off."""
     name = f"passkey-tiny+state_norm(threshold={[[30.1] * 8] * 4})".replace(" ", "")
     share = proportion(1, 5)
     one = lines({name: {256: share}}, across="length", up="keys")

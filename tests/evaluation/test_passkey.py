@@ -110,7 +110,6 @@ def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
 
 
 def test_insertion_points(tmp_path: Path) -> None:
-    """The key is at its insertion point at every length; cells without room are left out."""
     measure(tmp_path / "r", Oracle(), **INSERTED)
     found = {tuple(row["item"].values()): row["result"] for row in rows(tmp_path / "r")}
     wanted = {(200, 0), (300, 0), (300, 100), (400, 0), (400, 100), (400, 200)}

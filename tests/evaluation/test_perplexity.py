@@ -203,7 +203,6 @@ def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) ->
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
-    """Bits per byte are not known without offsets, or between tokens of one character."""
     one = small_model("one")
     (tmp_path / "c.txt").write_text("🙂" * 9)
     split = one._replace(tokenizer=byte_level())

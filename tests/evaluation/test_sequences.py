@@ -44,7 +44,6 @@ def test_scores(tmp_path: Path) -> None:
 
 
 def test_conditions(tmp_path: Path) -> None:
-    """The share of exact matches under each condition has a column of its own."""
     task = {"kind": "reverse_dual_frequency", "vocab_size": 8, "held_out": 20}
     found = cells(measure(tmp_path, mirror(), task=task))
     names = [metric for metric, _, _ in found if not metric.startswith("task, ")]
@@ -53,7 +52,6 @@ def test_conditions(tmp_path: Path) -> None:
 
 
 def test_a_length_out_of_reach(tmp_path: Path) -> None:
-    """A sequence with its answer that exceeds the model's maximum length has a reason."""
     found = cells(measure(tmp_path, small_model("short", position=SHORT), lengths=[100, 151], n=3))
     assert found["task, exact match", 100, "short"].estimate is not None
     assert "300" in str(found["task, exact match", 151, "short"])

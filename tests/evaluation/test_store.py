@@ -72,7 +72,6 @@ def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
 
 
 def test_files_of_several_processes_are_one_store(path: Path) -> None:
-    """The results are the union of all files, in whatever order they were written."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:1]))
     (path.parent / "rows-3.jsonl").write_bytes(b"".join(lines[1:]) + b'{"evalu')
@@ -81,7 +80,6 @@ def test_files_of_several_processes_are_one_store(path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["not json\n", '{"a": 1}\n', '{"a": 1}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
-    """A file with this name that is not a store stays as it is."""
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(UserError, match="output"):
         Store(tmp_path)

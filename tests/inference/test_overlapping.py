@@ -60,7 +60,6 @@ def together(model: LanguageModel, tokens: Tensor, **options: int) -> tuple[Tens
 def test_windows_equal_a_loop(
     mixer: str, length: int, context: int, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every token is scored once, with the loss of a loop, for any batch of texts and windows."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", 6)  # so that windows are scored in parts
     model = build_model(mixer, position="sinusoidal")
     tokens = random_tokens(3, length + 1, 1)

@@ -333,7 +333,6 @@ def test_options_are_frozen_values() -> None:
 
 
 def test_every_mitigation_has_a_definition_and_an_effect() -> None:
-    """The tables above contain every mitigation, with options that change a small model."""
     assert DEFINITIONS.keys() == MITIGATIONS.keys()
     tokens = random_tokens(2, 40)
     for kind, definition in DEFINITIONS.items():

@@ -46,7 +46,6 @@ def test_greedy(model: RecurrentLM) -> None:
 
 
 def test_rows_of_a_batch(model: RecurrentLM) -> None:
-    """A batch gives what its rows give alone, even if one of them stops early."""
     prompt, state = random_tokens(3, 4), random_state(model, 3)
     free = generate(model, prompt, state, max_new_tokens=15)
     stop = [free.tokens[2][3:5]]
@@ -128,7 +127,6 @@ def test_temperature() -> None:
 
 
 def test_sampling_is_reproducible(model: RecurrentLM) -> None:
-    """The given generator is the only source of randomness."""
     prompt, before = random_tokens(2, 4), torch.get_rng_state()
 
     def sample(seed: int) -> list[list[int]]:

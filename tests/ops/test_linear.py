@@ -89,7 +89,6 @@ def test_the_layer_equals_that_of_torch(shape: tuple[int, ...], bias: bool) -> N
 
 
 def test_a_row_that_is_not_finite_stays_alone() -> None:
-    """NaN and infinity reach no other row."""
     x, weight = draw(64, 128), draw(96, 128)
     x[3, 5], x[9, 1] = torch.nan, torch.inf
     assert (~linear(x, weight).isfinite()).any(1).nonzero()[:, 0].tolist() == [3, 9]

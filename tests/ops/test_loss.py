@@ -65,7 +65,6 @@ def test_loss_predictions_and_gradients_equal_the_formula(
 
 
 def test_loss_is_zero_if_no_token_is_scored() -> None:
-    """With all weights 0, or without tokens, loss and gradients are 0 and not NaN."""
     hidden, head, targets, weights = draw(torch.float64)
     none = weighted_cross_entropy(hidden, head, targets, 0 * weights)
     assert none.loss.item() == 0
@@ -140,7 +139,6 @@ def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:
 
 
 def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, live memory is below that of all logits alone."""
     monkeypatch.setattr(loss_module, "MAX_PIECE_LOGITS", 256 * VOCAB)
     hidden, head, targets, weights = draw(torch.float32, rows=8, time=512)
     with LiveBytes([hidden, head]) as live:

@@ -49,7 +49,6 @@ def is_zero(state: LMState) -> list[bool]:
 
 @cells
 def test_carry_goes_on_row_by_row(mixer: str) -> None:
-    """Each row continues from its own full state, or from zero at a document start."""
     found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]
     for micro in (0, 1):
         found.after(states[micro], micro)

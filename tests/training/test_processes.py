@@ -149,7 +149,6 @@ def test_a_signal_to_the_launcher_saves_the_run(tmp_path: Path) -> None:
 def test_a_launch_that_cannot_train_is_refused(
     environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    """One sentence says why, and nothing is written."""
     path = write_config(tiny("passkey", tmp_path / "run"), tmp_path / "config.yaml")
     done = run("train", path, **environment)
     assert done.returncode == 2

@@ -219,7 +219,6 @@ def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """It sets up all of the run, does two steps, and prints their memory, speed and time."""
     path = write_config(tiny("fitted_noise", tmp_path / "run"), tmp_path / "config.yaml")
     done = forks.run("train", path, "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -187,7 +187,6 @@ def test_by_name(tmp_path: Path, setting: Setting) -> None:
 
 
 def test_cache(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers in a cache are not computed again after an interruption."""
     cache, task = str(tmp_path / "cache"), "tiny_choice"
     whole = evaluate(ours(setting, batch_size=1), setting.tasks, task)
     forward, calls = RecurrentLM.forward, count()

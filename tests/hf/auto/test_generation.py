@@ -106,7 +106,6 @@ def test_left_padding_changes_nothing(kind: str) -> None:
 
 
 def test_right_padding_is_refused() -> None:
-    """Whether it is marked, or taken from the pad token of several prompts."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     for known in (mask, None):
         with pytest.raises(UserError, match="padding_side"):
