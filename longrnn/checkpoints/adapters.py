@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from longrnn.checkpoints.folder import build_model, cast_weights
+from longrnn.checkpoints.folder import build_model
 from longrnn.checkpoints.layouts import LAYOUTS, as_hugging_face
 from longrnn.checkpoints.names import (
     ADAPTER,
@@ -66,6 +65,19 @@ class ModulesAlone(nn.Module):
         source = self._source[0]
         ours = getattr(source, "model", source)
         return ours.embedding if isinstance(ours, RecurrentLM) else source.get_input_embeddings()
+
+    def tell_ties(self) -> None:
+        """Makes PEFT merge what was trained of the embedding into a tied head too."""
+        source = self._source[0]
+        ours = getattr(source, "model", source)
+        if isinstance(ours, RecurrentLM):
+            prefix = "" if ours is source else "model."
+            head, tied = ours.head, {f"{prefix}head.weight": f"{prefix}embedding.weight"}
+        else:
+            head, tied = source.get_output_embeddings(), source._tied_weights_keys
+        if head.weight is self.get_input_embeddings().weight:
+            self._tied_weights_keys: Any = tied
+            self.config: Any = {"tie_word_embeddings": True}
 
 
 def add_adapters(
@@ -170,16 +182,13 @@ def _saved_name(model: Any, name: str) -> str:
     return PREFIX + name.replace(ADAPTER_INFIX, ".")
 
 
-def merge_adapter(
-    folder: Path, base: RecurrentLM | ForeignLM, dtype: torch.dtype | None
-) -> RecurrentLM | PreTrainedModel:
-    """Returns the base model with an adapter merged into its weights.
+def merge_adapter(folder: Path, base: RecurrentLM | ForeignLM) -> RecurrentLM | PreTrainedModel:
+    """Returns the base model with an adapter merged into its weights, in float32.
 
     Args:
         folder: of the adapter, which may have been trained on a `RecurrentLM`, on the
             `LongRNNForCausalLM` that holds it, or on the Hugging Face model.
         base: in float32; changed in place.
-        dtype: to which the weights are cast; None for float32.
 
     Raises:
         UserError: PEFT is not installed, or the adapter is of other weights.
@@ -194,8 +203,6 @@ def merge_adapter(
 
         if weights:
             _merge(folder, weights, base.model)
-        if dtype is not None:
-            cast_weights(base, dtype)
         if "mitigation" in known:
             setattr(base.model.config, MITIGATION_KEY, known["mitigation"])
         return base.model.requires_grad_()  # PEFT froze it
@@ -210,7 +217,7 @@ def merge_adapter(
         # If one of the two was adapted, or each trained as a whole, they differ from now on.
         base.config.tie_embeddings = base.head.weight is base.embedding.weight
     base.trained_under = known.get("mitigation", base.trained_under)
-    return cast_weights(base.eval().requires_grad_(), dtype)
+    return base.eval().requires_grad_()
 
 
 def _check_base(folder: Path, fingerprint: str) -> dict[str, Any]:
@@ -242,7 +249,9 @@ def _merge(folder: Path, weights: Mapping[str, Tensor], model: nn.Module) -> Non
             "give it the prompt with PEFT"
         )
     config.task_type = None  # the classes of tasks need a model that generates
-    adapted: Any = PeftModel(ModulesAlone(model), config)  # pyright: ignore
+    alone = ModulesAlone(model)
+    alone.tell_ties()
+    adapted: Any = PeftModel(alone, config)  # pyright: ignore
     result = set_peft_model_state_dict(adapted, dict(weights))
     for name in result.unexpected_keys:
         raise ValueError(f"it has {name}, which {base_of(folder)} does not have")

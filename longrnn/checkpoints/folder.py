@@ -3,6 +3,7 @@
 `longrnn.checkpoints.load.load` verifies the files against `checksums.json` in the same folder.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -188,3 +189,15 @@ def cast_weights(model: ModelT, dtype: torch.dtype | None) -> ModelT:
     for parameter, value in zip(kept, values, strict=True):
         parameter.data = value.to(torch.promote_types(value.dtype, dtype))
     return model
+
+
+def cast_like(model: nn.Module, like: nn.Module) -> None:
+    """Casts weights and buffers to the dtypes of another model, in which all layers are alike."""
+
+    def kind(name: str) -> str:
+        return re.sub(r"\d+", "", name)
+
+    named = (*like.named_parameters(remove_duplicate=False), *like.named_buffers())
+    dtypes = {kind(name): tensor.dtype for name, tensor in named}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes[kind(name)])

@@ -16,7 +16,7 @@ import torch
 from longrnn import processes
 from longrnn.checkpoints import names
 from longrnn.checkpoints.adapters import merge_adapter
-from longrnn.checkpoints.folder import cast_weights, read_config
+from longrnn.checkpoints.folder import cast_like, cast_weights, read_config
 from longrnn.checkpoints.layouts import LAYOUTS, layout_of
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
@@ -91,8 +91,10 @@ def load(
     folder = names.resolve(name.checkpoint, revision)
     refuse_missing_of(folder)
     parts = name.mitigation
+    rope, *others = [part for part in parts or () if is_rope(part)] or [None]
+    if others:
+        raise UserError(f"{others[0]} is a second scaling of the rotary encoding: give one")
     with _verified(folder):
-        rope = next((part for part in parts or () if is_rope(part)), None)
         stored: Any = _read(folder, backend, dtype, rope)
         if isinstance(stored, RecurrentLM):
             stored.loaded_from = str(folder)
@@ -212,8 +214,13 @@ def _read(
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if names.is_adapter(folder):
         name = f"{names.base_of(folder)}+{rope or NONE}"
-        base = load(name, backend=backend, dtype=torch.float32)
-        return merge_adapter(folder, base, dtype)
+        merged = merge_adapter(folder, load(name, backend=backend, dtype=torch.float32))
+        if isinstance(merged, RecurrentLM):
+            return cast_weights(merged, dtype)
+        if dtype not in (None, torch.float32):
+            base: Any = load(name, dtype=dtype)
+            cast_like(merged, base.model)
+        return merged
     config = {} if folder.suffix == names.GGUF else read_config(folder)
     if config:
         _check_sizes(folder, config)

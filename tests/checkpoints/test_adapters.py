@@ -120,6 +120,45 @@ def test_an_adapter_of_a_model_of_transformers_is_merged(
     assert {cell.get_parameter("A_log").dtype for cell in narrow.cells} <= {torch.float32}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "recurrent_gemma", "falcon_h1"])
+def test_an_idle_adapter_changes_nothing_in_any_dtype(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Tables of positions and buffers are cast as those of the base are."""
+    causal(kind).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = options(target_modules=["q_proj"], init_lora_weights=True)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    text = random_tokens(1, 40) % base.config.vocab_size
+    found, wanted = (load(tmp_path / name, dtype=dtype)(text) for name in ("adapter", "base"))
+    assert torch.equal(found.logits, wanted.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1", "mamba2"])
+def test_trained_rows_of_a_tied_embedding_are_those_of_the_head_too(
+    kind: str, tmp_path: Path
+) -> None:
+    """With adapters of the Hugging Face model and, merged by PEFT as well, of the Auto class."""
+    causal(kind, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    for auto in (AutoModelForCausalLM, LongRNNForCausalLM)[: 1 if kind == "llama" else 2]:
+        model = auto.from_pretrained(tmp_path / "base")
+        table = model.get_input_embeddings()
+        name = next(name for name, module in model.named_modules() if module is table)
+        rows = {name.rsplit(".", 1)[-1]: [1, 2]}
+        config = options(target_modules=["in_proj", "q_proj"], trainable_token_indices=rows)
+        adapted = peft.get_peft_model(model, config).eval()
+        for weight in adapted.parameters():
+            weight += 0.1 * torch.randn_like(weight) * weight.requires_grad
+        adapted.save_pretrained(tmp_path / "adapter")
+        wanted = adapted(TOKENS, use_cache=False).logits
+        assert_near(load(tmp_path / "adapter")(TOKENS).logits, wanted, 1e-5)
+        alone = adapted.merge_and_unload()
+        assert_near(alone(TOKENS, use_cache=False).logits, wanted, 1e-5)
+
+
 def test_an_adapter_without_a_record_keeps_mitigation_and_start_of_a_hybrid(tmp_path: Path) -> None:
     theirs: Any = causal("bamba")
     theirs.config.longrnn_mitigation = "state_norm(threshold=20.0)"
