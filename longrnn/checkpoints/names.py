@@ -35,6 +35,8 @@ GGUF = ".gguf"
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"
+# How transformers generates, with the tokens that end a text.
+GENERATION = "generation_config.json"
 # The state from which the model of a folder starts.
 INITIAL_STATE = "initial_state.safetensors"
 
@@ -104,6 +106,8 @@ class CheckpointName(NamedTuple):
             elif part in BOS_NAMES:
                 named = named._replace(bos=BOS_NAMES[part])
             elif part.startswith(f"{FROM_STATE}(") and part.endswith(")"):
+                if named.start is not None:
+                    raise UserError(f"{part!r} is a second state of {self.checkpoint}: give one")
                 named = named._replace(start=part[len(FROM_STATE) + 1 : -1])
             else:
                 named = named._replace(mitigation=(*(named.mitigation or ()), part))

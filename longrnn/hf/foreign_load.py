@@ -21,7 +21,7 @@ from longrnn.hf.hybrid.families import wide_weights
 from longrnn.hf.hybrid.layers import recurrent_layers
 from longrnn.hf.hybrid.model import HybridLM
 from longrnn.hf.hybrid.shared_cell import UnsupportedLayerError
-from longrnn.hf.positions import scale_rope
+from longrnn.hf.positions import rotates, scale_rope
 from longrnn.hf.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,11 @@ def load_transformer(
             ignore_mismatched_sizes=True,
         )
     model, report = loaded
+    if rope is not None and not rotates(model):
+        raise UserError(
+            f"rope is not valid for this {model.config.model_type}, which does not rotate its "
+            "queries and keys: leave it out"
+        )
     misfits = {name: tuple(shape) for name, shape, _ in report["mismatched_keys"]}
     for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
         wanted = tuple(model.state_dict()[name].shape)

@@ -89,3 +89,9 @@ def table_of_positions(model: Any) -> str | None:
             return name
     names = (name for name, _ in model.named_buffers())
     return next((name for name in names if name.endswith("embed_positions")), None)
+
+
+def rotates(model: Any) -> bool:
+    """Whether a model has the frequencies of a rotary encoding, and no other positions."""
+    is_alibi = getattr(model.config, "alibi", False)
+    return not is_alibi and any(name.endswith("inv_freq") for name, _ in model.named_buffers())

@@ -72,6 +72,18 @@ def test_longrope_takes_the_numbers_of_a_configuration(tmp_path: Path) -> None:
     assert model.max_length == 512
 
 
+def test_it_is_refused_where_nothing_is_rotated_or_it_is_given_twice(tmp_path: Path) -> None:
+    """A Granite without positions and a Falcon with ALiBi also have the numbers of a rotation."""
+    causal("granitemoehybrid", position_embedding_type="nope").save_pretrained(tmp_path / "granite")
+    causal("falcon", alibi=True).save_pretrained(tmp_path / "falcon")
+    for name in ("granite", "falcon"):
+        with pytest.raises(UserError, match=naming("rope", "rotate")):
+            load(f"{tmp_path / name}+rope(type=linear, factor=4)")
+    causal("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(UserError, match="second"):
+        load(f"{tmp_path / 'llama'}+rope(type=linear, factor=4)+rope(type=linear, factor=2)")
+
+
 def test_the_base_of_an_adapter_is_scaled(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     causal("llama").save_pretrained(tmp_path / "base")
