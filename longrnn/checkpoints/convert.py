@@ -8,7 +8,7 @@ from longrnn.checkpoints import layouts
 from longrnn.checkpoints.folder import read_config
 from longrnn.checkpoints.layouts import LAYOUTS, OURS
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import INITIAL_STATE, CheckpointName, base_folder
+from longrnn.checkpoints.names import GENERATION, INITIAL_STATE, CheckpointName, base_folder
 from longrnn.checkpoints.tokenizer import load_tokenizer
 from longrnn.checksums import complete_folder
 from longrnn.errors import UserError, nearest
@@ -19,7 +19,7 @@ from longrnn.models.fold import fold
 from longrnn.models.trainable import OF_CHECKPOINT
 from longrnn.state import save
 
-COPIED = (*TOKENIZER_FILES, "generation_config.json")
+COPIED = (*TOKENIZER_FILES, GENERATION)
 
 
 def convert(source: str | Path, destination: Path, *, to: str) -> None:
@@ -91,6 +91,11 @@ def write_checkpoint(model: LanguageModel, checkpoint: str, destination: Path, t
         else:
             model.trained_under = str(rest) or None
             LAYOUTS[to].save(model, draft, tokenizer)
+            if layout_of(checkpoint) == "hf" and not (draft / GENERATION).is_file():
+                from transformers import AutoConfig, GenerationConfig
+
+                config = AutoConfig.from_pretrained(folder, local_files_only=True)
+                GenerationConfig.from_model_config(config).save_pretrained(draft)
 
 
 def _write_tokenizer(source: Path, destination: Path, *, bytes_too: bool) -> str:

@@ -49,10 +49,12 @@ class RecurrentForward(PreTrainedModel):
         return self.language_model.head
 
     def save_start(self, folder: Path) -> None:
-        """Writes the state from which the model starts, if it has one, beside its weights."""
-        start = self.language_model.start
-        if start is not None:
-            save(start, folder / INITIAL_STATE, recorded=OF_CHECKPOINT)
+        """Writes the state from which the model starts beside its weights; of none, removes it."""
+        start, path = self.language_model.start, folder / INITIAL_STATE
+        if start is None:
+            path.unlink(missing_ok=True)
+        else:
+            save(start, path, recorded=OF_CHECKPOINT)
 
     def forward(
         self,

@@ -33,6 +33,7 @@ class HybridForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):
         vars(self).pop("forward", None)
         # In a tuple, because a module would be registered.
         self._hybrid = (model,)
+        self._tied_weights_keys = type(model.model)._tied_weights_keys
         cap = FAMILIES[self.config.model_type].soft_cap
         if cap is not None:  # the name by which TRL reads it, for its own loss
             kind = type(self.config)
@@ -46,6 +47,12 @@ class HybridForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:  # pyright: ignore
         """See `PreTrainedModel`."""
         return self.language_model.model.get_input_embeddings()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """See `PreTrainedModel`."""
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        self.language_model.vocab_size = resized.num_embeddings
+        return resized
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Makes the backward pass compute each layer again."""

@@ -15,11 +15,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
 
 from longrnn.checkpoints.folder import CHECKPOINT_FORMAT, OPTIONS, read_config
 from longrnn.checkpoints.load import load
-from longrnn.checkpoints.names import INITIAL_STATE, embedded, is_adapter, resolve
+from longrnn.checkpoints.names import (
+    GENERATION,
+    INITIAL_STATE,
+    base_folder,
+    embedded,
+    is_adapter,
+    resolve,
+)
 from longrnn.checksums import remove_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.forward import RecurrentForward
@@ -35,7 +42,8 @@ INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows 
 # Arguments of `from_pretrained` that have a meaning for a model that `load` opens.
 IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 HUB = {"cache_dir", "force_download", "local_files_only", "token"}
-FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", *IMPLEMENTATIONS, *HUB}
+FOLLOWED = {"device_map", "dtype", "torch_dtype", "revision", "subfolder", "use_cache"}
+FOLLOWED |= IMPLEMENTATIONS | HUB
 # Those that the Auto class or a library adds, which change nothing here.
 OF_AUTO = {"_from_auto", "adapter_kwargs", "low_cpu_mem_usage", "trust_remote_code", "weights_only"}
 
@@ -70,6 +78,10 @@ class LongRNNConfig(PreTrainedConfig, RecurrentConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PreTrainedConfig`; PEFT looks for the name of transformers."""
+        return super().to_dict() | {"tie_word_embeddings": self.tie_embeddings}
 
 
 # transformers looks for GenerationMixin among the direct base classes.
@@ -186,7 +198,20 @@ class LongRNNForCausalLM(RecurrentForward, RecurrentGeneration, GenerationMixin)
         model = cls.of(load(folder, dtype=dtype, device=_device_of(options.get("device_map"))))
         for name in sorted(given & IMPLEMENTATIONS):
             getattr(model, f"set_{name}")(options[name])
+        model.config.use_cache = options.get("use_cache", model.config.use_cache)
+        if isinstance(model, cls):
+            model._follow_tokens(base_folder(str(folder)))
         return model
+
+    def _follow_tokens(self, folder: Path) -> None:
+        """Takes BOS, EOS and PAD, and how to generate, from the folder of a checkpoint."""
+        if "model_type" in read_config(folder):  # which that of mamba-ssm lacks
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(self.config, name, getattr(config, name))
+            self.generation_config = GenerationConfig.from_model_config(self.config)
+        if (folder / GENERATION).is_file():
+            self.generation_config = GenerationConfig.from_pretrained(folder)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""

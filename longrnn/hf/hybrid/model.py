@@ -119,7 +119,8 @@ class HybridLM(TrainableLM, ForeignLM):  # pyright: ignore
         """See `TrainableLM`; the copy has no mitigation."""
         other = type(self)(copy.deepcopy(self.model).double())
         other.max_length = self.max_length
-        return other if self.attention is None else other.attending(self.attention.window)
+        other = other if self.attention is None else other.attending(self.attention.window)
+        return other.starting_from(self.start)
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""

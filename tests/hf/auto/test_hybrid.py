@@ -54,6 +54,16 @@ def test_padding_packing_and_generation(base: Path) -> None:
     assert_near(model(TEXT[:, 5:], state=begun).logits, wanted.logits[:, 5:], 1e-5)
 
 
+@pytest.mark.parametrize("size", [200, 300])
+def test_the_vocabulary_can_be_resized(size: int, base: Path) -> None:
+    model: Any = LongRNNForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(size)
+    with torch.no_grad():
+        assert model(torch.tensor([[size - 1]])).logits.shape[-1] == size
+    with pytest.raises(UserError, match=str(size)):
+        model(torch.tensor([[size]]))
+
+
 def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
     """By the Trainer of Hugging Face, with recomputation; stock transformers opens the result,
     which records the mitigation and the window of attention."""

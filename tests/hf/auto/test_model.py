@@ -100,6 +100,28 @@ def test_a_mitigation_in_the_configuration_applies(
     torch.testing.assert_close(again(tokens).logits, wanted)
 
 
+def test_the_tokens_of_a_model_of_transformers_are_kept(tmp_path: Path) -> None:
+    """Those that begin and end a text, from the configuration or from that of generation."""
+    theirs = architecture("mamba2", eos_token_id=5, bos_token_id=3, pad_token_id=4)
+    theirs.generation_config.max_new_tokens = 7
+    theirs.save_pretrained(tmp_path / "theirs")
+    model: Any = LongRNNForCausalLM.from_pretrained(tmp_path / "theirs", use_cache=False)
+    model.save_pretrained(tmp_path / "ours")
+    for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "ours")):
+        for config in (one.config, one.generation_config):
+            known = (config.eos_token_id, config.bos_token_id, config.pad_token_id)
+            assert known == (5, 3, 4)
+        assert one.generation_config.max_new_tokens == 7
+        assert not one.config.use_cache
+
+
+def test_a_folder_keeps_no_state_of_an_earlier_save(tmp_path: Path) -> None:
+    plain, tokens = build_model("gru", dtype=torch.float32), random_tokens(1, 5)
+    for model in (plain.starting_from(plain(tokens).state), plain):
+        LongRNNForCausalLM.of(model).save_pretrained(tmp_path)
+        assert torch.equal(load(tmp_path)(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
     model = build_auto("mamba2", tie_embeddings=tie, auto={"mitigation": "forget_more"})
@@ -260,7 +282,7 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
         *({name: True} for name in ("trust_remote_code", "use_safetensors", "low_cpu_mem_usage")),
         {"revision": "main"},
         {"max_memory": {"cpu": "1GB"}, "offload_folder": "offload", "device_map": "auto"},
-        {"pad_token_id": 0, "output_hidden_states": True},
+        {"pad_token_id": 0, "output_hidden_states": True, "use_cache": False},
     ],
     ids=lambda given: ",".join(given),
 )
