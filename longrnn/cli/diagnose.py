@@ -111,7 +111,7 @@ def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
     import torch
 
     from longrnn.checkpoints.load import load_editable
-    from longrnn.checkpoints.names import resolve
+    from longrnn.checkpoints.names import CheckpointName, resolve
     from longrnn.checkpoints.tokenizer import load_tokenizer
     from longrnn.data import TASKS
     from longrnn.training.config import configured
@@ -131,7 +131,7 @@ def _open(source: str) -> tuple[TrainableLM, Tokenizer, dict[str, Any] | None]:
         model = build(config, TASKS.build(config.task, tokenizer))
         return model.under(None), tokenizer, config.task
     model: Any = load_editable(source)
-    folder = resolve(source)
+    folder = resolve(CheckpointName.parse(source).checkpoint)
     # A checkpoint inside the folder of a run has its configuration one folder higher.
     recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
     return model, load_tokenizer(source), recorded.get("task")

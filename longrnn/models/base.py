@@ -203,8 +203,11 @@ class LanguageModel(nn.Module, ABC):
         weights = self.weights_fingerprint()
         if self.mitigation is None:
             return weights
-        users = hash_of_users(map(type, self.mitigation.parts))
-        whole = f"{weights}/{self.mitigation}{users}"
+        mitigations = self.mitigation.parts
+        users = hash_of_users(map(type, mitigations))
+        # A file is identified by its hash, wherever it is.
+        parts = [part.model_copy(update=dict.fromkeys(part.files)) for part in mitigations]
+        whole = f"{weights}/{'+'.join(map(str, parts))}{users}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 

@@ -49,7 +49,7 @@ def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
     for name in ("config.json", "model.safetensors"):
         shutil.copy(models / "backwards" / name, inside)
     shutil.copy(models / "backwards/train.yaml", tmp_path / "run")
-    result = cli("diagnose", "gradients", "run/checkpoint", *SMALL, "--output", "out")
+    result = cli("diagnose", "gradients", "run/checkpoint+float64", *SMALL, "--output", "out")
     assert result.code == 0, result.err
     assert "reverse" in head_of(tmp_path / "out")["task"]
     own = (tmp_path / "run/train.yaml").read_text().replace("kind: reverse", "kind: sort")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn import load
+from longrnn import load, mitigation
 from longrnn.cells import MIXERS, Edit
 from longrnn.checkpoints.adapters import add_adapters
 from longrnn.checkpoints.convert import convert
@@ -161,7 +161,9 @@ def test_a_calibrated_file_folds_into_stock_transformers_and_moves_with_its_weig
     known = Calibration("", model.fingerprint(), 8, ())
     member = {"kind": "time_scales", "weights": str(folder / "w.safetensors")}
     write_calibration(folder / "fit.yaml", [member], known)
+    before = model.under(mitigation(folder / "fit.yaml")).fingerprint()
     folder.rename(tmp_path / "moved")
+    assert model.under(mitigation(tmp_path / "moved/fit.yaml")).fingerprint() == before
     source, text = f"{tmp_path / 'ours'}+{tmp_path / 'moved'}/fit.yaml", tokens(2, 50) % 60
     expected = load(source)(text).logits
     convert(source, tmp_path / "hf", to="hf")
