@@ -134,7 +134,6 @@ def test_every_file_of_a_tokenizer_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """The message says which file to delete, and then the folder is read."""
     save_model(model(), tmp_path / "m")
     weights = tmp_path / "m/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")

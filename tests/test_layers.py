@@ -125,7 +125,6 @@ def test_no_packages_and_no_files_of_the_lower_layers_import_each_other() -> Non
 
 
 def test_every_library_is_declared() -> None:
-    """Each library is a dependency, or one of an extra; those of transformers come with it."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     declared = [one for extra in (project["dependencies"], *extras) for one in extra]

@@ -75,7 +75,6 @@ def test_what_a_lock_leaves(tmp_path: Path) -> None:
 
 
 def test_a_process_may_take_its_lock_twice(tmp_path: Path) -> None:
-    """A command that holds a folder may call another that locks it."""
     with locked(tmp_path / "run"):
         with locked(tmp_path / "run"):
             pass

@@ -63,7 +63,6 @@ NOTEBOOKS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
-    """Every cell runs, and prints as many lines as the notebook in the documentation shows."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -31,7 +31,6 @@ def test_what_is_no_length_is_refused(text: str) -> None:
 
 
 def test_lists_keep_their_order_without_repeats() -> None:
-    """Lengths keep the given order, those of an option an ascending one, without repeats."""
     assert validated(Lengths, "4k,256,4096", "lengths") == [256, 4096]
     assert parse_lengths("4k,256,1k,4096, 256") == [4096, 256, 1024]
     for text in ("", "256,", ",256", "256,,512", "256;512"):

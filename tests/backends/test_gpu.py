@@ -225,7 +225,6 @@ def mamba2_tensors(time: int) -> list[Tensor]:
 
 
 def test_mamba_ssm_computes_recurrences_without_edits(mamba_ssm: list[int]) -> None:
-    """Outputs, states and gradients; other calls are computed without it."""
     given = mamba2_tensors(20)
     for keep in (None, torch.tensor([1.0, 0.9, 0.5, 1.0])):
 

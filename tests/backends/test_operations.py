@@ -256,7 +256,6 @@ def test_gradients_in_float16_are_finite_where_the_loss_is(backend: str) -> None
 
 
 def test_a_named_backend_is_used_or_refused() -> None:
-    """`auto` takes what accepts the call; what is not on this device is refused by name."""
     inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
     kernels = "torch" if cpu.missing() else "cpu"
     elsewhere = inputs.each(lambda one: one.to("meta")), state.to("meta")

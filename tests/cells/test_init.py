@@ -60,7 +60,6 @@ def test_the_default_draws_no_random_numbers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_orthogonal(kind: str) -> None:
-    """The recurrent matrix of each gate is orthogonal."""
     for block in blocks(build(kind, "orthogonal")):
         torch.testing.assert_close(block @ block.T, torch.eye(D_MODEL).double(), rtol=0, atol=1e-6)
 

@@ -71,7 +71,6 @@ def test_a_loaded_model_does_not_change_with_its_file(saved: Path) -> None:
 
 
 def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:
-    """Backends agree, share a fingerprint, and exchange states; an unknown one is refused."""
     fast, slow = load(saved), load(saved, backend="torch")
     assert "backend=torch" in repr(slow)
     assert "backend=auto" in repr(fast)

@@ -138,7 +138,6 @@ def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path)
     ["org/a--b", "org/model.git", "a" * 300, f"{'a' * 300}/b/c", "a\0b/c", "\udcff", "a/b/c"],
 )
 def test_a_name_that_nothing_can_have_is_refused(name: str) -> None:
-    """Also a name that is not valid on the Hub, without network access."""
     for find in (resolve, load_tokenizer):
         with pytest.raises(UserError) as error:
             find(name)

@@ -49,7 +49,6 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
 def test_a_checkpoint_gives_its_own_tokenizer(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tokenizer that a checkpoint records is loaded without a warning, wherever it is."""
     logging.getLogger("transformers").addHandler(caplog.handler)
     model = build_model("lstm", dtype=torch.float32)
     save_model(model, tmp_path / "bytes")

@@ -47,7 +47,6 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
 def test_training_on_a_corpus(
     cli: CLI, texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training says what it reads and how far it is, and refuses a corpus that does not fit."""
     monkeypatch.delenv(QUIET)
     assert cli("data", "build", "--out", "corpus", *texts).code == 0
     config = tiny("streams", Path("run"), task={"kind": "text", "data": "corpus"})

@@ -41,7 +41,6 @@ def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) 
 
 
 def test_several_suites_and_names(cli: CLI, models: Path, shelf: Path) -> None:
-    """Several suites give one report; two folders of one name keep different names."""
     for name in ("a", "[b]"):
         shutil.copytree(models / "text", shelf / name / "model")
     result = cli("compare", "a/model", "[b]/model", "--suite", "also.yaml", "--suite", "mine.yaml")

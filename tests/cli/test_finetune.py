@@ -67,7 +67,6 @@ def test_answers_are_evaluated_where_answers_are_trained(
 
 
 def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CLI) -> None:
-    """The loss falls, the best checkpoint is kept, and transformers computes the same logits."""
     base = load(shelf / "base")
     assert base.vocab_size > IDS
     assert {p.dtype for p in base.parameters()} == {torch.float16, torch.float32}

@@ -61,7 +61,6 @@ def test_a_checkpoint_of_a_run_has_the_task_of_the_run(
 def test_each_model_reads_a_text_with_its_own_tokenizer(
     cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models with different tokenizers are measured on the same text."""
     bpe, read = trained_bpe(), []
     bpe.save(saved(Path("bpe"), LSTM | {"vocab_size": 600}))
 

@@ -52,7 +52,6 @@ COMMANDS = dict(table((DATA / "launched.txt").read_text(), SHORTHANDS))
 def test_two_processes_write_what_one_writes(
     name: str, models: Path, text: Path, tmp_path: Path
 ) -> None:
-    """Two processes write the same files with the same rows as one, and print the same once."""
     if name == "harness":
         pytest.importorskip("wonderwords")  # of RULER
     command = [*COMMANDS[name][0].format(m=models, t=text).split(), "--output"]

@@ -68,7 +68,6 @@ def test_a_command_is_refused_while_another_process_writes_there(
 
 
 def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> None:
-    """The processes of one launch share the lock; a second launch is refused."""
     output = tmp_path / "run"
     config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
     both = group("train", config, folder=tmp_path / "first")

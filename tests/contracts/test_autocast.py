@@ -44,7 +44,6 @@ def autocast() -> torch.autocast:
 @pytest.mark.parametrize("edit", [None, Edit()], ids=["fused", "stepwise"])
 @pytest.mark.parametrize("spec", STEPWISE, ids=spec_id)
 def test_stepwise_cells_keep_their_precision(spec: Spec, edit: Edit | None) -> None:
-    """A stepwise cell runs in the dtype of its weights."""
     cell = build_mixer(spec, torch.float32)
     x, state = torch.randn(2, 20, D_MODEL + 2, generator=generator(1)), cell.init_state(2)
     expected, narrow = cell(x, state, edit), x.to(NARROW)

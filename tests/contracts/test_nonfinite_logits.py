@@ -46,7 +46,6 @@ def test_every_evaluation_refuses_a_model_with_nan_weights(
     cli: CLI,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Exit code 2 and one sentence with the token and the weight."""
     if "harness" in command:
         pytest.importorskip("lm_eval")
     save_model(broken(), tmp_path / "sick")
@@ -104,7 +103,6 @@ def quiet() -> Progress:
 
 @pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
 def test_the_token_is_named(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token whose logits are not finite, wherever the text is cut."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", 4)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 5, 7, 1, 2]])
     message = r"token 5 .*embedding\.weight"

@@ -145,7 +145,6 @@ def test_padding_is_not_read(subject: Subject) -> None:
 
 @every_kind
 def test_a_document_with_nan_does_not_reach_the_next(subject: Subject) -> None:
-    """Nor does a given state with NaN: logits, states, what windows hold, and gradients."""
     nan, time = VOCAB - 1, 30
     model = subject.build(tie_embeddings=False)
     tokens = random_tokens(2, time, seed=9) % nan

@@ -82,7 +82,6 @@ def slope(outcome: Callable[[Any], Tensor], point: Any, direction: Any) -> Tenso
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED_FEW, ids=spec_id)
 def test_func_gives_the_derivative_of_a_mitigated_model(spec: Spec, mixer: Spec) -> None:
-    """`torch.func.jvp` and `torch.func.grad` with respect to the weights of a whole model."""
     model, tokens = build_mitigated([spec], mixer, n_layers=1), random_tokens(2, 9)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     ways = {name: torch.randn_like(weight) for name, weight in weights.items()}

@@ -148,7 +148,6 @@ def test_a_mitigated_model_moves_to_another_device(kind: str) -> None:
 
 
 def test_a_model_without_cells_cannot_be_mitigated() -> None:
-    """And has everything else of a language model."""
     model, tokens = Scripted(3, lambda read: torch.zeros(1)), torch.tensor([[0, 1, 2]])
     with pytest.raises(UserError, match="recurrence"):
         model.under(WINDOW)

@@ -59,7 +59,6 @@ def fillers(document: list[Batch]) -> list[str]:
 
 
 def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> None:
-    """One header, one key line, and filler that begins anywhere and runs on over segments."""
     lengths, starts = set(), set()
     for stream in range(N_STREAMS):
         for document in documents(segments, stream):

@@ -216,7 +216,6 @@ def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
 
 
 def test_a_corpus_is_found_again(texts: list[bytes], folder: Path) -> None:
-    """The same data is tokenized once for each tokenizer; changed data is tokenized again."""
     one = corpus_of("texts", ByteTokenizer())
     made = one.folder.stat().st_mtime_ns
     assert corpus_of("texts", ByteTokenizer()).folder.stat().st_mtime_ns == made
@@ -229,7 +228,6 @@ def test_a_corpus_is_found_again(texts: list[bytes], folder: Path) -> None:
 
 
 def test_a_run_waits_for_a_corpus_that_another_process_builds(folder: Path) -> None:
-    """A run waits for it; one whose documents have a single token is refused."""
     (folder / "a.txt").write_text("a b c")
     place = corpus_of("a.txt", ByteTokenizer()).folder
     shutil.rmtree(place)

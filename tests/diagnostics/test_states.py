@@ -121,7 +121,6 @@ def test_observations_equal_a_loop(mixer: str) -> None:
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru", "lstm"])
 def test_observations_under_a_mitigation(mixer: str) -> None:
-    """Decays include the mitigation, and are NaN where they are not defined."""
     model, tokens = build_model(mixer), random_tokens(2, TIME)
     plain = last(model, tokens)
     forget = mitigation("forget_more(decay_scale=0.9, input_scale=1)")
@@ -159,7 +158,6 @@ def judged(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t
 
 @pytest.mark.parametrize("memory", [1, 300])
 def test_a_stationary_head_does_not_collapse(memory: int) -> None:
-    """A stationary random head, a decaying sum over `memory` tokens, does not collapse."""
     for seed in range(20):
         randomness = np.random.default_rng(seed)
         keep = math.exp(-EVERY / memory)
@@ -198,7 +196,6 @@ def test_the_criterion(
 
 
 def test_the_fastest_growing_heads_come_first() -> None:
-    """A head that collapses on two texts is named once, by its fastest growth."""
     heads = [(0, 0, 2.0), (0, 1, math.inf), (1, 0, 3.0), (0, 0, 5.0)]
     findings = [Finding(i, k, 0, ("norm",), 65, growth, 1.0) for i, k, growth in heads]
     nothing = Observations(*[torch.zeros(0)] * 8)
@@ -233,7 +230,6 @@ def found(tmp_path: Path) -> Diagnosis:
 
 
 def test_a_head_that_keeps_everything_collapses(found: Diagnosis, tmp_path: Path) -> None:
-    """The diagnosis names the collapsing head and no other, and a mitigation reads its file."""
     assert found.collapsing() == found.global_heads() == [(1, 2)]
     finding = next(one for one in found.findings if one.left and one.text == 2)
     assert finding[:2] == (1, 2)

@@ -12,7 +12,6 @@ from tests.evaluation.small_models import SHORT, cells, measure, small_model
 
 
 def test_each_length_is_measured_once(tmp_path: Path) -> None:
-    """A length out of reach has a reason; the state is that of the model under its mitigation."""
     one = small_model("one", position=SHORT)
     assert isinstance(one.model, RecurrentLM)
     windowed = one.model.under(mitigation("sliding_window(window=50)"))

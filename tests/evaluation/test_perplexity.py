@@ -45,7 +45,6 @@ def perplexity(folder: Path, **changes: Any) -> PerplexityOptions:
 def test_against_all_logits_at_once(
     mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums between powers of 2 and lengths equal those from all logits at once."""
     monkeypatch.setattr(trie, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal", vocab_size=256)
     options: dict[str, Any] = {"lengths": [50, 150], "windows": 2, "batch_size": 2}
@@ -86,7 +85,6 @@ def test_columns_are_bits_over_bytes(build: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [PairTokenizer, byte_level])
 def test_models_with_different_tokenizers_score_the_same_bytes(other: Any, tmp_path: Path) -> None:
-    """Every sample has the same bytes for both models, so that differences are paired."""
     models = [small_model("bytes"), small_model("pairs", tokenizer=other())]
     outcome = measure(perplexity(tmp_path), tmp_path / "r", *models)
     sizes: dict[str, list[Any]] = {}

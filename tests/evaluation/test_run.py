@@ -113,7 +113,6 @@ def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_pa
 def test_rows_are_found_by_the_options_that_values_depend_on(
     models: list[OpenCheckpoint], tmp_path: Path
 ) -> None:
-    """An evaluation with another value of such an option does not find the rows of this one."""
     overlaps = "context: 9, stride: 8", "context: 9, stride: 7", "context: 8, stride: 8"
     for kind, *options in (
         ("passkey", "n: 2", "seed: 1", "n_keys: 2", "chunk_select: 99", "filler: TEXT"),

@@ -186,7 +186,6 @@ def test_a_state_stops_growing(kind: str) -> None:
 
 
 def test_results_at_a_million_tokens_are_as_exact_as_at_a_hundred() -> None:
-    """Beyond the reach of the window the position of a token changes nothing."""
     model = open_hugging_face(causal("llama")).with_attention_window(WINDOW, SINKS)
     text = tokens(1, 50)
     near = model(text[:, :30], keep=0).state
@@ -212,7 +211,6 @@ def test_gradients_of_pieces_equal_those_of_one_call() -> None:
 
 
 def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) -> None:
-    """The length is not limited, and the fingerprint is another one."""
     folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
     plain = load(folder)
     spec = "attention_window(window=16, sinks=4)"

@@ -73,7 +73,6 @@ def test_longrope_takes_the_numbers_of_a_configuration(tmp_path: Path) -> None:
 
 
 def test_it_is_refused_where_nothing_is_rotated_or_it_is_given_twice(tmp_path: Path) -> None:
-    """A Granite without positions and a Falcon with ALiBi also have the numbers of a rotation."""
     causal("granitemoehybrid", position_embedding_type="nope").save_pretrained(tmp_path / "granite")
     causal("falcon", alibi=True).save_pretrained(tmp_path / "falcon")
     for name in ("granite", "falcon"):

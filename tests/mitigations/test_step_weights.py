@@ -77,7 +77,6 @@ def test_folded_additions_compute_what_the_mitigation_computes(kind: str, tmp_pa
 def test_additions_to_the_weights_of_a_hybrid_fold_under_their_own_names(
     name: str, tmp_path: Path
 ) -> None:
-    """The logits of transformers alone change with the mitigation, and are those of the fold."""
     # transformers does not compute experts in float64, and keeps some of an xLSTM in float32.
     is_wide = not any(kind in name for kind in (*EXPERTS, "moe"))
     tolerance = 1e-4 if name == "xlstm" else 1e-6 if is_wide else 1e-5
@@ -152,7 +151,6 @@ def test_additions_below_an_adapter_and_in_bfloat16(tmp_path: Path) -> None:
 def test_a_calibrated_file_folds_into_stock_transformers_and_moves_with_its_weights(
     tmp_path: Path,
 ) -> None:
-    """The path in the YAML file is relative to it."""
     mixer = {"kind": "mamba2", "d_state": 6, "head_dim": 4, "n_groups": 2}
     model = build_model(mixer, vocab_size=60)
     save_model(model, tmp_path / "ours")

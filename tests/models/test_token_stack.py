@@ -135,7 +135,6 @@ CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
 @pytest.mark.parametrize("mixer", [NATIVE, SELECTIVE], ids=lambda mixer: mixer["kind"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_tokens_takes_effect(name: str, mixer: dict[str, Any]) -> None:
-    """A decoded model that is changed gives what a copy gives that has decoded nothing before."""
     model = native_model(mixer)
     state = random_state(model, 2)
     before = decoded(model, state)[0]

@@ -79,7 +79,6 @@ def test_loss_is_zero_if_no_token_is_scored() -> None:
 def test_autocast_leaves_the_loss_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss is float32, and gradients have the dtypes of their tensors."""
     monkeypatch.setattr(loss_module, "MAX_PIECE_LOGITS", 10 * VOCAB)
     given = draw(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
@@ -127,7 +126,6 @@ def test_unscored_tokens_may_be_nan_or_infinite(dtype: torch.dtype, value: float
 
 
 def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:
-    """A weight of 1e-7, which underflows float16, keeps its gradient."""
     hidden, head, targets, weights = draw(torch.float32)
     with torch.autocast("cpu", dtype=torch.float16):
         small = weighted_cross_entropy(hidden, head, targets, 1e-7 * weights).loss
@@ -149,7 +147,6 @@ def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_without_a_forward_derivative_is_refused() -> None:
-    """The refusal names a loss that has one."""
     hidden, head, targets, weights = draw(torch.float64)
     hidden = hidden.detach()
     with forward_ad.dual_level():

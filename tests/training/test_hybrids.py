@@ -179,7 +179,6 @@ def test_dropout_is_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_recomputation_and_a_dry_run(tmp_path: Path) -> None:
-    """Recomputed layers and segments give the same weights; a dry run writes nothing."""
     base = hybrid(tmp_path)
     assert "tokens/s" in dry_run(config(base, tmp_path / "no"), quiet=True)
     assert not (tmp_path / "no").exists()
@@ -299,6 +298,5 @@ def test_a_lack_of_memory_is_not_taken_for_a_missing_gradient(tmp_path: Path) ->
 def test_two_processes_train_like_one(
     kind: str, flags: tuple[str, ...], recomputed: str, tmp_path: Path
 ) -> None:
-    """With recomputation, and documents that begin in the middle of rows."""
     configured = partial(config, hybrid(tmp_path, kind), gradient_checkpointing=recomputed)
     assert_two_train_like_one(configured, tmp_path, flags)

@@ -184,7 +184,6 @@ def test_two_processes_start_as_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) -> None:
-    """A row whose final state is not finite starts from zero in the next step."""
     found = policy(kind, mixer, zero_share=0.0)
     found.after(final(0, mixer), 0)
     spoilt = final(1, mixer)

@@ -163,7 +163,6 @@ def run(folder: Path, *overrides: str, **options: Any) -> Any:
 
 
 def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
-    """The memories are trained alone, transformers opens the result, and the command continues."""
     made = run(tmp_path, *LONGER, layers=[1])
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     after = AutoModelForCausalLM.from_pretrained(made.trained)

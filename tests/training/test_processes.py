@@ -68,7 +68,6 @@ def assert_two_train_like_one(
     ],
 )
 def test_two_processes_train_like_one(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Two processes give the weights and metrics of one process with twice the batch."""
     assert_two_train_like_one(partial(tiny, kind, **SHORT | changes), tmp_path)
     last = tmp_path / "two/checkpoint-00000005"
     assert sorted(path.name for path in last.glob("carry-*")) == ["carry-0.pt", "carry-1.pt"]
@@ -86,7 +85,6 @@ def test_two_processes_train_like_one(kind: str, changes: dict[str, Any], tmp_pa
     ],
 )
 def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) -> None:
-    """FSDP2 trains like one process; its checkpoints hold whole tensors and resume exactly."""
     changes = {"lr_scheduler_type": "constant", **SHORT, **changes}
     # Rows so many that a step walks through several segments, each through every block.
     train(tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **changes))

@@ -108,7 +108,6 @@ def test_a_longer_run_and_a_branch(
 def test_states_of_other_rows_are_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With other rows, or states of another kind, a run goes on from the zero state."""
     run(tiny("streams", tmp_path / "run", max_steps=1))
     others = ["per_device_train_batch_size=3", "initial_state.kind=fitted_noise", "seed=3"]
     for step, change in enumerate([*others, "mitigation=sliding_window(window=4)"], 2):

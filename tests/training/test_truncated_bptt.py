@@ -47,7 +47,6 @@ def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[B
 
 
 def test_the_first_document_of_a_row_starts_from_the_initial_state() -> None:
-    """The others in it start from the zero state."""
     model, tokens = build_model("mamba2"), random_tokens(1, 8)
     starts = torch.arange(7)[None] % 4 == 0
     state = random_state(model, 1)

@@ -48,7 +48,6 @@ def test_the_loss_by_position_is_that_of_a_loop(
 
 @pytest.mark.parametrize("kind", ["passkey", "reverse"])
 def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
-    """Tasks without texts validate on rows of their own."""
     task = tiny(kind, tmp_path).task
     length = 8 if kind == "reverse" else 200
     how = {"validation": task, "eval_length": length}

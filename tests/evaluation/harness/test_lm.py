@@ -87,7 +87,6 @@ def test_a_transformer_is_that_of_hf(
 
 
 def test_a_window_is_that_of_hf(setting: Setting, tmp_path: Path) -> None:
-    """A LLaMA with a window gives what `hf` gives of a Mistral with that window and its weights."""
     theirs = causal("mistral", vocab_size=VOCAB, sliding_window=12, eos_token_id=0)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 20, "eos_token_id": 0}
     same = causal("llama", **sizes)
@@ -211,7 +210,6 @@ def test_cache(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_cache_file_keeps_the_answers_of_each_model_and_setting(
     setting: Setting, tmp_path: Path
 ) -> None:
-    """One file of `use_cache` serves every model its own answers, and none of another."""
     cache, task = str(tmp_path / "cache"), "tiny_choice"
     forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
     subjects: list[dict[str, Any]] = [{}, {"pretrained": forgetting}, {"max_length": 8}]
@@ -236,7 +234,6 @@ def test_max_length_truncates_contexts_on_the_left(setting: Setting) -> None:
 
 
 def test_generation_options(setting: Setting) -> None:
-    """Options that are not supported raise a UserError, others reach the model."""
     repeats = {"repetition_penalty": 1.3}
     with pytest.raises(UserError, match="repetition_penalty"):
         evaluate(ours(setting), setting.tasks, "tiny_generate", gen_kwargs=repeats)

@@ -113,7 +113,6 @@ def test_right_padding_is_refused() -> None:
 
 
 def test_a_prompt_may_end_in_the_pad_token() -> None:
-    """One prompt needs no padding; the token before it changes nothing."""
     model, tokens = build_auto(), torch.tensor([[3, 0, 4, 0, 0]])
     wanted = new_tokens(model, tokens[:, 2:], 5, state=model(tokens[:, :2]).past_key_values.state)
     assert torch.equal(new_tokens(model, tokens, 5), wanted)
@@ -124,7 +123,6 @@ def test_a_prompt_may_end_in_the_pad_token() -> None:
 
 
 def test_a_draft_may_end_in_the_pad_token() -> None:
-    """Drafts of an assistant that generates the pad token alone are read as they are."""
     model, assistant, tokens = build_auto(), build_auto("gru", seed=9), random_tokens(1, 6)
     with torch.no_grad():
         assistant.model.embedding.weight[:] = 0

@@ -34,7 +34,6 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @torch.no_grad()
 @pytest.mark.parametrize("base", KINDS, indirect=True)
 def test_padding_packing_and_generation(base: Path) -> None:
-    """Left padding and packed documents give what each text gives alone in transformers."""
     stock: Any = AutoModelForCausalLM.from_pretrained(base).eval()
     model: Any = LongRNNForCausalLM.from_pretrained(base)
     found, wanted = (each(TEXT, labels=TEXT, output_hidden_states=True) for each in (model, stock))

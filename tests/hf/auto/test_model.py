@@ -298,7 +298,6 @@ def test_arguments_that_other_libraries_pass_are_taken(
 
 @EVERY_PART
 def test_embeddings_may_be_given_instead_of_tokens(mixer: str, position: str) -> None:
-    """Logits, loss, state and the gradient of the embedding are those of the tokens."""
     model, tokens = build_auto(mixer, position=position), random_tokens(2, 7)
     found = []
     for given in ("input_ids", "inputs_embeds"):
