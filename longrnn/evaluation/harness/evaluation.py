@@ -1,4 +1,9 @@
-"""lm-eval tasks as an evaluation: a score per document, by task and length."""
+"""lm-eval tasks as an evaluation: a score per document, by task and length.
+
+Notable choices:
+- The few-shot examples of a document are drawn with a seed of its own, so that all models, and runs
+  that are resumed, have the same ones. `lm_eval.evaluate` draws them without a seed.
+"""
 
 import hashlib
 import io
@@ -108,6 +113,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         ):
             tasks = manager.load([name])["tasks"]
             for task in tasks.values():
+                seed_examples(task)
                 if options.num_fewshot is not None:
                     task.set_config("num_fewshot", options.num_fewshot)
                 if options.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
@@ -125,9 +131,7 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         config = json.dumps(task.dump_config(), sort_keys=True, default=str)
         items = []
         for number, document in enumerate(documents):
-            text = config + json.dumps(document, sort_keys=True, default=str)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            key = {"task": name, "length": length, "document": digest}
+            key = {"task": name, "length": length, "document": digest([config, document])}
             items.append(Item(key, TaskDocument(task, number), (name, length)))
         return items
 
@@ -156,6 +160,23 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         for metric, value in result["scores"].items():
             name = ", ".join(filter(None, (item.key["task"], metric)))
             yield Sample(column(name), item.key["length"], item.key["document"], value)
+
+
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a value as JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def seed_examples(task: Any) -> None:
+    """Let a task of lm-eval draw the few-shot examples of a document with a seed of its own."""
+    build = task.fewshot_context
+
+    def fewshot_context(doc: Any, *arguments: Any, **options: Any) -> Any:
+        task.set_fewshot_seed(int(digest(doc), 16))
+        return build(doc, *arguments, **options)
+
+    task.fewshot_context = fewshot_context
 
 
 def reason(error: UserError) -> str:

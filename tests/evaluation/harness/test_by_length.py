@@ -9,16 +9,50 @@ import pytest
 
 from longrnn.checkpoints.opened import OpenCheckpoint, open_checkpoint
 from longrnn.checkpoints.tokenizer import load_tokenizer
+from longrnn.evaluation.harness import LongRNN
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.evaluation.run import run
 from longrnn.mitigations import mitigation
+from longrnn.reporting.tables import ResultTable
 from tests.cli.conftest import CLI
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 from tests.evaluation.harness.test_long_context import babilong
 from tests.evaluation.small_models import cells
 
 RULER = Path(lm_eval.__file__).parent / "tasks/ruler"
+Asked = set[tuple[Any, ...]]
 NIAH = ["--gen_kwargs", "max_gen_toks=4", "--limit", "2"]
+
+
+def measured(setting: Setting, folder: Path, *names: str, **options: Any) -> ResultTable:
+    """Evaluate the tiny model on its tasks, with a store in a folder."""
+    model = OpenCheckpoint("one", setting.model, load_tokenizer(setting.checkpoint))
+    given = HarnessOptions(tasks=[*names], include_path=str(setting.tasks), **options)
+    return run([model], [given.evaluation()], folder, quiet=True)[0]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Return the prompts with choices that models are asked in this test; none is computed."""
+    prompts: Asked = set()
+
+    def loglikelihood(lm: LongRNN, requests: list[Any]) -> list[tuple[float, bool]]:
+        prompts.update(request.args for request in requests)
+        return [(-1.0, False)] * len(requests)
+
+    monkeypatch.setattr(LongRNN, "loglikelihood", loglikelihood)
+    return prompts
+
+
+def test_few_shot_examples_are_those_of_the_document(
+    setting: Setting, tmp_path: Path, asked: Asked
+) -> None:
+    """They do not depend on the run, on batches, or on what was measured before."""
+    for folder, n, batch_size in [("a", 5, 5), ("b", 2, 1), ("b", 5, 2)]:
+        measured(
+            setting, tmp_path / folder, "tiny_choice", n=n, batch_size=batch_size, num_fewshot=2
+        )
+    assert len(asked) == 20, "4 choices of 5 documents"
 
 
 def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
