@@ -3,14 +3,17 @@
 Notable choices:
 - The few-shot examples of a document are drawn with a seed of its own, so that all models, and runs
   that are resumed, have the same ones. `lm_eval.evaluate` draws them without a seed.
+- The key of a document has a digest of the prompts and of the files of functions that score them.
 """
 
 import hashlib
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from inspect import findsource
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,6 +36,8 @@ from longrnn.units import format_length
 
 # Samples that RULER makes of each length.
 RULER_SAMPLES = 500
+# Entries of a task's configuration that say where its data and the tokenizer are.
+PLACES = ("dataset_kwargs", "metadata")
 
 
 class TaskDocument(NamedTuple):
@@ -128,10 +133,13 @@ class HarnessTasks(Evaluation[HarnessOptions]):
 
     def _items(self, task: Any, name: str, length: int | None) -> list[Item]:
         documents = [*task.eval_docs][: self.options.n]
-        config = json.dumps(task.dump_config(), sort_keys=True, default=str)
-        items = []
+        config = {part: value for part, value in vars(task.config).items() if part not in PLACES}
+        about, items = digest([task.VERSION, config]), []
         for number, document in enumerate(documents):
-            key = {"task": name, "length": length, "document": digest([config, document])}
+            with explained():
+                asked = requests(task, document), task.doc_to_target(document)
+            which = digest([about, document, asked])
+            key = {"task": name, "length": length, "document": which}
             items.append(Item(key, TaskDocument(task, number), (name, length)))
         return items
 
@@ -164,8 +172,24 @@ class HarnessTasks(Evaluation[HarnessOptions]):
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of a value as JSON."""
-    text = json.dumps(value, sort_keys=True, default=str)
+    text = json.dumps(value, sort_keys=True, default=without_address)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def without_address(value: Any) -> str:
+    """Return the file of a function, or the text of another value: the same in every process."""
+    try:
+        return "".join(findsource(value)[0])
+    except (OSError, TypeError):
+        return re.sub(r" at 0x\w+", "", str(value))
+
+
+def requests(task: Any, document: Any) -> list[tuple[Any, ...]]:
+    """Return what lm-eval asks a model about a document: the arguments of its requests."""
+    shots, prefix = task.config.num_fewshot or 0, task.doc_to_prefix(document)
+    context = task.fewshot_context(document, num_fewshot=shots, gen_prefix=prefix)
+    built = task.construct_requests(doc=document, ctx=context)
+    return [request.args for request in (built if isinstance(built, list) else [built])]
 
 
 def seed_examples(task: Any) -> None:

@@ -17,7 +17,7 @@ from longrnn.reporting.tables import ResultTable
 from tests.cli.conftest import CLI
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 from tests.evaluation.harness.test_long_context import babilong
-from tests.evaluation.small_models import cells
+from tests.evaluation.small_models import cells, rows
 
 RULER = Path(lm_eval.__file__).parent / "tasks/ruler"
 Asked = set[tuple[Any, ...]]
@@ -53,6 +53,24 @@ def test_few_shot_examples_are_those_of_the_document(
             setting, tmp_path / folder, "tiny_choice", n=n, batch_size=batch_size, num_fewshot=2
         )
     assert len(asked) == 20, "4 choices of 5 documents"
+
+
+def test_stored_results_are_those_of_the_same_prompts_and_functions(
+    setting: Setting, tmp_path: Path, asked: Asked
+) -> None:
+    """They are found again in one process, and measured again after a change of these."""
+    data, train = setting.tasks.parent / "rows.jsonl", tmp_path / "train.jsonl"
+    text = (setting.tasks / "choice.yaml").read_text().replace(f"train: {data}", f"train: {train}")
+    text += "process_docs: !function own.docs\nprocess_results: !function own.score\n"
+    (tmp_path / "choice.yaml").write_text(text)
+    own = "def docs(rows):\n    return rows\n\ndef score(row, found):\n    return {'acc': half()}\n"
+    for count, word, worth in [(5, "as", 0.5), (5, "as", 0.5), (10, "AS", 0.5), (15, "AS", 0.7)]:
+        train.write_text(data.read_text().replace("as", word))
+        (tmp_path / "own.py").write_text(f"{own}\ndef half():\n    return {worth}\n")
+        given = setting._replace(tasks=tmp_path)
+        found = cells(measured(given, tmp_path / "out", "tiny_choice", num_fewshot=2))
+        assert found["tiny_choice, acc", None, "one"].estimate.mean == pytest.approx(worth)
+        assert len(rows(tmp_path / "out")) == count
 
 
 def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
