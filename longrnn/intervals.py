@@ -146,6 +146,8 @@ class Quantity(NamedTuple):
 
 
 def _score(values: Sequence[float]) -> Estimate:
+    if not all(0 <= value <= 1 for value in values):
+        return mean(values)
     # Equal scores have no spread to estimate an interval from.
     if set(values) <= {0, 1} or len(set(values)) == 1:
         return proportion(sum(values), len(values))
@@ -178,7 +180,7 @@ def _ratio_difference(values: Sequence[Any], others: Sequence[Any]) -> Estimate:
     return ratio([(top - other, bottom) for (top, bottom), (other, _) in pairs])
 
 
-# Scores from 0 to 1, as is their interval: a share if all are 0 or 1, else a mean.
+# Scores: a share if all are 0 or 1, else a mean, whose interval is from 0 to 1 if all scores are.
 SCORE = Quantity(_score, _score_difference)
 # Right (1) or wrong (0), with the stretch of text that was read: see `independent_stretches`.
 SHARE_OF_STRETCHES = Quantity(_share, _share_difference)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from longrnn.intervals import (
+    SCORE,
     Estimate,
     independent_stretches,
     mean,
@@ -64,6 +65,15 @@ def test_t_interval_against_tables() -> None:
     assert estimate == pytest.approx((3.0, 3 - half, 3 + half, 5), abs=1e-5)
     assert mean([2.0, 2.0, 2.0]) == Estimate(2.0, 2.0, 2.0, 3)
     assert mean([0.3]) == Estimate(0.3, -math.inf, math.inf, 1), "one value has no spread"
+
+
+def test_scores_beyond_0_to_1_have_the_interval_of_a_mean() -> None:
+    """Such as lengths, and shares in percent; other scores have an interval within 0 to 1."""
+    for values in [5.0, 8.0, 10.0], [7.0, 7.0], [0.5, 100.0], [-1.0, -1.0]:
+        assert SCORE.estimate(values) == mean(values)
+    for values in [0.1, 0.1, 0.9], [0.7, 0.7], [1.0, 1.0]:
+        estimate = SCORE.estimate(values)
+        assert 0 <= estimate.low < estimate.mean <= estimate.high <= 1
 
 
 def answers(both: int, first: int, second: int, neither: int) -> tuple[list[int], list[int]]:
