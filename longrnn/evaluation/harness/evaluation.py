@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from inspect import findsource
@@ -135,11 +136,14 @@ class HarnessTasks(Evaluation[HarnessOptions]):
         documents = [*task.eval_docs][: self.options.n]
         config = {part: value for part, value in vars(task.config).items() if part not in PLACES}
         about, items = digest([task.VERSION, config]), []
+        counts: Counter[str] = Counter()
         for number, document in enumerate(documents):
             with explained():
                 asked = requests(task, document), task.doc_to_target(document)
             which = digest([about, document, asked])
-            key = {"task": name, "length": length, "document": which}
+            again = f"-{counts[which]}" if counts[which] else ""  # of equal documents each counts
+            counts[which] += 1
+            key = {"task": name, "length": length, "document": which + again}
             items.append(Item(key, TaskDocument(task, number), (name, length)))
         return items
 

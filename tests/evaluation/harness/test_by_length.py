@@ -58,18 +58,23 @@ def test_few_shot_examples_are_those_of_the_document(
 def test_stored_results_are_those_of_the_same_prompts_and_functions(
     setting: Setting, tmp_path: Path, asked: Asked
 ) -> None:
-    """They are found again in one process, and measured again after a change of these."""
+    """They are found again in one process, and measured again after a change of these.
+
+    A document that the task has twice is two samples.
+    """
     data, train = setting.tasks.parent / "rows.jsonl", tmp_path / "train.jsonl"
     text = (setting.tasks / "choice.yaml").read_text().replace(f"train: {data}", f"train: {train}")
     text += "process_docs: !function own.docs\nprocess_results: !function own.score\n"
     (tmp_path / "choice.yaml").write_text(text)
-    own = "def docs(rows):\n    return rows\n\ndef score(row, found):\n    return {'acc': half()}\n"
-    for count, word, worth in [(5, "as", 0.5), (5, "as", 0.5), (10, "AS", 0.5), (15, "AS", 0.7)]:
+    own = "def docs(rows):\n    return rows.select([0, *range(5)])\n"
+    own += "def score(row, found):\n    return {'acc': half()}\n"
+    for count, word, worth in [(6, "as", 0.5), (6, "as", 0.5), (12, "AS", 0.5), (18, "AS", 0.7)]:
         train.write_text(data.read_text().replace("as", word))
         (tmp_path / "own.py").write_text(f"{own}\ndef half():\n    return {worth}\n")
         given = setting._replace(tasks=tmp_path)
         found = cells(measured(given, tmp_path / "out", "tiny_choice", num_fewshot=2))
-        assert found["tiny_choice, acc", None, "one"].estimate.mean == pytest.approx(worth)
+        estimate = found["tiny_choice, acc", None, "one"].estimate
+        assert (estimate.mean, estimate.n) == (pytest.approx(worth), 6)
         assert len(rows(tmp_path / "out")) == count
 
 
