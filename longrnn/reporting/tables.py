@@ -149,7 +149,7 @@ class ResultTable(NamedTuple):
             grid.add_column(
                 name, justify="left" if is_model else "right", max_width=most, overflow="fold"
             )
-        for row, after in zip(rows, [*rows[1:], rows[-1:]], strict=True):
+        for row, after in zip(rows, [*rows[1:], *rows[-1:]], strict=True):
             grid.add_row(*row, end_section="model" in titles[1:] and row[0] != after[0])
         print_table(grid)
         for line in filter(None, [*self.notes, self.legend()]):

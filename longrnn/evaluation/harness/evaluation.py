@@ -1,9 +1,8 @@
 """lm-eval tasks as an evaluation: a score per document, by task and length.
 
 Notable choices:
-- The few-shot examples of a document are drawn with a seed of its own, so that all models, and runs
-  that are resumed, have the same ones. `lm_eval.evaluate` draws them without a seed.
-- The key of a document has a digest of the prompts and of the files of functions that score them.
+- Few-shot examples are drawn with a seed per document: `lm_eval.evaluate` draws them without one.
+- The key of a document has a digest of its prompts and of the files of functions that score them.
 """
 
 import hashlib
@@ -15,11 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from inspect import findsource
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lm_eval
+import numpy as np
 from lm_eval.api import task as task_module
+from lm_eval.api.registry import get_aggregation
 
 from longrnn.checkpoints.opened import OpenCheckpoint
 from longrnn.errors import UserError
@@ -39,6 +41,10 @@ from longrnn.units import format_length
 RULER_SAMPLES = 500
 # Entries of a task's configuration that say where its data and the tokenizer are.
 PLACES = ("dataset_kwargs", "metadata")
+# How lm-eval computes metrics without a number per document, and what is said of them.
+AGGREGATIONS = "weighted_perplexity bits_per_byte f1 matthews_corrcoef bleu chrf ter brier_score"
+OF_ALL_DOCUMENTS = {get_aggregation(name) for name in AGGREGATIONS.split()}
+OF_ALL = "have no number per document: use `longrnn eval harness` without --lengths"
 
 
 class TaskDocument(NamedTuple):
@@ -103,8 +109,12 @@ class HarnessTasks(Evaluation[HarnessOptions]):
                         f"{name} makes no prompts of a length: leave it or --lengths out"
                     )
                 for task_name, task in tasks.items():
-                    at = length if has_lengths[task_name] else None
-                    items += self._items(task, task_name, at)
+                    at, metrics = length if has_lengths[task_name] else None, task.aggregation()
+                    if metrics and OF_ALL_DOCUMENTS.issuperset(metrics.values()):
+                        names = ", ".join(metrics)
+                        failures[column(task_name), at] = f"{names} of {task_name} {OF_ALL}"
+                    else:
+                        items += self._items(task, task_name, at)
         if not items:
             raise UserError(next(iter(failures.values())))
         return items, failures
@@ -171,7 +181,17 @@ class HarnessTasks(Evaluation[HarnessOptions]):
     def samples(self, item: Item, result: Result) -> Iterator[Sample]:
         for metric, value in result["scores"].items():
             name = ", ".join(filter(None, (item.key["task"], metric)))
-            yield Sample(column(name), item.key["length"], item.key["document"], value)
+            if value is not None:
+                yield Sample(column(name), item.key["length"], item.key["document"], value)
+
+    def notes(self, results: Mapping[str, list[tuple[Item, Result]]]) -> list[str]:
+        names = dict.fromkeys(
+            f"{item.key['task']}, {metric}"
+            for item, result in chain(*results.values())
+            for metric, value in result["scores"].items()
+            if value is None
+        )
+        return [f"{'; '.join(names)} {OF_ALL}."] if names else []
 
 
 def digest(value: Any) -> str:
@@ -221,12 +241,12 @@ def column(name: str) -> Column:
     return Column(name, SCORE, ".3f")
 
 
-def scores_of(sample: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a sample of lm-eval that are one number, by name."""
+def scores_of(sample: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics of a sample of lm-eval by name; None for what is not one number."""
+    kinds = bool | int | float | np.number | np.bool_
     numbers = {
-        metric: float(sample[metric])
+        metric: float(sample[metric]) if isinstance(sample[metric], kinds) else None
         for metric in sample["metrics"]
-        if isinstance(sample[metric], bool | int | float)
     }
     # RULER names its score by the length, and gives −1 under the other lengths.
     of_ruler = [value for metric, value in numbers.items() if metric.isdecimal() and value != -1]

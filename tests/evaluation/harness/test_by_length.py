@@ -9,6 +9,7 @@ import pytest
 
 from longrnn.checkpoints.opened import OpenCheckpoint, open_checkpoint
 from longrnn.checkpoints.tokenizer import load_tokenizer
+from longrnn.errors import UserError
 from longrnn.evaluation.harness import LongRNN
 from longrnn.evaluation.options import HarnessOptions
 from longrnn.evaluation.run import run
@@ -18,6 +19,7 @@ from tests.cli.conftest import CLI
 from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 from tests.evaluation.harness.test_long_context import babilong
 from tests.evaluation.small_models import cells, rows
+from tests.refusals import naming
 
 RULER = Path(lm_eval.__file__).parent / "tasks/ruler"
 Asked = set[tuple[Any, ...]]
@@ -76,6 +78,23 @@ def test_stored_results_are_those_of_the_same_prompts_and_functions(
         estimate = found["tiny_choice, acc", None, "one"].estimate
         assert (estimate.mean, estimate.n) == (pytest.approx(worth), 6)
         assert len(rows(tmp_path / "out")) == count
+
+
+def test_metrics_of_all_documents_together_are_named(
+    setting: Setting, tmp_path: Path, asked: Asked
+) -> None:
+    """A task that has no others is not measured, and has a reason beside other tasks."""
+    with pytest.raises(UserError, match=naming("tiny_rolling", "byte_perplexity", "eval harness")):
+        measured(setting, tmp_path / "out", "tiny_rolling")
+    (tmp_path / "choice.yaml").write_text(
+        (setting.tasks / "choice.yaml").read_text().replace("acc_norm", "brier_score")
+    )
+    (tmp_path / "rolling.yaml").write_text((setting.tasks / "rolling.yaml").read_text())
+    given = setting._replace(tasks=tmp_path)
+    outcome = measured(given, tmp_path / "out", "tiny_choice", "tiny_rolling")
+    assert "byte_perplexity" in str(cells(outcome)["tiny_rolling", None, "one"])
+    assert "tiny_choice, brier_score" in outcome.notes[0]
+    outcome._replace(cells=[]).show()
 
 
 def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
