@@ -136,7 +136,8 @@ class Perplexity(Evaluation[PerplexityOptions]):
     def notes(self, results: Mapping[str, Results]) -> list[str]:
         texts = []
         for name, measured in results.items():
-            if measured:
+            # Windows that end earlier have other tokens.
+            if measured and self.options.lengths[-1] in measured[0][0].spec.ends:
                 nats = sum(sum(result["nats"]) for _, result in measured)
                 tokens = sum(item.work for item, _ in measured)
                 texts.append(f"{math.exp(min(nats / tokens, 700)):,.2f} ({name})")

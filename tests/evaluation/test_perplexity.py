@@ -195,9 +195,11 @@ def test_the_perplexity_under_the_table_counts_each_text_once(tmp_path: Path) ->
     one, short = small_model("one"), small_model("short", position=SHORT)
     outcomes = [measure(perplexity(tmp_path, texts=t), tmp_path / "r", one) for t in (once, again)]
     assert outcomes[0].notes == outcomes[1].notes != []
+    both = measure(perplexity(tmp_path), tmp_path / "r", one, short)
+    assert both.notes == outcomes[0].notes, "not of other tokens"
     beyond = perplexity(tmp_path, lengths=[512]).evaluation()
-    both = [CostOptions(lengths=[8]).evaluation(), beyond]
-    assert run([short], both, tmp_path / "r", quiet=True)[1].notes == []
+    two = [CostOptions(lengths=[8]).evaluation(), beyond]
+    assert run([short], two, tmp_path / "r", quiet=True)[1].notes == []
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
