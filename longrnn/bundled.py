@@ -51,8 +51,12 @@ def text_path(name_or_path: str | Path) -> Path:
         name_or_path: `bundled:moby_dick`, or a path.
 
     Raises:
-        UserError: no bundled text has this name.
+        UserError: no bundled text has this name, or a path is not UTF-8, as reports are.
     """
+    try:
+        str(name_or_path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the path {str(name_or_path)!r} is not UTF-8: rename the file") from error
     prefix, _, name = str(name_or_path).partition(":")
     if prefix != "bundled":
         return Path(name_or_path)
