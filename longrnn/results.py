@@ -83,6 +83,7 @@ class Store:
         rank = processes.rank()
         self._file = folder / (ROWS if rank == 0 else f"rows-{rank}.jsonl")
         self._results: dict[str, Result] = processes.on_main(self._open)
+        self._added: dict[str, Result] = {}
 
     def get(self, origin: Origin, item: Mapping[str, Any]) -> Result | None:
         """Return the result of an item; None if it is not measured yet."""
@@ -93,21 +94,19 @@ class Store:
         rows = [{**origin._asdict(), "item": item, "result": result} for item, result in results]
         self.folder.mkdir(parents=True, exist_ok=True)
         append(self._file, b"".join(map(line_of, rows)))
-        self._results.update(map(_entry, rows))
+        for key, result in map(_entry, rows):
+            self._added[key] = self._results[key] = result
 
     def collect(self) -> None:
-        """Wait for all processes, and read what they added."""
-        if processes.size() > 1:
-            processes.wait()
-            self._results = processes.on_main(self._read)
+        """Wait for all processes, and take over what they added, also in place of older results."""
+        for added in processes.gather(self._added):
+            self._results |= added
+        self._added = {}
 
     def _open(self) -> dict[str, Result]:
         hold(self.folder, instead="choose another --output")
         for path in self._files():
             _repair(path)
-        return self._read()
-
-    def _read(self) -> dict[str, Result]:
         return dict(_entry(row) for path in self._files() for row in read_rows(path)[0])
 
     def _files(self) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.results import StoredRow, read_rows
+from longrnn.results import StoredRow, line_of, read_rows
 from tests.cli.conftest import table
 from tests.launched import launched
 from tests.texts import DATA
@@ -66,6 +66,18 @@ def test_two_processes_write_what_one_writes(
     assert rows(two) == rows(one)
     assert (two / "rows-1.jsonl").is_file()
     assert both.stdout.replace(str(two), str(one)) == alone.stdout
+
+
+def test_damaged_results_are_replaced_by_any_process(models: Path, tmp_path: Path) -> None:
+    """Both processes measure some again; what they find is in the report."""
+    out = tmp_path / "out"
+    command = ["eval", "passkey", models / "text", "--lengths", "160", "--depths", "0,1"]
+    alone = run(*command, "--output", out)
+    path = out / "rows.jsonl"
+    damaged = [{**row, "result": {}} for row in read_rows(path)[0]]
+    path.write_bytes(b"".join(map(line_of, damaged)))
+    both = launched(*command, "--output", out)
+    assert both.stdout == alone.stdout, both.stderr
 
 
 def test_speed_is_measured_in_one_process(models: Path, tmp_path: Path) -> None:
