@@ -39,8 +39,6 @@ from longrnn.units import format_length
 
 # Samples that RULER makes of each length.
 RULER_SAMPLES = 500
-# Entries of a task's configuration that say where its data and the tokenizer are.
-PLACES = ("dataset_kwargs", "metadata")
 # How lm-eval computes metrics without a number per document, and what is said of them.
 AGGREGATIONS = "weighted_perplexity bits_per_byte f1 matthews_corrcoef bleu chrf ter brier_score"
 OF_ALL_DOCUMENTS = {get_aggregation(name) for name in AGGREGATIONS.split()}
@@ -144,13 +142,16 @@ class HarnessTasks(Evaluation[HarnessOptions]):
 
     def _items(self, task: Any, name: str, length: int | None) -> list[Item]:
         documents = [*task.eval_docs][: self.options.n]
-        config = {part: value for part, value in vars(task.config).items() if part not in PLACES}
-        about, items = digest([task.VERSION, config]), []
+        # Without what says where the data and the tokenizer are.
+        config = {**vars(task.config), "dataset_kwargs": None, "metadata": task.VERSION}
+        about, shots, items = digest(config), task.config.num_fewshot or 0, []
         counts: Counter[str] = Counter()
         for number, document in enumerate(documents):
             with explained():
-                asked = requests(task, document), task.doc_to_target(document)
-            which = digest([about, document, asked])
+                prefix = task.doc_to_prefix(document)
+                context = task.fewshot_context(document, num_fewshot=shots, gen_prefix=prefix)
+                asked = task.construct_requests(doc=document, ctx=context)
+                which = digest([about, document, asked, task.doc_to_target(document)])
             again = f"-{counts[which]}" if counts[which] else ""  # of equal documents each counts
             counts[which] += 1
             key = {"task": name, "length": length, "document": which + again}
@@ -206,14 +207,6 @@ def without_address(value: Any) -> str:
         return "".join(findsource(value)[0])
     except (OSError, TypeError):
         return re.sub(r" at 0x\w+", "", str(value))
-
-
-def requests(task: Any, document: Any) -> list[tuple[Any, ...]]:
-    """Return what lm-eval asks a model about a document: the arguments of its requests."""
-    shots, prefix = task.config.num_fewshot or 0, task.doc_to_prefix(document)
-    context = task.fewshot_context(document, num_fewshot=shots, gen_prefix=prefix)
-    built = task.construct_requests(doc=document, ctx=context)
-    return [request.args for request in (built if isinstance(built, list) else [built])]
 
 
 def seed_examples(task: Any) -> None:

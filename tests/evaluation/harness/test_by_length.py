@@ -50,20 +50,16 @@ def test_few_shot_examples_are_those_of_the_document(
     setting: Setting, tmp_path: Path, asked: Asked
 ) -> None:
     """They do not depend on the run, on batches, or on what was measured before."""
-    for folder, n, batch_size in [("a", 5, 5), ("b", 2, 1), ("b", 5, 2)]:
-        measured(
-            setting, tmp_path / folder, "tiny_choice", n=n, batch_size=batch_size, num_fewshot=2
-        )
+    for folder, n, size in [("a", 5, 5), ("b", 2, 1), ("b", 5, 2)]:
+        given = {"n": n, "batch_size": size, "num_fewshot": 2}
+        measured(setting, tmp_path / folder, "tiny_choice", **given)
     assert len(asked) == 20, "4 choices of 5 documents"
 
 
 def test_stored_results_are_those_of_the_same_prompts_and_functions(
     setting: Setting, tmp_path: Path, asked: Asked
 ) -> None:
-    """They are found again in one process, and measured again after a change of these.
-
-    A document that the task has twice is two samples.
-    """
+    """A change of these is measured; a document that the task has twice is two samples."""
     data, train = setting.tasks.parent / "rows.jsonl", tmp_path / "train.jsonl"
     text = (setting.tasks / "choice.yaml").read_text().replace(f"train: {data}", f"train: {train}")
     text += "process_docs: !function own.docs\nprocess_results: !function own.score\n"
@@ -86,10 +82,9 @@ def test_metrics_of_all_documents_together_are_named(
     """A task that has no others is not measured, and has a reason beside other tasks."""
     with pytest.raises(UserError, match=naming("tiny_rolling", "byte_perplexity", "eval harness")):
         measured(setting, tmp_path / "out", "tiny_rolling")
-    (tmp_path / "choice.yaml").write_text(
-        (setting.tasks / "choice.yaml").read_text().replace("acc_norm", "brier_score")
-    )
-    (tmp_path / "rolling.yaml").write_text((setting.tasks / "rolling.yaml").read_text())
+    for name in ("choice.yaml", "rolling.yaml"):
+        text = (setting.tasks / name).read_text()
+        (tmp_path / name).write_text(text.replace("acc_norm", "brier_score"))
     given = setting._replace(tasks=tmp_path)
     outcome = measured(given, tmp_path / "out", "tiny_choice", "tiny_rolling")
     assert "byte_perplexity" in str(cells(outcome)["tiny_rolling", None, "one"])
