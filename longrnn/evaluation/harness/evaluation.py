@@ -142,6 +142,8 @@ class HarnessTasks(Evaluation[HarnessOptions]):
 
     def _items(self, task: Any, name: str, length: int | None) -> list[Item]:
         documents = [*task.eval_docs][: self.options.n]
+        # lm-eval reads all of them again for each batch.
+        task.doc_iterator = lambda samples, **how: enumerate(documents[n] for n in samples)
         # Without what says where the data and the tokenizer are.
         config = {**vars(task.config), "dataset_kwargs": None, "metadata": task.VERSION}
         about, shots, items = digest(config), task.config.num_fewshot or 0, []
