@@ -43,6 +43,7 @@ class TrainableLM(LanguageModel):
         blocks: the layers from residual stream to residual stream, the first one first.
         soft_cap: the logits are soft_cap · tanh(product / soft_cap); None for the products.
         has_unused_weights: whether a call may leave weights without a gradient.
+        is_sharded: whether processes share the weights, and must call blocks equally often (FSDP2).
         trained_under: the spec of the mitigation under which the model was trained; None without.
         base_name: of the checkpoint that adapters or a learned initial state were added to.
         base_fingerprint: of its weights; empty where the weights themselves are trained.
@@ -54,6 +55,7 @@ class TrainableLM(LanguageModel):
     blocks: Any
     soft_cap: float | None = None
     has_unused_weights: bool = False
+    is_sharded: bool = False
     trained_under: str | None = None
     base_name: str = ""
     base_fingerprint: str = ""
@@ -143,7 +145,8 @@ class TrainableLM(LanguageModel):
         first = time - keep if rows is None else rows.first_kept(keep)
         part_of = None if rows is None else rows.slice(0, source.shape[1])
         width, kept = self.segment_width(len(tokens), source.shape[1]), []
-        if observe is not None:  # all tokens in one segment
+        # All tokens in one segment. The rows of another process may be shorter or longer.
+        if observe is not None or self.is_sharded:
             width = max(1, source.shape[1])
         for start in range(0, source.shape[1], width):
             part = source[:, start : start + width]

@@ -34,7 +34,7 @@ class Rows:
     Attributes:
         shape: `(b, t)` of the given masks.
         is_start: `(b, t')` bool, after the tokens of each row were moved to its left; t' is the
-            largest number of tokens of a row.
+            largest number of tokens of a row, and at least 1.
         count: `(b,)` int64, the tokens of each row; what follows them is padding.
         has_starts: whether a document begins in this call.
         has_padding: whether a row has padding.
@@ -71,7 +71,9 @@ class Rows:
                     "token of the document"
                 )
             self._is_token, count = is_token, is_token.sum(1)
-            self._order = (~is_token).long().argsort(dim=1, stable=True)[:, : int(count.max())]
+            # A call of padding alone has one column: shards need every process to call the blocks.
+            width = max(1, int(count.max()))
+            self._order = (~is_token).long().argsort(dim=1, stable=True)[:, :width]
             starts = starts.gather(1, self._order)
         self.shape = tuple(like.shape)
         self._set(starts, count)

@@ -3,6 +3,7 @@
 from longrnn import processes
 from longrnn.data import Batch, Task, Text
 from longrnn.errors import UserError
+from longrnn.models import TrainableLM
 from longrnn.training.config import TrainConfig
 
 
@@ -51,4 +52,19 @@ def check_length(task: Task, config: TrainConfig, positions: int | None) -> None
         raise UserError(
             f"the model has {positions} positions and this run has {rows}: set a larger "
             "model.position.max_length, lower length.max, or use model.position={kind: sinusoidal}"
+        )
+
+
+def check_shards(task: Task, config: TrainConfig, model: TrainableLM) -> None:
+    """Refuses rows of which a sharded model would read one stretch after another.
+
+    Raises:
+        UserError: rows of several documents, each of which begins with an initial state.
+    """
+    if not isinstance(task, Text) or config.segments_per_step == "all" or model.start is None:
+        return
+    if model.is_sharded and (config.carries or len(task.corpus.lengths) > 1):
+        raise UserError(
+            "a sharded model cannot read rows of several documents with an initial state, because "
+            "its processes must call its blocks equally often: launch without shards (cpu2, gpu8)"
         )

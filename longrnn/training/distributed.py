@@ -104,6 +104,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
         alone = [b for b in model.blocks if all(uses[weight] == 1 for weight in b.parameters())]
         for part in (*alone, objective):
             fully_shard(part, mesh=mesh)
+        model.is_sharded = True
         register_fsdp_forward_method(objective, "token_losses")
         prepared = objective, accelerator.prepare(build_optimizer(model, config))
     if accelerator.num_processes > 1:

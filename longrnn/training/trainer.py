@@ -29,7 +29,7 @@ from longrnn.models import TrainableLM
 from longrnn.progress import Progress
 from longrnn.seeds import mix
 from longrnn.training import checkpoint, models
-from longrnn.training.batches import check_length, segments
+from longrnn.training.batches import check_length, check_shards, segments
 from longrnn.training.config import TrainConfig
 from longrnn.training.distributed import gathered, interrupts, means, prepare, trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
@@ -102,6 +102,7 @@ class Trainer:
         recomputes = config.gradient_checkpointing == "segment"
         objective = objective_class(config.objective)(model, recomputes=recomputes)
         self.objective, self.optimizer = prepare(accelerator, objective, config)
+        check_shards(self.task, config, model)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages

@@ -13,8 +13,8 @@ from longrnn.checkpoints.opened import open_checkpoint
 from longrnn.errors import UserError
 from longrnn.models import generate
 from longrnn.training.config import TrainConfig
-from tests.launched import CPU2, FSDP2
-from tests.texts import TEXTS
+from tests.launched import CPU2, FSDP2, launched
+from tests.texts import BOOK, TEXTS
 from tests.training.runs import (
     assert_same_run,
     crash,
@@ -23,6 +23,7 @@ from tests.training.runs import (
     saved,
     tiny,
     train,
+    write_config,
 )
 from tests.training.test_processes import assert_two_train_like_one
 
@@ -103,5 +104,13 @@ def test_training_goes_on_from_a_state(base: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["copies", "shards"])
 def test_two_processes_train_like_one(flags: tuple[str, ...], base: Path, tmp_path: Path) -> None:
-    configured = partial(config, base, max_steps=4, save_steps=3)
+    task = {"kind": "text", "data": TEXTS if flags == CPU2 else str(BOOK)}
+    configured = partial(config, base, task=task, max_steps=4, save_steps=3)
     assert_two_train_like_one(configured, tmp_path, flags)
+
+
+def test_shards_refuse_several_documents_per_row(base: Path, tmp_path: Path) -> None:
+    path = write_config(config(base, tmp_path / "run"), tmp_path / "config.yaml")
+    done = launched("train", path, flags=FSDP2)
+    assert (done.returncode, (tmp_path / "run").exists()) == (2, False)
+    assert "without shards" in done.stderr

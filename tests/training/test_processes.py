@@ -100,6 +100,20 @@ def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("sizes", "length"),  # the longer ones are read in one pass or two
+    [(range(2, 300, 7), 32), pytest.param([300, 300, 1500], 2048, marks=pytest.mark.slow)],
+)
+def test_shards_of_rows_of_different_lengths(sizes: Any, length: int, tmp_path: Path) -> None:
+    """All processes call the blocks equally often, also where their rows are padding alone."""
+    texts = "".join(f'{{"text": "{"to be or not " * 400:.{size}}"}}\n' for size in sizes)
+    (tmp_path / "texts.jsonl").write_text(texts)
+    task = {"kind": "text", "data": str(tmp_path / "texts.jsonl")}
+    how = {**SHORT, **DOCUMENTS, "gradient_accumulation_steps": 1}
+    configured = partial(tiny, "streams", task=task, **{**how, "length": {"max": length}})
+    assert_two_train_like_one(configured, tmp_path, FSDP2)
+
+
+@pytest.mark.parametrize(
     "flags", [CPU2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
 )
 def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
