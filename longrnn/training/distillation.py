@@ -22,7 +22,7 @@ from longrnn.hf.attention_window import AttentionWindow
 from longrnn.hf.windowed import WindowedAttention, WindowedCall
 from longrnn.mitigations.spec import NONE
 from longrnn.models import TrainableLM
-from longrnn.ops.rows import Rows
+from longrnn.ops.rows import Rows, positions_of
 from longrnn.state import LMState
 from longrnn.training.objective import Objective, StepOutput, rows_of, token_weights
 
@@ -34,7 +34,8 @@ class Lesson(NamedTuple):
     """What a teacher computes for rows.
 
     Attributes:
-        logits: `(b, t, v)`; of the last token alone for `AttentionDifference`.
+        logits: `(b, t, v)`, of tokens moved as by `Rows.arrange`, as everything else here; of the
+            last token alone for `AttentionDifference`.
         inputs: of the memory of each layer that has one, `(b, t, d)`.
         outputs: that these are to return, likewise; none if nobody reads them.
     """
@@ -72,8 +73,10 @@ class Distillation(Objective):
 
     def taught(self, batch: Batch) -> Lesson:
         """What the teacher computes for rows."""
+        rows = rows_of(batch, slice(None))
+        tokens = batch.tokens if rows is None else rows.arrange(batch.tokens)
         with torch.no_grad():
-            return self.teacher.lesson(batch.tokens, rows_of(batch, slice(None)))
+            return self.teacher.lesson(tokens, rows)
 
 
 class Teacher(Distillation):
@@ -81,8 +84,11 @@ class Teacher(Distillation):
 
     def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         (batch,) = segments
-        expected = self.taught(batch).logits.float().softmax(-1)
-        hidden, state = self.model.hidden(batch.tokens, state, rows=rows_of(batch, slice(None)))
+        expected, rows = self.taught(batch).logits.float(), rows_of(batch, slice(None))
+        if rows is not None:
+            expected = rows.restore(expected, batch.tokens.shape[1])
+        expected = expected.softmax(-1)
+        hidden, state = self.model.hidden(batch.tokens, state, rows=rows)
         logits = self.model.logits(hidden).float()
         losses = F.cross_entropy(logits.transpose(1, 2), expected.transpose(1, 2), reduction="none")
         unscored = batch.targets == UNSCORED
@@ -97,14 +103,15 @@ class AttentionDifference(Distillation):
     Each memory reads what the layer of the teacher reads, and is to return the difference between
     full attention and the window beside it; without a window, the attention itself. The loss is the
     squared error relative to the square of that, both weighted as the batch weights its tokens, as
-    a mean over rows and layers: 1 at the start, when the memories return 0.
+    a mean over rows and layers: 1 at the start, when the memories return 0. Rows and layers of
+    which the window removes nothing are left out; without any other, the loss is 0.
     """
 
     reads_attention = True
 
     def _segment(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         (batch,) = segments
-        lesson, student, losses = self.taught(batch), cast(Any, self.model), []
+        lesson, student, errors = self.taught(batch), cast(Any, self.model), []
         for block in (student.blocks[number] for number in student.layer_numbers):
             if isinstance(block, FSDPModule):
                 block.unshard()  # its memory is called without it
@@ -112,11 +119,14 @@ class AttentionDifference(Distillation):
         for cell, x, missing in zip(student.cells, lesson.inputs, lesson.outputs, strict=True):
             y, _ = cell(x, cell.init_state(len(x)), None, rows)
             missing = missing.to(torch.promote_types(missing.dtype, torch.float32))
-            weights = token_weights(batch, missing.dtype)[..., None]
+            weights = token_weights(batch, missing.dtype)
+            weights = (weights if rows is None else rows.arrange(weights))[..., None]
             whole = (weights * missing.square()).sum((1, 2))
             lacking = (weights * (y - missing).square()).sum((1, 2))
-            losses.append((lacking / whole.clamp(min=torch.finfo(whole.dtype).tiny)).mean())
-        return StepOutput(torch.stack(losses).mean()[None], state, [])
+            errors.append(torch.stack([lacking, whole]))
+        lacking, whole = torch.cat(errors, 1)
+        shares = lacking[whole != 0] / whole[whole != 0]
+        return StepOutput((shares.sum() / max(1, len(shares)))[None], state, [])
 
 
 class WithoutMemories:
@@ -233,11 +243,16 @@ class _DifferenceCall(WindowedCall):
         super().__init__(attention, before, time, rows)
         self._taken, self._numbers = attention.taken, attention.numbers
         self._windowed = attention.student.call(before, time, rows)
+        self._positions = positions_of(before, time, rows)[0]
 
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
         full = super().attend(layer, query, key, value, dict(options))
-        if self._attention.layers[layer].number not in self._numbers:
+        number = self._attention.layers[layer].number
+        if number not in self._numbers:
             return full
         windowed = self._windowed.attend(layer, query, key, value, dict(options))
-        self._taken.append(layer.o_proj((full - windowed).flatten(2)))
+        # Both are equal up to this position, except for rounding, and both have the bias.
+        is_whole = self._positions <= self._windowed.calls[number].window.reach
+        removed = (full - windowed).flatten(2).masked_fill(is_whole[..., None], 0)
+        self._taken.append(layer.o_proj(removed) - layer.o_proj(torch.zeros_like(removed[:, :1])))
         return full

@@ -109,13 +109,12 @@ def batch(text: torch.Tensor) -> Batch:
     return Batch(text[:, :-1], text[:, 1:], row_starts(text[:, :-1]), weights)
 
 
-@pytest.mark.parametrize("layers", [None, [1]])
-def test_memories_are_taught_what_the_window_removes(layers: list[int] | None) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("llama", None), ("llama-tied", [1])])
+def test_memories_are_taught_what_the_window_removes(name: str, layers: Any) -> None:
     """Attention with and without the window's mask, by hooks on transformers in float64; sinks
     are near enough that positions are those of the text."""
-    base = transformer().double()
+    base = transformer(name).double()
     model, text = opened(base, layers), tokens(2, 13)
-    objective = AttentionDifference(model.with_attention_window(12, 0))
     steps = torch.arange(12)
     distance = steps[:, None] - steps
     own = AttentionDifference(model.with_attention_window(WINDOW, 0))
@@ -145,12 +144,27 @@ def test_memories_are_taught_what_the_window_removes(layers: list[int] | None) -
         losses.append((missing / (weights * removed[number].square()).sum((1, 2))).mean())
     found = own([batch(text)], model.init_state(2))
     assert_near(found.loss, torch.stack(losses).mean(), 1e-7)  # transformers rotates in float32
-    assert float(objective([batch(text)], model.init_state(2)).loss) > 1e9  # nothing is removed
     # The other objective: the predictions of the transformer, and its own.
     teacher = Teacher(model)([batch(text)], model.init_state(2))
     ours = model(text[:, :-1]).logits
     each = F.cross_entropy(ours.mT, logits.softmax(-1).mT, reduction="none")
     assert_near(teacher.loss, (weights[..., 0] * each).sum(1).mean(), 1e-6)
+
+
+def test_rows_within_the_window_are_left_out() -> None:
+    """A row that it reads whole adds nothing to the loss of the memories, which is 0 for such rows
+    alone, and its predictions are taught, also in a batch that ends in padding."""
+    model, whole = opened(transformer("llama-tied").double()), batch(tokens(2, 17))
+    is_token = torch.arange(16) < torch.tensor([[16], [WINDOW + SINKS]])
+    rows = whole._replace(is_token=is_token, weights=is_token * whole.weights)  # type: ignore[operator]
+    for objective in (AttentionDifference(model), Teacher(model)):
+        parts = [(rows, 2), (rows.row(0), 1), (rows.row(1), 1)]
+        both, long, short = (objective([part], model.init_state(n)).loss for part, n in parts)
+        if objective.reads_attention:
+            short.backward()
+            gradients = [w.grad for w in model.parameters() if w.grad is not None]
+            assert not any(value.any() for value in [short, *gradients])
+        assert_near(both, long if objective.reads_attention else (long + short) / 2, 1e-9)
 
 
 def run(folder: Path, *overrides: str, **options: Any) -> Any:
