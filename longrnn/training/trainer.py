@@ -105,6 +105,7 @@ class Trainer:
         check_shards(self.task, config, model)
         self.step = self.tokens = 0
         self.skipped = 0  # steps left out by `nonfinite: skip`
+        self.timed_tokens, self.seconds = 0, 0.0  # of the steps since the last row of metrics
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
             self._restore(origin)
@@ -219,18 +220,19 @@ class Trainer:
             while self.step < config.max_steps:
                 begun, counted = time.monotonic(), self.tokens
                 values = self.train_step(stop=bool(received))
+                self.seconds += time.monotonic() - begun
+                self.timed_tokens += self.tokens - counted
                 self.step += 1
                 stop = values.pop("stop") > 0
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
-                rate = (self.tokens - counted) / (time.monotonic() - begun)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - counted, note)
                 if self.validation is not None and self._is_due(config.eval_steps, self.step):
                     whole = self.accelerator.unwrap_model(self.objective)
                     self._record(self.validation.evaluate(whole))
                 if self._is_due(config.logging_steps, self.step):
-                    self._log(rate)
+                    self._log()
                 if stop or self._is_due(config.save_steps, self.step):
                     self._save()
                 if stop and self.step < config.max_steps:
@@ -264,13 +266,15 @@ class Trainer:
             f"{self.config.learning_rate / 2:g}, or with nonfinite=skip"
         )
 
-    def _log(self, rate: float) -> None:
+    def _log(self) -> None:
         row = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
         if self.config.nonfinite == "skip":
             row["skipped"] = self.skipped
         row["learning_rate"] = learning_rate(self.step - 1, self.config)
-        row["tokens_per_second"] = rate
+        if self.seconds:
+            row["tokens_per_second"] = self.timed_tokens / self.seconds
+        self.timed_tokens, self.seconds = 0, 0.0
         self._record(row)
 
     def _record(self, values: dict[str, float]) -> None:

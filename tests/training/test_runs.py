@@ -18,6 +18,7 @@ from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.training import checkpoint
 from longrnn.training.train import resumed
+from longrnn.training.trainer import Trainer
 from tests.cli.conftest import contents
 from tests.refusals import naming
 from tests.texts import TEXTS
@@ -103,6 +104,24 @@ def test_a_longer_run_and_a_branch(
     assert moved == {name for name in tuned if not name.endswith("A_log")}
     with pytest.raises(UserError, match=naming("resume")):
         train({"max_steps": 11}, resume=tmp_path / "one")
+
+
+def test_the_speed_is_that_of_the_steps_since_the_previous_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps that take 1, 2, 3, 4 and 5 seconds for 128 tokens each; saving does not count."""
+    clock = [0.0]
+    for name, seconds in (("train_step", 1), ("_save", 100)):
+        whole = getattr(Trainer, name)
+
+        def slow(self: Trainer, whole: Any = whole, n: int = seconds, **given: Any) -> Any:
+            clock[0] += n * (1 + self.step)
+            return whole(self, **given)
+
+        monkeypatch.setattr(Trainer, name, slow)
+    monkeypatch.setattr("longrnn.training.trainer.time", Mock(monotonic=lambda: clock[0]))
+    rows = run(tiny("pass", tmp_path / "run", max_steps=5, save_steps=1)).rows
+    assert [row["tokens_per_second"] for row in rows] == [3 * 128 / 6, 2 * 128 / 9]
 
 
 def test_states_of_other_rows_are_not_used(
