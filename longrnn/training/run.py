@@ -127,15 +127,15 @@ def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
         raise UserError(f"{folder} is not empty and holds no run: choose another output_dir")
 
 
-def record(config: TrainConfig, step: int) -> None:
-    """Writes the configuration of a run that goes on after `step`, and drops later metrics.
+def record(config: TrainConfig, step: int, source: Path) -> None:
+    """Writes the configuration of a run that goes on after `step` of the run in `source`.
 
-    They will be logged again, as is a torn last row.
+    Also the metrics up to that step; later ones will be logged again, as is a torn last row.
     """
     folder = Path(config.output_dir)
     write_atomic(folder / RECORDED, dump_config(config))
-    if (folder / METRICS).is_file():
-        kept = [json.dumps(row) for row in _parsed(folder / METRICS) if row["step"] <= step]
+    if (source / METRICS).is_file():
+        kept = [json.dumps(row) for row in _parsed(source / METRICS) if row["step"] <= step]
         write_atomic(folder / METRICS, "".join(f"{line}\n" for line in kept))
 
 

@@ -70,7 +70,8 @@ def train(
         trainer = Trainer(settings, accelerator, start, quiet=quiet)
         if minutes is not None and start is None:
             trainer.fit_steps(minutes)
-        processes.on_main(lambda: record(trainer.config, trainer.step))
+        source = folder if origin is None or origin == folder else origin.parent
+        processes.on_main(lambda: record(trainer.config, trainer.step, source))
         trainer.train()
     return read_runs([folder])[0]
 

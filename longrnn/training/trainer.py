@@ -239,6 +239,8 @@ class Trainer:
                     # SIGTERM, or another process received the signal.
                     kind = KeyboardInterrupt if received[:1] == [signal.SIGINT] else Terminated
                     raise kind(f"{self.output_dir}: step {self.step} is done and saved")
+            if self.pending:  # the checkpoint has all steps, the last of which was not logged
+                self._log()
             weights = gathered(self.model.state_dict())
             processes.on_main(
                 lambda: models.save(self.model, self.output_dir, weights, self.tokenizer)

@@ -96,7 +96,11 @@ def test_a_longer_run_and_a_branch(
     origin = tmp_path / "one/checkpoint-00000004"
     branch = train(None, f"output_dir={tmp_path / 'three'}", resume=origin)
     assert branch.model().fingerprint() == weights[0]
-    assert [row["step"] for row in branch.rows] == [6, 9, 10]
+    assert [row["step"] for row in branch.rows] == [3, 6, 9, 10]
+    for step, place in ((10, origin.with_name("checkpoint-00000010")), (4, origin)):
+        done = train(None, f"output_dir={tmp_path / place.name}", f"max_steps={step}", resume=place)
+        assert metrics(done.folder)[:-1] == metrics(tmp_path / "one")[: len(done.rows) - 1]
+        assert done.rows[-1]["step"] == step
     still = ["weight_decay=0.5", "max_steps=5", "learning_rate_scale={'*.A_log': 1e-9}"]
     branch = train(None, f"output_dir={tmp_path / 'still'}", *still, resume=origin)
     base, tuned = (model.state_dict() for model in (load(origin), branch.model()))
