@@ -43,7 +43,7 @@ from longrnn.units import counted
 # Keys of the configuration that determine which rows a process reads and what their states are.
 ROW_KEYS = {
     *("task", "length", "seed", "initial_state", "segments_per_step", "mitigation"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "attention_window"),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longrnn import load
+from longrnn import train as train_run
 from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.hf.foreign_load import open_hugging_face
@@ -77,6 +78,13 @@ def test_a_run_ends_in_a_checkpoint_of_transformers(kind: str, tmp_path: Path) -
     assert (ours.attention_window, load(f"{output}+none").max_length) == ((LENGTH, 0), 128)
     assert_near(ours(text).logits, theirs, 1e-5)
     assert ours.fingerprint() != load(base).fingerprint()
+
+
+def test_states_of_another_window_are_not_used(tmp_path: Path) -> None:
+    train(config(hybrid(tmp_path), tmp_path / "run", max_steps=2))
+    for step, window in ((3, 2 * LENGTH), (4, 8)):
+        how = (f"max_steps={step}", f"attention_window={window}")
+        assert train_run(None, *how, resume=tmp_path / "run").rows[-1]["step"] == step
 
 
 def own_loop(model: HybridLM, settings: TrainConfig, rate: float) -> list[float]:
