@@ -168,8 +168,8 @@ def save_adapter(model: TrainableLM, folder: Path, weights: Mapping[str, Tensor]
     remove_checksums(folder)
     if added is not None:
         write_atomic(folder / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    write_atomic(folder / ADAPTER, json.dumps(config, indent=2, default=sorted) + "\n")  # of sets
     write_atomic(folder / ADAPTER_RECORD, json.dumps(record, indent=2) + "\n")
+    write_atomic(folder / ADAPTER, json.dumps(config, indent=2, default=sorted) + "\n")  # of sets
     write_checksums(folder)
 
 

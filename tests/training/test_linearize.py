@@ -1,5 +1,6 @@
 """A transformer gets a recurrent memory: exact at the start, taught by the transformer itself."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -287,9 +288,15 @@ def test_attention_is_replaced(tmp_path: Path) -> None:
             run(tmp_path, *LONGER, **options)
 
 
-def test_adapters_beside_the_memories(tmp_path: Path) -> None:
-    """They are trained in the second stage, PEFT opens them, and the teacher is without them."""
+def test_adapters_beside_the_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are trained in the second stage, PEFT opens them, and the teacher is without them. What
+    marks a stage as finished is written after its other files."""
+    written, move = list[Path](), os.replace
+    monkeypatch.setattr("os.replace", lambda *paths: [written.append(paths[1]), move(*paths)])
     made = run(tmp_path, *LONGER, layers=[1], lora=2)
+    for stage, last in (("attention", "config.json"), ("teacher", "adapter_config.json")):
+        names = [path.name for path in written if path.parent == tmp_path / "out" / stage]
+        assert names[-2:] == [last, "checksums.json"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "out/attention")
     adapted, text = PeftModel.from_pretrained(base, made.trained), tokens(2, 40)
     with torch.no_grad():

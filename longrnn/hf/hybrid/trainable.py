@@ -95,7 +95,8 @@ def save_hybrid(
         whole = tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()
         whole.save(draft)
         remove_checksums(folder)
-        for path in draft.iterdir():
+        # By their configuration, `linearize` knows that all of them are there.
+        for path in sorted(draft.iterdir(), key=lambda path: path.name == "config.json"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(path, folder / path.name)
