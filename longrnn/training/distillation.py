@@ -116,8 +116,9 @@ class AttentionDifference(Distillation):
             if isinstance(block, FSDPModule):
                 block.unshard()  # its memory is called without it
         rows = rows_of(batch, slice(None))
-        for cell, x, missing in zip(student.cells, lesson.inputs, lesson.outputs, strict=True):
-            y, _ = cell(x, cell.init_state(len(x)), None, rows)
+        taught = zip(student.cells, student.edits, lesson.inputs, lesson.outputs, strict=True)
+        for cell, edit, x, missing in taught:
+            y, _ = cell(x, cell.init_state(len(x), edit), edit, rows)
             missing = missing.to(torch.promote_types(missing.dtype, torch.float32))
             weights = token_weights(batch, missing.dtype)
             weights = (weights if rows is None else rows.arrange(weights))[..., None]

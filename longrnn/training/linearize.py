@@ -118,6 +118,9 @@ def linearize(
             values["learning_rate_scale"] = values["learning_rate_scale"] | {"*.lora_*": 1}
         configs.append(configured(values, overrides, source="longrnn linearize"))
         before = output / stage
+    if replace is None and configs[0].mitigation is not None:
+        given = f"mitigation={configs[0].mitigation}"
+        raise UserError(f"{given} would take the place of --window and --sinks: leave it out")
     build_accelerator(configs[0])  # joins the processes of a launch
 
     with ExitStack() as stack:

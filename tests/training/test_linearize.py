@@ -110,15 +110,18 @@ def batch(text: torch.Tensor) -> Batch:
     return Batch(text[:, :-1], text[:, 1:], row_starts(text[:, :-1]), weights)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", None), ("llama-tied", [1])])
-def test_memories_are_taught_what_the_window_removes(name: str, layers: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers", "spec"),
+    [("llama", None, None), ("llama-tied", [1], "sliding_window(window=3)")],
+)
+def test_memories_are_taught_what_the_window_removes(name: str, layers: Any, spec: Any) -> None:
     """Attention with and without the window's mask, by hooks on transformers in float64; sinks
     are near enough that positions are those of the text."""
     base = transformer(name).double()
     model, text = opened(base, layers), tokens(2, 13)
     steps = torch.arange(12)
     distance = steps[:, None] - steps
-    own = AttentionDifference(model.with_attention_window(WINDOW, 0))
+    own: Any = AttentionDifference(model.with_attention_window(WINDOW, 0).under(spec))
     add_adapters(model, r=2, targets=["q_proj", "o_proj"], full=["mamba"])
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -139,8 +142,8 @@ def test_memories_are_taught_what_the_window_removes(name: str, layers: Any) -> 
     with torch.no_grad():
         logits = base(input_ids=text[:, :-1], use_cache=False).logits
     losses, weights = [], batch(text).weights[..., None]  # type: ignore[index]
-    for cell, number in zip(model.cells, model.layer_numbers, strict=True):
-        y, _ = cell(inputs[number], cell.init_state(2))
+    for cell, edit, number in zip(model.cells, own.model.edits, model.layer_numbers, strict=True):
+        y, _ = cell(inputs[number], cell.init_state(2, edit), edit)
         missing = (weights * (y - removed[number]).square()).sum((1, 2))
         losses.append((missing / (weights * removed[number].square()).sum((1, 2))).mean())
     found = own([batch(text)], model.init_state(2))
@@ -202,6 +205,8 @@ def test_training_leaves_the_transformer_as_it_was(tmp_path: Path) -> None:
     other = with_bytes(transformer(vocab_size=256), tmp_path / "other")
     with pytest.raises(UserError, match="other"):
         linearize(str(other), TEXTS, tmp_path / "out", window=WINDOW, sinks=SINKS, length=32)
+    with pytest.raises(UserError, match="mitigation=sliding_window"):
+        run(tmp_path, "mitigation=sliding_window(window=4)")
     for options in ({"window": 4}, {"length": 16}, {"layers": [0]}, {"layers": None}):
         with pytest.raises(UserError, match="output"):
             run(tmp_path, **{"layers": [1]} | options)
