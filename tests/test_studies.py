@@ -97,7 +97,6 @@ def test_weights_are_trained_as_a_fit_is(
 
 
 def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
-    """A run without its end goes on from its newest checkpoint, to the same weights."""
     config = {"model": {"d_model": 8, "n_layers": 1, "mixer": {"kind": "rnn"}},
               "task": {"kind": "copy"}, "max_steps": 2, "save_steps": 1}  # fmt: skip
     run = studies.train(config, tmp_path / "run", {"length.max": 16})

@@ -160,7 +160,6 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_fla_computes_the_recurrence(
     fla: list[str], time: int, groups: int, starts: Sequence[int], keys: bool
 ) -> None:
-    """Outputs, final state and the gradients of all inputs."""
     inputs, state = random_inputs(time, groups=groups, starts=starts)
     inputs = by_key(inputs) if keys else inputs
     exact = outcome(of_scan(loop), wide([*tensors_of(inputs), state]))

@@ -65,7 +65,6 @@ def test_orthogonal(kind: str) -> None:
 
 
 def test_identity() -> None:
-    """With relu and zero inputs, the state does not change."""
     mixer = RNN(D_MODEL, D_MODEL, nonlinearity="relu", init="identity")
     state = mixer.init_state(2)._replace(h=torch.rand(2, D_MODEL))
     y, after = mixer(torch.zeros(2, 5, D_MODEL), state)

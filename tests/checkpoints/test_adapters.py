@@ -126,7 +126,6 @@ def test_an_adapter_of_a_model_of_transformers_is_merged(
 def test_an_idle_adapter_changes_nothing_in_any_dtype(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Tables of positions and buffers are cast as those of the base are."""
     causal(kind).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = options(target_modules=["q_proj"], init_lora_weights=True)
@@ -141,7 +140,6 @@ def test_an_idle_adapter_changes_nothing_in_any_dtype(
 def test_trained_rows_of_a_tied_embedding_are_those_of_the_head_too(
     kind: str, tmp_path: Path
 ) -> None:
-    """With adapters of the Hugging Face model and, merged by PEFT as well, of the Auto class."""
     causal(kind, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     for auto in (AutoModelForCausalLM, LongRNNForCausalLM)[: 1 if kind == "llama" else 2]:
         model = auto.from_pretrained(tmp_path / "base")

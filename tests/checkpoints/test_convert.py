@@ -58,7 +58,6 @@ def assert_same_bits(one: Path, other: Path) -> None:
 def test_round_trips_are_bit_exact(
     mixer: dict[str, Any], dtype: torch.dtype, tied: bool, tmp_path: Path
 ) -> None:
-    """native → ours → hf → native, and hf → ours → hf keep the bits and dtype of every weight."""
     native(tmp_path / "native", dtype, mixer, tie_embeddings=tied)
     convert(tmp_path / "native", tmp_path / "ours", to="ours")
     convert(tmp_path / "ours", tmp_path / "hf", to="hf")
@@ -208,7 +207,6 @@ def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
 def test_what_a_layout_does_not_support_is_refused(
     model: dict[str, Any], to: str, reason: str, tmp_path: Path
 ) -> None:
-    """The conversion raises a UserError and writes nothing."""
     save_model(build_model(dtype=torch.float32, **model), tmp_path / "ours")
     with pytest.raises(UserError, match=reason):
         convert(tmp_path / "ours", tmp_path / "new", to=to)
@@ -295,7 +293,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged or unsupported checkpoint raises a UserError with the reason; no code runs."""
     monkeypatch.chdir(tmp_path)
     native(tmp_path / "native")
     apply, message = DAMAGES[damage]

@@ -49,7 +49,6 @@ def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
 
 
 def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
-    """Far beyond 256 tokens, one model recalls the keys and the other does not."""
     some: dict[str, Any] = {"n": 1, "depths": [0.1, 0.5, 0.9]}
     assert accuracy("passkey-tiny-short", 16384, tmp_path / "short", **some) <= 0.5
     assert accuracy("passkey-tiny", 16384, tmp_path / "tiny", **some) == 1

@@ -64,7 +64,6 @@ def test_stock_transformers_computes_a_folded_mamba(mixer: dict[str, Any], tmp_p
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS.split())
 def test_stock_transformers_computes_a_folded_hybrid(kind: str, tmp_path: Path) -> None:
-    """In its own architecture, under the names of its own weights."""
     # transformers does not compute experts in float64, and keeps some tables in float32.
     dtype, tolerance = ("float32", 1e-5) if kind in EXPERTS else ("float64", 3e-7)
     architecture(kind).to(getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")
@@ -139,7 +138,6 @@ def test_what_does_not_fold_is_refused_by_name(
 
 
 def test_our_layout_records_what_does_not_fold(tmp_path: Path) -> None:
-    """The checkpoint opens under the rest, which a conversion to another layout then refuses."""
     save_model(build_model(dtype=torch.float32), tmp_path / "ours")
     text, rest = random_tokens(2, 60), "sliding_window(window=8)"
     source = f"{tmp_path / 'ours'}+scale_decay(scale=2)+{rest}"

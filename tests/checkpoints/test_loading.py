@@ -44,7 +44,6 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", sorted(MIXERS))
 def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) -> None:
-    """Logits, configuration, fingerprint, tables of positions and the tied head."""
     for block, position in itertools.product(("residual", "plain"), ("learned", "random")):
         parts = {"block": block, "dtype": torch.float32, "tie_embeddings": tie}
         model = build_model(kind, position, **parts).eval()
@@ -144,7 +143,6 @@ SPEC = "sliding_window(window=50)"
 
 
 def test_load_understands_a_mitigation() -> None:
-    """`longrnn.load` and `load_tokenizer` take what the command line takes."""
     model = load(f"passkey-tiny+{SPEC}")
     assert model.mitigation is not None
     expected = load_editable("passkey-tiny").under(mitigation(SPEC))
@@ -163,7 +161,6 @@ def test_the_folder_of_a_file_is_named() -> None:
 
 
 def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
-    """The name of a folder may contain a plus, and a mitigation may follow it."""
     both = tmp_path / "a+forget_more"
     shutil.copytree(embedded()["passkey-tiny"], both)
     shutil.copytree(embedded()["passkey-tiny"], tmp_path / "a")
@@ -183,7 +180,6 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(DTYPE_NAMES))
 def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
-    """In every function that loads a checkpoint by its name, with and without a mitigation."""
     source, dtype = f"passkey-tiny+{name}", DTYPE_NAMES[name]
     models: list[Any] = [load(source), load(f"{source}+{SPEC}"), load(source, dtype=dtype)]
     models += [load("passkey-tiny", dtype=name)]

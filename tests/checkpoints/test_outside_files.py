@@ -56,7 +56,6 @@ def test_a_config_that_is_not_one_is_refused(content: bytes, layout: Path) -> No
 def test_sizes_that_the_weights_do_not_have_are_refused(
     names: tuple[str, ...], size: Any, layout: Path
 ) -> None:
-    """Sizes in a configuration are checked before anything of that size is allocated."""
     path = layout / "config.json"
     known = json.loads(path.read_text())
     path.write_text(json.dumps(known | {name: size for name in names if name in known}))
@@ -65,7 +64,6 @@ def test_sizes_that_the_weights_do_not_have_are_refused(
 
 @pytest.mark.parametrize("tokenizer", ["", None, ["bytes"], 3, "..", "a" * 300, "a\0b"])
 def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    """A tokenizer entry that names no tokenizer, or the folder itself, raises a UserError."""
     save_model(build_model("lstm"), tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": tokenizer}))

@@ -91,7 +91,6 @@ def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a\0b\r\n", "né 你好 🙂", "<s>\ufffd\u2028"])
 def test_bytes_survive_the_round_trip(text: str) -> None:
-    """Decoding the UTF-8 bytes of a text gives the text; no special tokens are added."""
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -134,13 +133,11 @@ def answers(template: str, messages: list[dict[str, str]]) -> list[str]:
 
 
 def test_the_tokens_of_the_assistant() -> None:
-    """Answers and their ends are found."""
     assert answers(MARKED, MESSAGES) == ["hello you</s>", "no</s>"]
     assert answers(MARKED, MESSAGES[:2]) == []
 
 
 def test_what_has_no_template() -> None:
-    """Templates that are missing or mark no answers, and conversations that one refuses."""
     with pytest.raises(UserError, match="chat_template.jinja"):
         chat_tokenizer(None).encode_chat(MESSAGES)
     with pytest.raises(UserError, match="template"):
@@ -153,7 +150,6 @@ def test_what_has_no_template() -> None:
 
 
 def test_a_regular_expression_that_panics_is_one_sentence(tmp_path: Path) -> None:
-    """It takes too many steps on a text."""
     byte_level().save(tmp_path)
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())

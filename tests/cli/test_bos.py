@@ -73,7 +73,6 @@ def test_bos_begins_what_is_read(
 
 
 def test_ids_are_those_of_the_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
-    """Prompts of an exact length, documents of text, and prompts with answers."""
     tokenizer: Any = load_tokenizer(checkpoint)
     theirs, text = tokenizer.tokenizer, BOOK.read_text()
     task = Passkey(tokenizer)

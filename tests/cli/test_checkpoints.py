@@ -61,7 +61,6 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
 
 
 def test_info_states_what_a_window_of_attention_reads(cli: CLI, tmp_path: Path) -> None:
-    """And where the state of such a model stops growing."""
     folder = with_bytes(architecture("llama", vocab_size=256), tmp_path / "llama")
     said = cli("info", f"{folder}+attention_window(window=8, sinks=2)").out
     assert "up to 9 tokens" in said

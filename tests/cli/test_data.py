@@ -23,7 +23,6 @@ def texts(tmp_path: Path) -> list[Path]:
 
 
 def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
-    """`data build` and `info` report the documents that were dropped."""
     built = cli("data", "build", "--out", "corpus", *texts)
     assert built.code == 0, built.err
     assert built.out.splitlines() == [

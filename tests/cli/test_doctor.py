@@ -45,7 +45,6 @@ def raising(*arguments: Any, **named: Any) -> Any:
 def test_a_backend_that_fails_is_named(
     cell: Callable[..., Any], cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong states, NaN, or kernels that cannot be compiled; the others are tested as before."""
     implementations = [
         one._replace(refusal=accepts, run=cell) if one.name == "fla" else one
         for one in SCAN.implementations

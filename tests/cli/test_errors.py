@@ -75,7 +75,6 @@ HOSTILE = "\x1b]0;x\x07\x9b2J\u202e\rerror: none\n"
 def test_names_of_strangers_do_not_control_the_terminal(
     place: str, cli: CLI, models: Path, tmp_path: Path
 ) -> None:
-    """Control characters of any name in a message or a description are written out."""
     folder = tmp_path / (HOSTILE if place == "folder" else "here")
     commands = {"suite": ["compare", models / "text", "--suite", "here/s.yaml"]}
     commands["text"] = ["eval", "perplexity", models / "text", "--text", HOSTILE]

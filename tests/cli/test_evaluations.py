@@ -26,7 +26,6 @@ def shelf(tmp_path: Path) -> Path:
 
 
 def test_eval_and_compare_share_their_rows(cli: CLI, models: Path, shelf: Path) -> None:
-    """One folder takes the rows of any evaluation, model and option; nothing is refused."""
     out = ["--output", "out"]
     result = cli("compare", models / "text", "--suite", "mine.yaml", *out)
     assert (result.code, "mine" in result.out) == (0, False), "one suite needs no name"

@@ -50,7 +50,6 @@ def evaluated_cells() -> list[dict[str, Any]]:
 def test_answers_are_evaluated_where_answers_are_trained(
     models: Path, cli: CLI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The table has the loss and the exact matches of the held-out answers, paired."""
     rows = [{"prompt": f"{k} and {k} are", "completion": " same"} for k in range(120)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = ["max_steps=60", "task.kind=instruct", "segments_per_step=1"]

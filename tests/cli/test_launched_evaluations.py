@@ -81,7 +81,6 @@ def test_damaged_results_are_replaced_by_any_process(models: Path, tmp_path: Pat
 
 
 def test_speed_is_measured_in_one_process(models: Path, tmp_path: Path) -> None:
-    """The others, which would slow it down, wait."""
     (tmp_path / "mine.yaml").write_text("evaluations: [{kind: cost, lengths: [8, 9], decode: 1}]")
     words = ["compare", models / "text", "--suite", tmp_path / "mine.yaml"]
     both = group(*words, "--output", tmp_path / "out", folder=tmp_path)

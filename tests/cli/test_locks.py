@@ -52,7 +52,6 @@ def places(models: Path, tmp_path: Path) -> dict[str, Path]:
 def test_a_command_is_refused_while_another_process_writes_there(
     name: str, cli: CLI, places: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The message names the owner and the remedy, the code is 2, and nothing is written."""
     target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
     command = [*name.split(), *PLACES[name][0].format(**places).split()]
     with held(target) as pid:

@@ -42,7 +42,6 @@ for name in {list(embedded())}:
 def test_missing_kernels_are_reported_on_a_terminal(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the command that builds them."""
     monkeypatch.setattr("longrnn.ops.cpu.missing", lambda: "run `pip install -e .`")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     pick_device("cpu")

@@ -65,7 +65,6 @@ def test_the_second_projection_of_decays_is_not_rounded() -> None:
 
 @every_kind
 def test_splits(subject: Subject) -> None:
-    """Values, states, gradients and dtypes do not depend on the split."""
     model, tokens = subject.build(torch.float32), random_tokens(2, TIME)
     start = started(model, 2)
     tolerance = TOLERANCE * max(2, len(model.cells[0].projections))

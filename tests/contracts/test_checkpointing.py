@@ -36,7 +36,6 @@ TIME, SIZES = 100, [80, 20]  # segments of 64, 16 and 20 tokens
 
 @every_kind
 def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
-    """Values, final state and gradients."""
     model, tokens = subject.build(), random_tokens(2, TIME)
     state = started(model, 2)
     with small_chunks(16):

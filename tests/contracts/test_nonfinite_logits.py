@@ -68,7 +68,6 @@ def test_every_evaluation_refuses_a_model_with_nan_weights(
 @pytest.mark.parametrize("spec", [None, "forget_more", "state_norm"])
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_the_weight_is_named(mixer: str, spec: str | None) -> None:
-    """For every cell, and under a mitigation."""
     model = broken(mixer, 2)
     if spec is not None and MITIGATIONS[spec].undefined(MIXERS[mixer]) is None:
         model = model.under(mitigation(mitigation_spec(spec)))

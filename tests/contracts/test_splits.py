@@ -82,7 +82,6 @@ def test_single_tokens_with_frozen_weights(subject: Subject) -> None:
 @pytest.mark.slow
 @every_subject
 def test_random_splits_of_long_texts(subject: Subject) -> None:
-    """Lengths up to `LONGEST`, of other weights and batches."""
     for dtype, seed in product(DTYPES, range(20)):
         model = subject.build(dtype, seed=seed, n_layers=2)
         batch, time = 1 + seed % 3, 1 + 97 * seed % LONGEST

@@ -79,7 +79,6 @@ def test_rows_that_have_read_different_numbers_of_tokens_are_joined(model: Recur
 
 
 def test_a_reset_lets_no_nan_survive(model: RecurrentLM) -> None:
-    """Neither in the rows that start anew nor in their gradients; the others do not change."""
     state, initial = started(model, 3), model.init_state(3)
     where = torch.tensor([False, True, False])
     broken = differentiable(state)
@@ -136,7 +135,6 @@ def test_a_call_keeps_its_state(model: RecurrentLM, time: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", BUILDS)
 def test_save_and_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bit for bit, whatever the batch."""
     model = BUILDS[name](dtype=dtype)
     state = states.expand(states.join([started(model, 2), model.init_state(1)]), 2)
     path = tmp_path / "folder" / "prefix.safetensors"
@@ -175,7 +173,6 @@ def test_load_refuses_the_state_of_another_model(model: RecurrentLM, tmp_path: P
 
 
 def test_a_model_starts_from_the_state_of_a_file(model: RecurrentLM, tmp_path: Path) -> None:
-    """It computes what a call with this state computes, and has another fingerprint."""
     path, tokens = tmp_path / "state", random_tokens(2, 9)
     state = started(model, 1)
     states.save(state, path, model=model)
@@ -217,7 +214,6 @@ def test_a_start_fits_its_weights_in_any_dtype_alone(tmp_path: Path) -> None:
 
 
 def test_load_refuses_other_structures(model: RecurrentLM, tmp_path: Path) -> None:
-    """Without a fingerprint, structure, shapes and dtypes are compared."""
     path, kind = tmp_path / "state", model.config.mixer["kind"]
     states.save(started(model, 1), path)
     others = [{"n_layers": 3}, {"d_model": 2 * D_MODEL}, {"dtype": torch.float32}]

@@ -100,7 +100,6 @@ def test_the_given_model_does_not_change(subject: Subject) -> None:
     ],
 )
 def test_mitigations_add_up(one: str, other: str) -> None:
-    """`under(a).under(b)` is `under([a, b])`, and `under` of the text of both."""
     model = build_model()
     a, b = (mitigation(mitigation_spec(kind)) for kind in (one, other))
     twice, once = model.under(a).under(b), model.under([a, b])

@@ -75,7 +75,6 @@ def test_cells(spec: Spec, dtype: torch.dtype) -> None:
 @torch.no_grad()
 @every_subject
 def test_generation_evaluation_and_packing(subject: Any) -> None:
-    """Greedy tokens, losses, and packed rows equal those of the CPU; states are not changed."""
     exact, model = subject.build(), subject.build().to(GPU)
     prompt, long = random_tokens(2, 9), random_tokens(2, 200)
     wanted = generate(exact, prompt, max_new_tokens=20)
@@ -156,7 +155,6 @@ def test_a_run_of_training(precision: str, tolerance: float, tmp_path: Path) -> 
 @torch.no_grad()
 @every_subject
 def test_a_state_is_saved_on_one_device_and_loaded_on_another(subject: Any, tmp_path: Path) -> None:
-    """Its model is recognised on both, and each has the same bits."""
     model, there = subject.build(), subject.build().to(GPU)
     after = there(random_tokens(2, 20).to(GPU)).state
     states.save(after, tmp_path / "state", model=there)

@@ -68,7 +68,6 @@ def test_two_processes_read_what_one_reads(kind: str) -> None:
 
 @tasks
 def test_perfect_predictions_score_perfectly(kind: str) -> None:
-    """Each score of the targets is 1, and one is less with a mistake; validation is fixed."""
     task, length = build(kind), LENGTHS.get(kind, 8)
     batch = task.sample(4, length=length)
     for name, values in task.score(batch.targets, batch).items():

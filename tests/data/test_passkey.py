@@ -126,7 +126,6 @@ def queries_of(text: str) -> list[tuple[str, str]]:
 
 
 def test_several_queries_follow_one_another() -> None:
-    """A row queries `n_queries` different keys, or all of fewer keys, and scores each answer."""
     task, counts = Passkey(n_keys=[1, 2, 4], n_queries=3), set()
     batch = task.sample(24, length=300, seed=4)
     assert torch.equal(batch.targets[:, :299], batch.tokens[:, 1:300])

@@ -188,7 +188,6 @@ def test_training_rejects_the_held_out_sequences(kind: str) -> None:
 
 
 def test_lengths_of_reverse_variable_are_uniform() -> None:
-    """Every length up to the longest is equally likely, row by row."""
     batch = build("reverse_variable").sample(3000, length=8, seed=0)
     lengths = batch.answers().sum(1)
     shares = torch.bincount(lengths, minlength=9)[4:] / 3000

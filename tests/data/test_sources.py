@@ -120,7 +120,6 @@ class Ended(ByteTokenizer):
 
 
 def test_prompts_and_answers() -> None:
-    """The tokens of a completion are marked, and no others; it ends with the last token."""
     source = write("jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
     assert documents(source, instruct=True) == ["2+2=4", "3+3=6!"]
     found = Corpus(sorted(Path().glob("corpus*"))[-1])
@@ -145,7 +144,6 @@ class Chat(ByteTokenizer):
 
 
 def test_conversations() -> None:
-    """Messages go through the tokenizer's template."""
     roles = ("user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "wxyz", strict=True)]
     source = write("jsonl", [{"messages": messages}])
@@ -158,7 +156,6 @@ def test_conversations() -> None:
 
 
 def test_an_interrupted_build_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kill leaves does not count as a corpus."""
     Path("a.txt").write_text("some text")
     Path(".corpus.partial").mkdir()
     Path(".corpus.partial/tokens.bin").write_bytes(b"torn")

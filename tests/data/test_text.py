@@ -98,7 +98,6 @@ def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, see
 def test_carried_rows_read_every_token_once_per_epoch(
     texts: list[bytes], of: int, length: int
 ) -> None:
-    """Segments continue one another, and a document begins where one ends."""
     task, expected = text_task(), pairs_of(texts)
     places = sum(expected.values())
     how: dict[str, Any] = {"of": of, "length": length, "seed": 2, "carried": True}
@@ -143,7 +142,6 @@ def test_rows_of_whole_documents(texts: list[bytes], of: int, length: int) -> No
 
 
 def test_held_out_documents_are_not_trained_on(texts: list[bytes]) -> None:
-    """The two parts share no pair of tokens, and each has some."""
     data = [f"texts/{number}.txt" for number in range(4)]
     parts = [read_all(text_task(data=data, part=part)) for part in ("training", "held_out")]
     assert all(parts)

@@ -157,7 +157,6 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
 
 
 def test_the_longest_memory_comes_first() -> None:
-    """Global heads are ordered by what they retain; the others are left out."""
     retention = torch.tensor([[0.9, 0.01], [0.06, 0.95]])
     assert InsideObservations(retention, retention, []).global_heads() == [(1, 1), (0, 0), (1, 0)]
 
@@ -271,7 +270,6 @@ def test_a_fit_under_time_scales_is_that_of_the_folded_model(documents: list[Doc
 
 
 def test_a_fit_reaches_the_layers_of_a_hybrid(documents: list[Document]) -> None:
-    """Every layer of a Falcon-H1 gets numbers, from text and from keys."""
     model: Any = open_hugging_face(causal("falcon_h1", vocab_size=256)).beyond()  # type: ignore
     lengths: dict[str, Any] = {"train_length": 160, "target_length": 3200}
     for keys in (0, 1):

@@ -157,7 +157,6 @@ def test_where_nothing_helps_no_checkpoint_is_written(
 
 
 def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter brings back the keys of a model of passkeys; other keys prove it."""
     only(monkeypatch, "forget_more", "token_filter")
     filler = tmp_path / "filler.txt"
     filler.write_text(longrnn.data.prompts.FILLER * 800)  # type: ignore[attr-defined]
@@ -209,7 +208,6 @@ def test_a_repair_with_keys_tries_the_settings_of_the_record() -> None:
 def test_a_hybrid_leaves_as_its_own_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock transformers opens the folded Falcon-H1; a mitigation that does not fold is a file."""
     from transformers import AutoModelForCausalLM
 
     folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "falcon")

@@ -26,7 +26,6 @@ def row(step: int, **values: float) -> dict[str, Any]:
 
 
 def test_the_report_of_two_runs(tmp_path: Path) -> None:
-    """It has all pictures and asks for nothing else; a name may contain markup."""
     for name, rate in (("<b>one", 2e-3), ("two", 1e-3)):
         train(tiny("reverse", tmp_path / name, learning_rate=rate))
     write_report(read_runs([tmp_path / "<b>one", tmp_path / "two"]), tmp_path / "report")
@@ -38,7 +37,6 @@ def test_the_report_of_two_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_being_written(tmp_path: Path) -> None:
-    """Metrics with a torn line, NaN, one row, or a late metric can be read."""
     rows = [row(1), row(2, loss=float("nan")), row(3, loss=0.0, accuracy=0.5)]
     (run,) = read_runs([made(tmp_path / "run", rows, torn='{"step": 4, "lo')])
     assert [r["step"] for r in run.rows] == [1, 2, 3]

@@ -93,7 +93,6 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    """Tokenizers differ, a model is too short, or there are no answers."""
     one = small_model("one")
     folder = corpus(tmp_path / "c", [[([1] * 400, False), ([2], True)], *documents(one)])
     with pytest.raises(UserError, match="tokenizers"):

@@ -23,7 +23,6 @@ def labels(panel: Axes, axis: str) -> list[str]:
 
 @pytest.mark.parametrize("models", [2, 12])
 def test_lines(models: int) -> None:
-    """Labels at all lengths, a style of its own for each model, and its interval."""
     lengths = [256, 1024, 4096, 16384, 65536]
     drawn = {f"model {k}": dict.fromkeys(lengths, proportion(k % 5, 5)) for k in range(models)}
     figure = lines(drawn, across="length (tokens)", up="keys recalled")
@@ -41,7 +40,6 @@ def test_lines(models: int) -> None:
 
 
 def test_heat_maps() -> None:
-    """One panel per model with its cells and their values, labelled at every length and place."""
     cells = {(1024, "depth 0%"): 1.0, (1024, "depth 50%"): 0.25, (4096, "depth 0%"): 0.75}
     figure = heat_maps({"one": cells, "other": cells}, "length", "keys recalled")
     first, second, _ = figure.axes
@@ -76,7 +74,6 @@ def test_values_of_zero_have_an_axis_from_zero() -> None:
 def test_names_are_drawn_as_they_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with an underscore or dollar signs, and whatever settings the current folder has."""
     monkeypatch.setattr("matplotlib.rcParams", matplotlib.RcParams({**matplotlib.rcParams}))
     matplotlib.rcParams["axes.facecolor"] = "red"
     share = proportion(1, 5)

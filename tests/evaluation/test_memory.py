@@ -35,7 +35,6 @@ def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -
 
 @pytest.mark.parametrize("kind", [*KINDS_OF_CELLS, "windowed"])
 def test_remembrance_is_the_definition(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes in pieces give the EffRem of two contexts that are read separately."""
     monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
     if kind == "windowed":
         model = build_mitigated([mitigation_spec("sliding_window")])
@@ -53,7 +52,6 @@ def test_remembrance_is_the_definition(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_evaluation(tmp_path: Path) -> None:
-    """Cells are means over stretches of the text; a resumed one reads only what is missing."""
     (tmp_path / "a.txt").write_text("".join(f"{k * 7919 % 1000} " for k in range(40)))
     one = small_model("one")
     asked: dict[str, Any] = {"texts": [tmp_path / "a.txt"], "positions": [8, 20]}

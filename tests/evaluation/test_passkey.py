@@ -52,7 +52,6 @@ def test_an_oracle_is_right_everywhere_and_each_row_can_be_checked(tmp_path: Pat
 
 
 def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
-    """A model that forgets is wrong where it forgets; differences from the first are paired."""
     others = Oracle(forgets=300, name="other"), Oracle(name="third")
     found = cells(measure(tmp_path, Oracle(), *others))
     assert found["depth 50%", 300, "model1"][4:6] == (proportion(0, 3), None)
@@ -88,7 +87,6 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
-    """A store is resumed after a torn line, and grows by lengths, depths, prompts and models."""
     first = measure(tmp_path, Oracle()).cells
     path = tmp_path / "rows.jsonl"
     whole = path.read_bytes()

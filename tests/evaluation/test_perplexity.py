@@ -159,7 +159,6 @@ def counted(folder: Path, model: Any, **changes: Any) -> None:
 
 
 def test_only_missing_windows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted evaluation goes on; texts, windows, and lengths inside a window are added."""
     with pytest.raises(KeyboardInterrupt):
         counted(tmp_path, Counting(fails_after=2))
     written = (tmp_path / "r/rows.jsonl").read_bytes()

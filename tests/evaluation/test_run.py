@@ -52,7 +52,6 @@ def models() -> list[OpenCheckpoint]:
 def test_the_report_has_every_cell_of_every_model(
     models: list[OpenCheckpoint], tmp_path: Path
 ) -> None:
-    """The page, the table and cells.json have the same values; a reason stands in their place."""
     outcomes, files = run_and_report(models, suite(tmp_path), tmp_path / "out", quiet=True)
     assert {file.name for file in files} == {
         "cells.json",
@@ -85,7 +84,6 @@ def test_the_report_has_every_cell_of_every_model(
 
 
 def test_evaluate_is_public(tmp_path: Path) -> None:
-    """A suite by name and a mapping, of a checkpoint by name, into one folder that is resumed."""
     spec = {"kind": "passkey", "lengths": "256,300", "depths": "0,1", "n": 2}
     cells = longrnn.evaluate("passkey-tiny", spec, tmp_path)
     assert [cell.at for cell in cells if cell.metric.startswith("passkey")] == [256, 300]
@@ -126,13 +124,11 @@ def test_rows_are_found_by_the_options_that_values_depend_on(
 
 @pytest.mark.parametrize(("text", "names"), table((DATA / "suites.txt").read_text(), {}))
 def test_suites_that_are_not_valid(text: str, names: list[str], tmp_path: Path) -> None:
-    """The file and the name of what is wrong are in the message."""
     with pytest.raises(UserError, match=naming("mine.yaml", *names)):
         suite(tmp_path, text)
 
 
 def test_suites(tmp_path: Path) -> None:
-    """A bundled one is found by its name; the seed is that of evaluations without one."""
     text = "seed: 5\nevaluations: [{kind: cost}, {kind: passkey, seed: 3}]"
     cost, passkey = suite(tmp_path, text)
     assert "seed" not in cost.options.model_dump(), "it has no seed"
@@ -148,8 +144,6 @@ def test_suites(tmp_path: Path) -> None:
 def test_an_evaluation_whose_options_extend_those_of_another_is_of_its_own_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its rows are not served to the other one."""
-
     class Further(CostOptions):
         pass
 

@@ -30,7 +30,6 @@ def found(path: Path) -> list[object]:
 
 
 def test_rows_are_found_by_all_that_they_depend_on(path: Path) -> None:
-    """A row of another model, tokenizer, protocol, evaluation or item is not that row."""
     kept = path.read_bytes()
     assert found(path) == ROWS
     store = Store(path.parent)
@@ -62,7 +61,6 @@ def test_every_flipped_bit_is_noticed(path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("cut", [1, 17, 150])
 def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
-    """Complete rows are read, wherever a killed process stopped writing, and written after."""
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     kept = whole[:-cut].count(b"\n")

@@ -44,7 +44,6 @@ def loop(
 def test_chunks_and_batches_of_every_size_equal_the_loop(
     name: str, chunk: int, batch: int, prefix: list[int]
 ) -> None:
-    """No chunk depends on another one, and a shorter last chunk is neither padded nor omitted."""
     model = MODELS[name]
     entropies = loop(model, CONTEXT, QUERY, chunk, prefix)
     given = torch.tensor(prefix, dtype=torch.long)

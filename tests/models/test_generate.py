@@ -88,7 +88,6 @@ def test_the_state_goes_on(model: RecurrentLM) -> None:
     ],
 )
 def test_stop(stop: list[list[int]], expected: int) -> None:
-    """A row ends after the first stop sequence that it generates, which is returned."""
     model = fixed(0.1, 0.9)
     tokens, state = generate(model, torch.tensor([[0]]), max_new_tokens=6, stop=stop)
     assert tokens == [[1] * expected]

@@ -70,7 +70,6 @@ def test_a_table_gives_the_row_of_each_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["learned", "random"])
 def test_a_position_past_the_end_is_refused(kind: str) -> None:
-    """The error names the length that is needed, also when a model raises it."""
     encoding = build(kind, max_length=20)
     encoding(vectors(20), positions_from(0, 20))
     with pytest.raises(UserError, match=naming("position 20", 21)):

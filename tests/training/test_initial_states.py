@@ -65,7 +65,6 @@ def test_carry_goes_on_row_by_row(mixer: str) -> None:
 
 @cells
 def test_pass_shuffles_rows(mixer: str) -> None:
-    """Rows get the full states of the last batch in another order, with position 0."""
     found, last = policy("pass", mixer, zero_share=0.0), final(mixer=mixer)
     found.after(last, 0)
     orders = set()
@@ -163,7 +162,6 @@ def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["zero", "carry", "fitted_noise", "random_noise"])
 def test_two_processes_start_as_one(kind: str) -> None:
-    """All policies but `pass` give the same states on any number of processes."""
     options: dict[str, Any] = {} if kind == "zero" else {"zero_share": 0.4}
     whole = policy(kind, **options)
     halves = [policy(kind, rank=rank, **options) for rank in (0, 1)]

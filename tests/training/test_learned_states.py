@@ -83,8 +83,6 @@ def test_only_the_state_is_trained(
 
 
 def test_training_goes_on_from_a_state(base: Path, tmp_path: Path) -> None:
-    """A run that starts from a learned state goes on with it: as the trained state, or beside
-    weights that are trained, in whose checkpoint it is then."""
     train(config(base, tmp_path / "one", max_steps=2))
     name = f"{base}+state({tmp_path / 'one' / STATE})"
     rate: dict[str, Any] = {"max_steps": 1, "learning_rate": 1e-9}

@@ -46,7 +46,6 @@ def test_a_run_that_stops_closes_its_tracker(tmp_path: Path) -> None:
 
 
 def test_steps_are_skipped_and_counted(tmp_path: Path) -> None:
-    """A run goes on without the steps whose rows hold the bad token."""
     start = sick(tmp_path / "sick", "forwards")
     few = {"per_device_train_batch_size": 1, "length": {"max": 4}, "nonfinite": "skip"}
     few |= {"max_steps": 12, "logging_steps": 1, "seed": 1}

@@ -57,7 +57,6 @@ def test_overrides_drop_what_has_no_meaning_with_them() -> None:
 
 
 def test_parameters_by_pattern() -> None:
-    """Factors of the learning rate, frozen parameters, weight decay, and filled values."""
     model = RecurrentLM(RecurrentConfig(**MAMBA2))
     scale = {"*.A_log": 5, "blocks.0.*": 2, "blocks.0.*.A_log": 0}
     values = {"learning_rate_scale": scale, "weight_decay": 0.3, "learning_rate": 0.5}
@@ -82,7 +81,6 @@ def test_parameters_by_pattern() -> None:
 
 
 def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
-    """Weights stay float32, and the model is loaded under the mitigation it was trained under."""
     spec = "state_norm(threshold=0.5)"
     how = {"max_steps": 4, "mitigation": spec, "mixed_precision": "bf16"}
     model: Any = train(tiny("passkey", tmp_path / "other", **how)).model()
@@ -115,7 +113,6 @@ PEFT = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """Only adapters are trained and saved; PEFT and `load` compute the same."""
     base = tmp_path / "base"
     train(tiny("streams", base, max_steps=1))
     run = tiny("streams", tmp_path / "run", init_from=str(base), peft=PEFT)

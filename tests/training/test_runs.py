@@ -40,7 +40,6 @@ from tests.training.runs import train as run
 def test_a_resumed_run_is_the_undisturbed_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped between two checkpoints, twice, a run ends with the same bits."""
     run(tiny(kind, tmp_path / "one"))
     broken = tiny(kind, tmp_path / "two")
     crash(broken, 2, monkeypatch)  # before the first checkpoint
@@ -206,7 +205,6 @@ def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: Path) -> None:
-    """The command that is printed continues the run, which ends with the same bits."""
     long = {"max_steps": 60, "save_steps": 30, "logging_steps": 1}
     run(tiny("reverse", tmp_path / "one", **long))
     path = write_config(tiny("reverse", tmp_path / "two", **long), tmp_path / "config.yaml")

@@ -49,7 +49,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 def test_few_shot_examples_are_those_of_the_document(
     setting: Setting, tmp_path: Path, asked: Asked
 ) -> None:
-    """They do not depend on the run, on batches, or on what was measured before."""
     for folder, n, size in [("a", 5, 5), ("b", 2, 1), ("b", 5, 2)]:
         given = {"n": n, "batch_size": size, "num_fewshot": 2}
         measured(setting, tmp_path / folder, "tiny_choice", **given)
@@ -95,7 +94,6 @@ def test_metrics_of_all_documents_together_are_named(
 def test_scores_are_those_of_the_hf_type_and_differences_are_paired(
     setting: Setting, tmp_path: Path
 ) -> None:
-    """Every metric of a document is a sample; the second model is compared on the same ones."""
     tokenizer = load_tokenizer(setting.checkpoint)
     forgetting = setting.model.under(mitigation("forget_more(decay_scale=0.5)"))
     models = [
@@ -162,7 +160,6 @@ def test_documents_and_answers_of_ruler_are_those_of_lm_eval(
 
 
 def test_data_of_a_folder(cli: CLI, checkpoint: Path, tmp_path: Path) -> None:
-    """`--data` replaces data sets from the Hub; a missing one is named with its address."""
     data = tmp_path / "data"
     data.mkdir()
     command = ["eval", "harness", checkpoint, "--lengths", "1k", "--data", data, *NIAH]

@@ -55,7 +55,6 @@ def assert_equal_responses(found: dict[str, Any], expected: dict[str, Any]) -> N
 
 
 def test_every_response_is_that_of_hf(setting: Setting) -> None:
-    """For all kinds of requests; the results record the model."""
     found = evaluate(ours(setting, batch_size=3), setting.tasks, *TASKS, num_fewshot=2)
     # Without max_length the `hf` type cuts Mamba-2 at 2,048 tokens.
     theirs = hf_model(str(setting.checkpoint), device="cpu", max_length=LONG, batch_size=1)
@@ -173,7 +172,6 @@ def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(
 
 
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
-    """`model="longrnn"` accepts arguments as text, with a mitigation behind the checkpoint."""
     save_model(setting.model, tmp_path / "ours")
     load_tokenizer(setting.checkpoint).save(tmp_path / "ours")  # type: ignore[attr-defined]
     found = []

@@ -89,7 +89,6 @@ def test_texts_begin_with_the_state_of_the_model(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_left_padding_changes_nothing(kind: str) -> None:
-    """A padded batch generates, greedily and with beams, what its rows generate alone."""
     model = build_auto(kind, seed=1)
     prompts = [random_tokens(1, length, seed=length).clamp(min=1) for length in (7, 3, 1)]
     width = max(prompt.shape[1] for prompt in prompts)
@@ -148,7 +147,6 @@ def test_assisted_decoding_equals_greedy_decoding(draft: str, spec: dict[str, An
 
 
 def test_one_prefix_serves_many_questions() -> None:
-    """`state=` starts every row from the state of one prefix, which stays as it was."""
     model, prefix, questions = build_auto(), random_tokens(1, 20), random_tokens(4, 3, seed=1)
     state = model(prefix).past_key_values.state
     kept = clone(state)
@@ -187,7 +185,6 @@ def test_a_long_prompt_can_be_read_in_pieces() -> None:
 
 @pytest.mark.parametrize("kind", ["hybrid", "mamba2"])
 def test_arguments_of_generate_have_their_meaning(kind: str) -> None:
-    """Stop strings, streams, processors, allowed tokens and negative prompts."""
     model: Any = build_auto(vocab_size=256)
     if kind == "hybrid":
         hybrid = open_hugging_face(architecture("falcon_h1", vocab_size=256))

@@ -150,7 +150,6 @@ def test_the_trainer_goes_on_from_the_weights_of_its_checkpoint(base: Path, tmp_
 def test_an_argument_of_from_pretrained_is_followed_or_refused(
     name: str, value: Any, base: Path
 ) -> None:
-    """Of a folder that `load` opens."""
     with pytest.raises(UserError, match=value[""] if name == "device_map" else name):
         LongRNNForCausalLM.from_pretrained(base, **{name: value})
     inside = {"subfolder": base.name, "attn_implementation": "eager"}

@@ -54,7 +54,6 @@ def test_logits_states_and_loss_are_those_of_the_recurrent_model(mixer: str, pos
 def test_a_saved_model_is_the_same_in_transformers_and_in_longrnn(
     mixer: str, tmp_path: Path
 ) -> None:
-    """Written by either, read by both, whole or in shards."""
     own = build_model(mixer, block="plain", dtype=torch.float32).eval()
     tokens = random_tokens(2, 9)
     wanted = own(tokens).logits

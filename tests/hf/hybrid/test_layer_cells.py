@@ -71,7 +71,6 @@ def test_a_mitigated_cell_is_its_definition(kind: str, name: str) -> None:
 @pytest.mark.parametrize("bias", [-1e3, 1e3])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_both_limits_of_the_decay(kind: str, bias: float) -> None:
-    """A memory that never decays, or that keeps nothing, has finite outputs and gradients."""
     layer, cell = layer_and_cell(kind, **({"gate_soft_cap": 1e6} if kind == "xlstm" else {}))
     with torch.no_grad():
         if kind == "minimax":

@@ -22,7 +22,6 @@ def double(kind: str) -> HybridLM:
 @pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
 @pytest.mark.parametrize("kind", ["falcon_h1", "jamba", "kimi_linear", "olmo_hybrid", "zamba"])
 def test_mitigated_pieces_and_forks_equal_one_call(kind: str, name: str) -> None:
-    """Every mitigation is exact at every split, for rows of different lengths and from forks."""
     model, chosen = double(kind), mitigation(mitigation_spec(name))
     if name == "sliding_window" and not model.cells[0].diagonal:
         with pytest.raises(UserError, match="matrices"):

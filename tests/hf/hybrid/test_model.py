@@ -39,7 +39,6 @@ VARIANTS += [(kind, options) for kind, some in TABLES["variants"].items() for op
 def test_pieces_and_forks_equal_one_call_of_transformers(
     kind: str, options: dict[str, Any]
 ) -> None:
-    """Also calls of any length and rows of different lengths; no call changes a state."""
     theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
     expected = in_one_call(theirs, text)
     assert_continues(hybrid(theirs), text, expected, TOLERANCE)
@@ -70,7 +69,6 @@ def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
-    """Whether other tensors are assigned to the model, or stand in for its own during a call."""
     model, text = pickle.loads(pickle.dumps(hybrid(architecture(kind)))), tokens(1, 12) % 60
     weights = stirred_weights(model)
     called = {f"model.{name}": weight for name, weight in weights.items()}
