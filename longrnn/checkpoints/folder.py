@@ -191,13 +191,17 @@ def cast_weights(model: ModelT, dtype: torch.dtype | None) -> ModelT:
     return model
 
 
-def cast_like(model: nn.Module, like: nn.Module) -> None:
-    """Casts weights and buffers to the dtypes of another model, in which all layers are alike."""
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Returns the dtypes of weights and buffers by name without numbers, as layers are alike."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {_without_numbers(name): tensor.dtype for name, tensor in named}
 
-    def kind(name: str) -> str:
-        return re.sub(r"\d+", "", name)
 
-    named = (*like.named_parameters(remove_duplicate=False), *like.named_buffers())
-    dtypes = {kind(name): tensor.dtype for name, tensor in named}
+def cast_to(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Casts weights and buffers to the dtypes that `dtypes_of` returned of a model like it."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.data = tensor.data.to(dtypes[kind(name)])
+        tensor.data = tensor.data.to(dtypes[_without_numbers(name)])
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "", name)

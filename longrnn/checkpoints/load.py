@@ -16,7 +16,7 @@ import torch
 from longrnn import processes
 from longrnn.checkpoints import names
 from longrnn.checkpoints.adapters import merge_adapter
-from longrnn.checkpoints.folder import cast_like, cast_weights, read_config
+from longrnn.checkpoints.folder import cast_to, cast_weights, dtypes_of, read_config
 from longrnn.checkpoints.layouts import LAYOUTS, layout_of
 from longrnn.checksums import verify_folder
 from longrnn.errors import UserError
@@ -214,12 +214,15 @@ def _read(
     """Return the model in a folder, on the CPU, without verifying its checksums."""
     if names.is_adapter(folder):
         name = f"{names.base_of(folder)}+{rope or NONE}"
-        merged = merge_adapter(folder, load(name, backend=backend, dtype=torch.float32))
+        base: Any = load(name, backend=backend, dtype=dtype or torch.float32)
+        dtypes = {} if isinstance(base, RecurrentLM) else dtypes_of(base.model)
+        if dtype not in (None, torch.float32):
+            del base  # which is not kept beside the other
+            base = load(name, backend=backend, dtype=torch.float32)
+        merged = merge_adapter(folder, base)
         if isinstance(merged, RecurrentLM):
             return cast_weights(merged, dtype)
-        if dtype not in (None, torch.float32):
-            base: Any = load(name, dtype=dtype)
-            cast_like(merged, base.model)
+        cast_to(merged, dtypes)
         return merged
     config = {} if folder.suffix == names.GGUF else read_config(folder)
     if config:
