@@ -92,10 +92,7 @@ def test_loading_notices_every_flipped_bit(
 def test_every_file_of_a_run_is_covered(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Optimizer and carried states of a checkpoint too, which do not keep its model from loading.
-
-    No file of a corpus is read with a flipped bit.
-    """
+    """Optimizer and carried states too; they do not keep the model of a checkpoint from loading."""
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
     listed = read_json(folder / CHECKSUMS)

@@ -66,7 +66,6 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file goes before a bundled name; a path without a readable text file is refused."""
     monkeypatch.chdir(tmp_path)
     Path("reverse_small").write_text("output_dir: mine")
     assert configured("reverse_small").output_dir == "mine"

@@ -48,7 +48,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 def test_instruction_sets_and_threads(
     specs: list[Spec], mixer: Spec, dtype: torch.dtype, load: Callable[[str], None]
 ) -> None:
-    """Those of this machine, with gradients and without; threads have unequal rows and heads."""
     model, tokens = build_mitigated(specs, mixer, dtype=dtype, d_model=64), random_tokens(7, 150)
     known, found = list(library.CAPABILITIES), []
     best = torch.backends.cpu.get_cpu_capability()

@@ -234,10 +234,7 @@ def layer_results(
 @pytest.mark.parametrize("tokens", [1, 70])
 @every_backend
 def test_a_layer_of_narrow_weights(backend: str, tokens: int, narrow: torch.dtype) -> None:
-    """The recurrence is computed in float32.
-
-    What is left is mostly the rounding of the input projection: 4.6 units in the last place.
-    """
+    """What is left is mostly the rounding of the projection: 4.6 units in the last place."""
     found = layer_results(mamba2(narrow, backend), tokens, gradients=False)
     exact = layer_results(mamba2(narrow).double(), tokens, gradients=False)
     assert [one.dtype for one in found] == [narrow, narrow, torch.float32]

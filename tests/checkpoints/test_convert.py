@@ -111,10 +111,7 @@ def test_a_mamba_of_transformers_gives_the_same_logits(
 
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])
 def test_native_checkpoints_load_from_one_file_or_from_shards(ending: str, tmp_path: Path) -> None:
-    """Padded vocabulary, tied head and weights in shards load; a missing shard is refused.
-
-    Options that say where and in how many processes mamba-ssm computes have no effect.
-    """
+    """Also with a padded vocabulary and a tied head; where mamba-ssm computes has no effect."""
     folder = tmp_path / "native"
     model, text = native(folder), torch.randint(19, (2, 20))
     option(device="cuda", dtype="bfloat16", sequence_parallel=True, process_group=None)(folder)
@@ -170,7 +167,6 @@ def test_a_stored_head_is_used_where_the_configuration_says_tied(kind: str, tmp_
 
 
 def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
-    """In every layout; one outside of the checkpoint is copied, and a missing one stays missing."""
     model, bpe = build_model("mamba2", vocab_size=600, dtype=torch.float32), trained_bpe()
     save_model(model, tmp_path / "bytes")
     bpe.tokenizer.save_pretrained(tmp_path / "bpe")

@@ -32,7 +32,6 @@ def accuracy(name: str, length: int, output: Path, **options: Any) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes(name: str) -> None:
-    """An embedded checkpoint has at most a million parameters and 4 MB."""
     assert sum(p.numel() for p in load(name).parameters()) <= 1_000_000
     assert (embedded()[name] / "model.safetensors").stat().st_size <= 4_000_000
 

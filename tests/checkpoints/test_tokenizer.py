@@ -35,7 +35,6 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
-    """The same ids, and an error for text from a command line with bytes that are not UTF-8."""
     for path in (saved, saved / "tokenizer.json", str(saved)):
         tokenizer = load_tokenizer(path)
         assert isinstance(tokenizer, HFTokenizer)

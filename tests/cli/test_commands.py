@@ -42,10 +42,7 @@ DRAWN = {command.split("TEXT")[0].split("RUN")[0]: command for command, _ in rev
 def test_a_command_prints_its_results_and_its_files(
     command: str, printed: list[str], cli: CLI, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file is named in the output, and a dry run writes none.
-
-    Where results are stored, the same command prints the same again, and measures nothing.
-    """
+    """A dry run writes none. The same command again prints the same, and measures nothing."""
     words = shelf(command)
     result = cli(*words)
     assert (result.code, result.err) == (0, "")
@@ -67,10 +64,7 @@ def test_a_command_prints_its_results_and_its_files(
 def test_a_launch_divides_its_words_at_the_first_command(
     cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration may have the name of a command; the exit code is that of the launch.
-
-    The processes import what the launch names.
-    """
+    """A configuration may have the name of a command; processes import what the launch names."""
     seen: list[Any] = []
     monkeypatch.setattr("longrnn.training.launch.launch", lambda *words: seen.extend(words) or 3)
     with forgotten():

@@ -15,7 +15,6 @@ from tests.cli.conftest import CLI
 
 
 def test_every_backend_of_this_machine_passes(cli: CLI) -> None:
-    """Each has a line; one that is not available has its reason there."""
     result = cli("doctor")
     assert result.code == 0, result.err
     assert {"rnn", "gru", "lstm", "mamba3"} < set(MIXERS)

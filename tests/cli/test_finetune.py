@@ -96,10 +96,7 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
 def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
     models: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml.
-
-    The command that an interrupted one prints has its options for the evaluation.
-    """
+    """Nothing is measured twice; the command that an interrupted one prints has its options."""
     command = ["finetune", models / "text", "--data", DOCUMENTS, "--output", "run", *SMALL]
     assert cli(*command, "--no-evaluate").code == 0
     assert not Path("run/evaluation").exists()

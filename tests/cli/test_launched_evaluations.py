@@ -112,7 +112,6 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
 def test_two_processes_share_the_documents_of_a_task(
     chunks: list[str], models: Path, tmp_path: Path
 ) -> None:
-    """lm-eval gets the scores and samples of both processes, and tokens are counted in both."""
     found, samples = [], []
     for how, name in ((run, "one"), (launched, "two")):
         command = ["eval", "harness", models / "text", "--tasks", "longrnn_passkey"]

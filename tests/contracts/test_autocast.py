@@ -83,7 +83,6 @@ def test_splits(subject: Subject) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_a_float64_model_computes_in_float64(spec: Spec, wide: bool) -> None:
-    """Autocast leaves products of float64 as they are."""
     model, tokens = build_model(spec, residual_in_fp32=wide), random_tokens(2, 20)
     expected = model(tokens).logits
     losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]

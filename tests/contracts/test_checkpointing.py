@@ -49,8 +49,7 @@ def test_the_same_bits_are_computed_twice(subject: Subject) -> None:
 def test_recomputed_segments_have_the_same_bits(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, predictions, final states and gradients of padded rows of several documents, where
-    the state is kept before each segment or before each group of segments."""
+    """Of padded rows, with states kept before each segment or group of segments."""
     model, tokens = subject.build(), random_tokens(2, TIME + 1)
     is_token, starts = random_masks(2, TIME)
     targets = tokens[:, 1:].where(is_token, UNSCORED)

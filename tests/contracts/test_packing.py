@@ -182,10 +182,7 @@ def test_a_document_with_nan_does_not_reach_the_next(subject: Subject) -> None:
 
 @every_kind
 def test_other_rows_and_earlier_calls_do_not_change(subject: Subject) -> None:
-    """Row 0 reads NaN and row 2 infinity: row 1, and those before, are as without.
-
-    With gradients, at a split. What becomes of the later tokens of such a row is not defined.
-    """
+    """Row 0 reads NaN and row 2 infinity, of which what comes later is not defined."""
     time, bad = 30, 11
     model = subject.build(tie_embeddings=False)
     start = differentiable(started(model, 3))

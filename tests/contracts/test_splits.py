@@ -50,10 +50,7 @@ def test_gradients_of_one_token_after_another() -> None:
 
 @every_subject_in_a_dtype
 def test_any_split_gives_the_same(subject: Subject, dtype: torch.dtype) -> None:
-    """From a state that is not zero, in pieces of any length, of which some are empty.
-
-    The pieces are computed in small chunks and segments, and the whole in large ones.
-    """
+    """From a state that is not zero; pieces have small chunks, the whole large ones."""
     model = subject.build(dtype)
     state, tokens = started(model, 2), random_tokens(2, TIME)
     whole = outcome(model, tokens, state, [TIME])
@@ -69,7 +66,6 @@ def test_any_split_gives_the_same(subject: Subject, dtype: torch.dtype) -> None:
 
 @every_kind
 def test_single_tokens_with_frozen_weights(subject: Subject) -> None:
-    """Values, and the gradients of the state before them, are those with trained weights."""
     model = subject.build()
     state, tokens = started(model, 2), random_tokens(2, 4)
     expected = outcome(model, tokens, state, [1, 1, 1, 1])

@@ -119,7 +119,6 @@ def test_a_state_holds_no_more_memory_than_its_tensors(model: RecurrentLM) -> No
 
 @pytest.mark.parametrize("time", [0, 1, 130])
 def test_a_call_keeps_its_state(model: RecurrentLM, time: int) -> None:
-    """The given state is not written to, and the one returned shares no memory that is."""
     state = started(model, 2)
     before = states.clone(state)
     with torch.no_grad():
@@ -157,7 +156,6 @@ def refused(path: Path, model: Any) -> str:
 
 
 def test_load_refuses_the_state_of_another_model(model: RecurrentLM, tmp_path: Path) -> None:
-    """By its fingerprint: other weights, and other mitigations of the same structure."""
     path, plain = tmp_path / "state", model.under(None)
     states.save(started(model, 1), path, model=model)
     others = [model.under(mitigation("state_norm(threshold=3)")) for _ in [0] if model is plain]
@@ -223,7 +221,6 @@ def test_load_refuses_other_structures(model: RecurrentLM, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["mamba2", "lstm"])
 def test_the_state_of_another_window_is_refused(kind: str, tmp_path: Path) -> None:
-    """Of another length or of other heads: by a call, and by `load` without a fingerprint."""
     plain, tokens, path = build_model(kind), random_tokens(2, 9), tmp_path / "state"
     specs = [WINDOW, WINDOW | {"window": 6}]
     if kind == "mamba2":

@@ -35,7 +35,6 @@ EVERY = pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 @EVERY
 @pytest.mark.filterwarnings("ignore")  # of values that are read back, and of torch.jit
 def test_a_traced_cell_reads_its_tokens(spec: Spec) -> None:
-    """Without gradients, when cells run the fastest code that they have."""
     cell = build_mixer(spec, torch.float32).requires_grad_(False)
     state = random_tree(cell.init_state(2), 1)
     first, second = (random_tree(torch.empty(2, 1, cell.d_input), seed) for seed in (1, 5))
@@ -55,7 +54,6 @@ def test_a_traced_cell_reads_its_tokens(spec: Spec) -> None:
 @pytest.mark.parametrize("time", [1, 70])
 @pytest.mark.parametrize("trained", [False, True])
 def test_forward_mode_gives_the_derivative(spec: Spec, time: int, trained: bool) -> None:
-    """With respect to inputs and states, whether or not there are gradients too."""
     mixer = MIXERS.build(spec, 8, 8).double().requires_grad_(trained)
     start = (random_tree(mixer.init_state(2), 0), torch.randn(2, time, 8, dtype=torch.float64))
     point, direction = (random_tree(start, seed) for seed in (1, 2))

@@ -141,7 +141,6 @@ def exact_loss(config: TrainConfig) -> float:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 2e-2)])
 def test_a_run_of_training(precision: str, tolerance: float, tmp_path: Path) -> None:
-    """Its first loss is that of a CPU in float64, and a resumed run has the rows of a whole one."""
     config = config_of(tmp_path / "whole", mixed_precision=precision)
     rows = train(config).rows
     assert rows[0]["loss"] == pytest.approx(exact_loss(config), rel=tolerance)

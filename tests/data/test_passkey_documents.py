@@ -72,10 +72,7 @@ def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> N
 
 
 def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
-    """It is not in the tokens that enter the carried state, which begins anew with a document.
-
-    The last token of a segment has no target, since question and filler both follow it.
-    """
+    """Its tokens do not enter the carried state, and the last token of a segment has no target."""
     assert segments[0].begins.all()
     for batch in segments:
         assert batch.tokens.shape == (N_STREAMS, LENGTH + batch.query_length)

@@ -210,9 +210,6 @@ def test_distances_of_queries_follow_a_power_law(power: float) -> None:
 
 
 def test_dual_frequencies() -> None:
-    """Rare tokens have their probability in training, and the four conditions alternate in the
-    test.
-    """
     task = build("reverse_dual_frequency")
     x = task.sample(2000, length=8, seed=0).tokens[:, :8]
     assert abs(float((x >= 16).float().mean()) - 0.125) < 0.011

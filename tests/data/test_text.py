@@ -73,8 +73,7 @@ def test_the_drawing_in_the_docstring(folder: Path) -> None:
 @pytest.mark.parametrize("length", [1, 5, 16, 117])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, seed: int) -> None:
-    """Independent rows cover every pair of tokens of a document once, and no other pair; each has
-    the same share of the losses of an epoch, also in a last row that is shorter."""
+    """Every pair of tokens of a document is covered once, with the same share of the losses."""
     task, expected, orders = text_task(), pairs_of(texts), []
     rows = -(-sum(expected.values()) // length)
     for epoch in range(2):
@@ -119,8 +118,7 @@ def test_carried_rows_read_every_token_once_per_epoch(
 
 @pytest.mark.parametrize(("of", "length"), [(2, 8), (3, 41)])
 def test_rows_of_whole_documents(texts: list[bytes], of: int, length: int) -> None:
-    """Each epoch reads every document once, in one row, and each token has the same share of the
-    losses; every process has as many segments, and its rows of them."""
+    """Each token has the same share of the losses, and every process as many segments."""
     task, weights = text_task(), []
     tokens: list[bytes] = []
     for index in range(len(LENGTHS) // of):
@@ -172,7 +170,6 @@ def instruct_task(answers: Path) -> Any:
 
 
 def test_only_answers_are_scored(answers: Path) -> None:
-    """Whole documents fill a row from the zero state; a prompt's tokens have no target."""
     task = instruct_task(answers)
     wanted = Counter(c for _, completion in ANSWERS[:3] for c in completion)
     for length, seed in product((5, 7, 9, 12), range(3)):
@@ -199,10 +196,7 @@ def test_held_out_answers_are_whole_documents(answers: Path) -> None:
 
 
 def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
-    """The weight of an answer token does not depend on its row; the mean row has weight 1.
-
-    The first token of a document is not predicted, also where it belongs to an answer.
-    """
+    """The mean row has weight 1. The first token of a document is not predicted."""
     with open(answers, "a") as file:
         file.write("\n" + json.dumps({"prompt": "", "completion": "pq"}))
     task = instruct_task(answers)

@@ -123,8 +123,7 @@ def mean_loss(model: Any, tokens: Tensor) -> float:
 @pytest.mark.parametrize("mixer", list(MIXERS))
 @torch.no_grad()
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
-    """The threshold is the largest norm of a head inside the training length times the margin;
-    windows are spread evenly over all texts."""
+    """The threshold is the largest norm inside times the margin; windows spread over all texts."""
     model = build(mixer)
     assert len(windows(LENGTH)) == 13
     for method, margin, tokens in (
@@ -191,8 +190,7 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
 def test_a_fit_of_time_scales_lowers_the_loss_and_changes_no_weight(
     mixer: str, documents: list[Document]
 ) -> None:
-    """One number per head, or per unit, in every cell; the weights keep their values, and have no
-    gradient, while those who train the model afterwards get one."""
+    """One number per head, or per unit; those who train the model afterwards get gradients."""
     model = build(mixer, seed=3)
     whole = torch.cat([document.tokens for document in documents])
     tokens = whole[: len(whole) // 2 * 2].view(2, -1)
@@ -342,7 +340,6 @@ def test_a_model_whose_logits_are_not_finite_is_refused(documents: list[Document
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
-    """A calibration survives its file unchanged, and is refused for another model."""
     model, path = build(), tmp_path / "calibrated.yaml"
     job = Job(model, documents, **LENGTHS, quiet=True)
     members = calibrate(job, QUICK[method])

@@ -80,8 +80,7 @@ HYBRIDS = ["falcon_h1", "kimi_linear", "minimax", "recurrent_gemma", "xlstm"]
     [*product(MIXERS, ["residual", "plain"]), *product(HYBRIDS, [None])],
 )
 def test_gradients_of_handed_states(kind: str, block: str | None) -> None:
-    """Each equals that of a run which begins with this state; the path through the layer above is
-    not counted."""
+    """Each equals that of a run from this state, without the path through the layer above."""
     model = build_model(kind, block=block) if block else hybrid(kind)
     tokens = random_tokens(3, 7)
     targets = tokens[:, 2]
@@ -118,7 +117,6 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
 
 @pytest.mark.pictures
 def test_measurements_and_their_report(tmp_path: Path) -> None:
-    """There is one row per layer, and the factors tell explosion, steadiness and vanishing."""
     models: dict[str, TrainableLM] = {kind: build_model(kind) for kind in ("rnn", "mamba2")}
     models |= {
         name: linear_model(factor * torch.eye(WIDTH))

@@ -50,8 +50,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loss on text that the choice did not see is that of the training length, and the plain
-    checkpoint under the written mitigation computes the same."""
+    """Its loss on other text than that of the choice is that of the training length."""
     only(monkeypatch, "fit", "per_head")
     source = "collapse-tiny"
     if layout != OURS:
@@ -84,9 +83,7 @@ def test_a_repair_that_folds_leaves_in_the_layout_that_came_in(
 def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second command tries only what the file of attempts lacks, and what fits by its seconds. It
-    gives the same result. A folder of another repair is refused. What does not fold is recorded in
-    our layout."""
+    """A second command tries what the file of attempts lacks; a folder of another is refused."""
     only(monkeypatch, "forget_more", "token_filter")
     one = tmp_path / "one.txt"
     one.write_text(PROVE.read_text()[:40_000])
@@ -125,8 +122,7 @@ def test_the_choice_reads_other_text_than_the_proof_and_is_not_repeated(
 def test_a_repair_that_changes_the_weights_of_steps_keeps_them_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mitigation and a resumed repair find it where the folder is now; the checkpoint has the
-    weights."""
+    """Which is found where the folder is now."""
     only(monkeypatch, "select")
     done = longrnn.repair("collapse-tiny", output=tmp_path / "out", folds_only=True, **OPTIONS)
     assert done.choice == "select"
@@ -143,8 +139,7 @@ def test_a_repair_that_changes_the_weights_of_steps_keeps_them_in_a_file(
 def test_where_nothing_helps_no_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that does not collapse; an attempt that is not possible says why, and one that does
-    not fit the budget is named."""
+    """An attempt that is not possible says why; one that does not fit the budget is named."""
     only(monkeypatch, "scale_decay", "fit")
     monkeypatch.setattr(choice, "CHOICE_WINDOWS", 4)
     how: dict[str, Any] = OPTIONS | {"train_length": 512}
@@ -172,8 +167,7 @@ def test_keys_count_in_choice_and_proof(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_budget_bounds_what_an_attempt_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attempt that is slower than its estimate is stopped, and the others are tried; below twice
-    the training length, the sentences name the tokens that are measured."""
+    """A slow one is stopped; below twice the training length, sentences name what is measured."""
     only(monkeypatch, "state_norm", "forget_more")
     monkeypatch.setattr(choice, "OVERTIME", 0)
     monkeypatch.setattr(choice, "TIME_SHARE", 1e-9)

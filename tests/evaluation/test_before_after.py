@@ -27,7 +27,6 @@ def documents(*files: str) -> Corpus:
 
 
 def test_windows_are_of_several_documents(tmp_path: Path) -> None:
-    """All begin, the longest first, before any continues."""
     files = shelf(tmp_path, {"a": 2000, "b": 100, "c": 15, "d": 15})
     text = held_out_text(documents(*files), ByteTokenizer(), 200)
     first = dict.fromkeys(word[0] for word in text.split() if len(word) == 4)

@@ -142,7 +142,6 @@ def test_pieces_equal_the_definition(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3", "falcon_h1"])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_padded_and_packed_rows_are_read_as_their_documents(kind: str, sinks: int) -> None:
-    """Also from states of different lengths, which documents continue or leave."""
     model = open_hugging_face(causal(kind)).with_attention_window(WINDOW, sinks)
     text = tokens(3, 40, seed=5) % 60
     before = [

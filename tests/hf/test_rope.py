@@ -37,7 +37,6 @@ SCALINGS = {
 @pytest.mark.parametrize("options", SCALINGS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_it_equals_a_model_with_that_configuration(options: str, kind: str, tmp_path: Path) -> None:
-    """Beyond the length of the plain model, at every split, and under a window."""
     parameters: Any = SCALINGS[options] | THETA
     factor = int(parameters["factor"])
     plain = causal(kind)

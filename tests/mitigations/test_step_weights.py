@@ -106,7 +106,6 @@ def test_additions_to_the_weights_of_a_hybrid_fold_under_their_own_names(
     ),
 )
 def test_additions_combine_with_other_mitigations(kind: str, other: str, tmp_path: Path) -> None:
-    """In packed rows too: the others apply to the steps of the changed weights."""
     model, text = build_model(kind), random_tokens(2, 30)
     spec = write(model, tmp_path / "w.safetensors")
     starts = torch.zeros(2, 30, dtype=torch.bool)

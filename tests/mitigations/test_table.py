@@ -36,7 +36,6 @@ def support_table() -> str:
 
 
 def test_the_document_contains_the_table() -> None:
-    """docs/repair.md has the output of `support_table()` between the two comments."""
     found = re.findall(
         r"^<!-- table -->\n(.*?)\n<!-- /table -->$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE
     )

@@ -60,7 +60,6 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
 
 
 def test_the_state_goes_on(model: RecurrentLM) -> None:
-    """The returned state has consumed prompt and continuation, including the stop sequence."""
     prompt = random_tokens(2, 5)
     free = generate(model, prompt, max_new_tokens=9)
     whole = torch.cat([prompt, torch.tensor(free.tokens)], 1)

@@ -69,10 +69,7 @@ def test_first_and_second_derivatives_equal_finite_differences(packed: bool) -> 
 
 
 def test_narrow_inputs_are_summed_in_float32() -> None:
-    """Results are rounded once: values, sums over tokens, and sums over taps.
-
-    With rounded partial sums, 1 + 256 − 256 would be 0.
-    """
+    """With rounded partial sums, 1 + 256 − 256 would be 0."""
     x = torch.tensor([1.0, 256.0, -256.0, 1.0], dtype=torch.bfloat16).view(1, 4, 1)
     weight = torch.ones(1, 4, dtype=torch.bfloat16)
     y, _ = conv(x, weight, None, torch.zeros(1, 3, 1, dtype=torch.bfloat16))

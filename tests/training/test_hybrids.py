@@ -58,8 +58,7 @@ def config(base: Path, output: Path, **changes: Any) -> TrainConfig:
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
 def test_a_run_ends_in_a_checkpoint_of_transformers(kind: str, tmp_path: Path) -> None:
-    """The first loss is that of transformers, whose classes open the result; `load` applies the
-    window of attention that was trained."""
+    """`load` applies the window of attention that was trained."""
     base, output = hybrid(tmp_path, kind), tmp_path / "run"
     one = {"segments_per_step": 1, "gradient_accumulation_steps": 1}
     settings = config(base, output, task={"kind": "text", "data": str(BOOK)}, **one)
@@ -163,8 +162,7 @@ def test_resume_is_exact(number: signal.Signals, changes: dict[str, Any], tmp_pa
 
 
 def test_dropout_is_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run ends bit for bit as an undisturbed one, however often it is validated, which is
-    done without dropout."""
+    """Validation is done without, and a resumed run has the same bits, however often it is done."""
     base = with_bytes(architecture("bamba", vocab_size=256, attention_dropout=0.5), tmp_path / "b")
     options: dict[str, Any] = {"task": {"kind": "text", "data": str(BOOK)}, "max_steps": 3}
     options |= {"validation": "held_out", "eval_samples": 2, "eval_length": LENGTH}

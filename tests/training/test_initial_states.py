@@ -89,11 +89,7 @@ def _flat(state: LMState, row: int) -> torch.Tensor:
 
 @cells
 def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
-    """The noise has the running moments of final states, without bias from the start.
-
-    Heads of the recurrence's state and units of other vectors each have their own mean and
-    deviation; two batches, added with momentum, have the moments of a mixture.
-    """
+    """Heads, and units of other vectors, each have their own; two batches those of a mixture."""
     found = policy("fitted_noise", mixer, zero_share=0.0, momentum=0.75)
     batches = []
     for seed in (0, 1):

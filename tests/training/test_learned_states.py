@@ -55,8 +55,7 @@ def config(base: Path, output: Path, **changes: Any) -> TrainConfig:
 def test_only_the_state_is_trained(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights stay, the loss falls below that from zero, and what is written is the state. A
-    run that was stopped ends with the same bits."""
+    """The loss falls below that from zero; a run that was stopped ends with the same bits."""
     held_out: dict[str, Any] = {
         "validation": "held_out",
         "eval_steps": 5,

@@ -115,8 +115,7 @@ def batch(text: torch.Tensor) -> Batch:
     [("llama", None, None), ("llama-tied", [1], "sliding_window(window=3)")],
 )
 def test_memories_are_taught_what_the_window_removes(name: str, layers: Any, spec: Any) -> None:
-    """Attention with and without the window's mask, by hooks on transformers in float64; sinks
-    are near enough that positions are those of the text."""
+    """Against hooks on transformers in float64, with masks."""
     base = transformer(name).double()
     model, text = opened(base, layers), tokens(2, 13)
     steps = torch.arange(12)
@@ -156,8 +155,7 @@ def test_memories_are_taught_what_the_window_removes(name: str, layers: Any, spe
 
 
 def test_rows_within_the_window_are_left_out() -> None:
-    """A row that it reads whole adds nothing to the loss of the memories, which is 0 for such rows
-    alone, and its predictions are taught, also in a batch that ends in padding."""
+    """Their loss is 0; their predictions are taught, also in a batch that ends in padding."""
     model, whole = opened(transformer("llama-tied").double()), batch(tokens(2, 17))
     is_token = torch.arange(16) < torch.tensor([[16], [WINDOW + SINKS]])
     rows = whole._replace(is_token=is_token, weights=is_token * whole.weights)  # type: ignore[operator]
@@ -251,8 +249,7 @@ def test_what_full_attention_gives_a_layer() -> None:
 
 
 def test_attention_is_replaced(tmp_path: Path) -> None:
-    """In the layer that full attention helps least; the memory there learns what attention returns,
-    all learn what the transformer predicts, and transformers opens the result."""
+    """In the layer that full attention helps least; transformers opens the result."""
     made = run(tmp_path, *LONGER, replace=1)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     after, text = AutoModelForCausalLM.from_pretrained(made.trained), tokens(2, 40)
@@ -294,8 +291,7 @@ def test_attention_is_replaced(tmp_path: Path) -> None:
 
 
 def test_adapters_beside_the_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are trained in the second stage, PEFT opens them, and the teacher is without them. What
-    marks a stage as finished is written after its other files."""
+    """The teacher is without them. What marks a stage as finished is written after other files."""
     written, move = list[Path](), os.replace
     monkeypatch.setattr("os.replace", lambda *paths: [written.append(paths[1]), move(*paths)])
     made = run(tmp_path, *LONGER, layers=[1], lora=2)

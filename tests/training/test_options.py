@@ -99,7 +99,6 @@ def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_mitigation_is_trained_resumed_and_saved(tmp_path: Path) -> None:
-    """Numbers by head, some of which are left out, are those of the file in the saved model."""
     base: Any = load("recall-collapse")
     file = Path(base.loaded_from) / "per_head.yaml"
     how = {"init_from": "recall-collapse", "mitigation": str(file), "length": {"max": 180}}

@@ -253,7 +253,6 @@ def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tensorboard gets the rows of the metrics; a tracker that cannot be opened is named."""
     pytest.importorskip("tensorboard")
     run(tiny("reverse", tmp_path / "run", report_to="tensorboard"))
     assert list((tmp_path / "run").rglob("events.*"))

@@ -85,10 +85,7 @@ STARTS = {1: [False, True, False], 2: [True, False, False], 3: [False, True, Fal
 def test_segments_are_one_long_call_per_document(
     mixer: str, position: str, starts: dict[int, list[bool]]
 ) -> None:
-    """The gradient through k segments is that of one call, and of each document by itself.
-
-    With STARTS, row 0 begins a document with segment 2, row 1 with segments 1 and 3, row 2 none.
-    """
+    """With STARTS, row 0 begins a document with segment 2, row 1 with 1 and 3, row 2 none."""
     model = build_model(mixer, position)
     tokens = random_tokens(ROWS, K * LENGTH + 1)
     # The first segment starts where the initial state says, document start or not.

@@ -17,7 +17,6 @@ EVERY: dict[str, Any] = {"validation": "held_out", "eval_steps": 5, "eval_sample
 def test_the_loss_by_position_is_that_of_a_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions are those in documents, each of which starts from the zero state."""
     monkeypatch.setattr(validation, "TOKENS_AT_ONCE", 96)  # rows are read in pieces
     config = tiny("streams", tmp_path / "run", eval_length=256, **EVERY)
     model: Any = train(config).model().eval()

@@ -71,7 +71,6 @@ def test_every_response_is_that_of_hf(setting: Setting) -> None:
 def test_a_transformer_is_that_of_hf(
     setting: Setting, tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Forks of its cache are exact; long requests are cut as `hf` cuts them, and counted."""
     from transformers import AutoTokenizer
 
     sizes = {"vocab_size": 50, "max_position_embeddings": limit, "initializer_range": 0.5}
@@ -101,7 +100,6 @@ def test_a_window_is_that_of_hf(setting: Setting, tmp_path: Path) -> None:
 
 
 def test_a_window_with_sinks_scores_as_whole_texts(setting: Setting, tmp_path: Path) -> None:
-    """Shared prefixes, forks and batches do not change what it scores beyond its maximum length."""
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 20, "eos_token_id": 0}
     causal("llama", **sizes).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(setting.checkpoint)
@@ -142,8 +140,7 @@ def test_a_request_as_long_as_the_maximum_length_is_whole(setting: Setting) -> N
 def test_chunk_select_answers_from_the_chunk_with_the_lowest_entropy(
     bos: list[int], setting: Setting, tmp_path: Path
 ) -> None:
-    """The chunks are those of the text before the last line, each after BOS; likelihoods are
-    refused."""
+    """Chunks are of the text before the last line, each after BOS; likelihoods are refused."""
     save_tokenizer(tmp_path, f"{BOS} $A" if bos else "")
     model = ours(setting, chunk_select=9, tokenizer=tmp_path)
     found = evaluate(model, setting.tasks, "tiny_generate", num_fewshot=2)

@@ -164,7 +164,6 @@ def test_one_prefix_serves_many_questions() -> None:
 
 
 def test_generation_goes_on_from_a_returned_cache() -> None:
-    """transformers' convention: the whole text so far, and the cache of its beginning."""
     model, tokens = build_auto(), random_tokens(2, 6)
     wanted = model.generate(tokens, max_new_tokens=9, do_sample=False)
     first = model.generate(tokens, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)

@@ -64,8 +64,7 @@ def test_the_vocabulary_can_be_resized(size: int, base: Path) -> None:
 
 
 def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
-    """By the Trainer of Hugging Face, with recomputation; stock transformers opens the result,
-    which records the mitigation and the window of attention."""
+    """By Trainer, with recomputation; the result records mitigation and window of attention."""
     hybrid = load(f"{base}+attention_window(window=8)+state_norm(threshold=9)")
     assert isinstance(hybrid, HybridLM)
     model = LongRNNForCausalLM.of(hybrid)
@@ -88,8 +87,7 @@ def test_it_is_trained_and_saved(base: Path, tmp_path: Path) -> None:
     indirect=["base"],
 )
 def test_adapters_of_peft_go_both_ways(base: Path, targets: Any, tmp_path: Path) -> None:
-    """An adapter made on a hybrid, also of experts, opens on the Hugging Face model, and merges
-    here."""
+    """Made on a hybrid, also of experts, they open on the Hugging Face model, and merge here."""
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model: Any = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), config)
     model.eval().save_pretrained(tmp_path / "adapter")
@@ -122,7 +120,6 @@ def test_sft_of_trl_has_the_loss_of_the_model(base: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("base", ["qwen3_next", "nemotron_h"], indirect=True)
 def test_the_trainer_goes_on_from_the_weights_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
-    """A checkpoint has other names and shapes than the model, which are converted or refused."""
     data = Dataset.from_dict({"input_ids": TEXT.tolist(), "labels": TEXT.tolist()})
     options = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     ends = []

@@ -86,7 +86,6 @@ def test_rates_are_never_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_a_mitigation_in_the_configuration_applies(
     spec: dict[str, Any], mixer: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The logits of `under`, in calls after a split too; weights are stored once."""
     model = build_auto(mixer, auto={"mitigation": spec})
     assert not any("_mitigated" in name for name in model.state_dict())
     tokens = random_tokens(2, 17)
@@ -141,8 +140,7 @@ def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
 def test_replicas_of_data_parallel_compute_with_their_own_weights(
     mixer: str, spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica, which has attributes in place of parameters, has the loss and gradients of its
-    model; `transformers.Trainer` makes replicas where it finds several GPUs."""
+    """A replica has attributes in place of parameters; Trainer makes some on several GPUs."""
     model, tokens = build_auto(mixer, auto={"mitigation": spec}).train(), random_tokens(2, 7)
     expected = model(tokens, labels=tokens).loss
     expected.backward()

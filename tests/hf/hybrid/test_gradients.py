@@ -61,7 +61,6 @@ def test_gradients_are_those_of_transformers(kind: str) -> None:
 
 @kinds
 def test_two_calls_have_the_gradients_of_one(kind: str) -> None:
-    """The gradient flows through recurrences, convolutions and keys, also with recomputation."""
     model, text = double(kind), tokens(ROWS, TIME) % 60
     whole = model(text)
     expected = gradients(model, whole.logits)
@@ -106,8 +105,7 @@ WAYS = {"float64": double, "mitigated": mitigated, "adapted": adapted, "bfloat16
 @kinds
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_and_padding_are_computed_one_by_one(way: str, kind: str) -> None:
-    """Packed documents have the outputs, states and gradients of documents without the others,
-    after a state as well; padding may stand on either side."""
+    """After a state as well; padding may stand on either side."""
     model, text = WAYS[way](kind), tokens(ROWS, TIME, seed=5) % 60
     close = 4e-2 if way == "bfloat16" else tolerance(kind)
     before = model(tokens(ROWS, 3) % 60).state
