@@ -65,7 +65,7 @@ def test_stored_results_are_those_of_the_same_prompts_and_functions(
     (tmp_path / "choice.yaml").write_text(text)
     own = "def docs(rows):\n    return rows.select([0, *range(5)])\n"
     own += "def score(row, found):\n    return {'acc': half()}\n"
-    for count, word, worth in [(6, "as", 0.5), (6, "as", 0.5), (12, "AS", 0.5), (18, "AS", 0.7)]:
+    for count, word, worth in [(6, "as", 0.5), (6, "as", 0.5), (12, "AS", 0.5), (18, "AS", 0.75)]:
         train.write_text(data.read_text().replace("as", word))
         (tmp_path / "own.py").write_text(f"{own}\ndef half():\n    return {worth}\n")
         given = setting._replace(tasks=tmp_path)
