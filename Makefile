@@ -20,7 +20,7 @@ TRANSFORMERS = $(shell sed -n '/^transformers==/p' constraints.txt)
 .PHONY: demo test lint suite slow docs wheel clean
 
 demo: $(VENV)/.run
-	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/demo.py
+	$(VENV)/bin/python scripts/demo.py
 
 test: lint suite
 
