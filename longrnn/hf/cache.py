@@ -65,6 +65,15 @@ class UncutCache(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.rnn_state = [()] * len(self.layers)
+        self._linear: dict[int, Tensor] = {}
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return what a MiniMax has written for a layer; None for nothing."""
+        return self._linear.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep what a MiniMax writes for a layer."""
+        self._linear[layer_idx] = linear_cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

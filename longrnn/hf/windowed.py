@@ -228,7 +228,8 @@ def attention_layers(model: Any, reach: int) -> dict[nn.Module, AttentionLayer]:
         ValueError: there are none, or positions of another kind; the message says so.
     """
     cache, device = model.new_cache(), model.model.device
-    positions = torch.tensor([0, 1, 7, reach], device=device)
+    # Not 0, at which RecurrentGemma begins a document.
+    positions = torch.tensor([1, 2, 8, reach], device=device)
     tokens = torch.arange(3, device=device).expand(len(positions), -1)
     candidates = functools.cache(lambda width: list(_candidates(model.model, width)))
     layers = {}
@@ -249,7 +250,7 @@ def attention_layers(model: Any, reach: int) -> dict[nn.Module, AttentionLayer]:
 
 
 def _rotation(query: Tensor, positions: Tensor, candidates: Sequence[Rotation]) -> Rotation | None:
-    """The rotation that explains queries `(b, h, t, d)` at one position per row; 0 is the first.
+    """The rotation that explains queries `(b, h, t, d)` at one position per row.
 
     Raises:
         ValueError: none of the candidates does, nor the absence of one.
@@ -260,7 +261,8 @@ def _rotation(query: Tensor, positions: Tensor, candidates: Sequence[Rotation]) 
     def error(rotation: Rotation | None) -> float:
         found = query[:1]
         if rotation is not None:
-            found = rotation.apply(found, *rotation.tables(positions[:, None], torch.float64))
+            turned = (positions - positions[0])[:, None]
+            found = rotation.apply(found, *rotation.tables(turned, torch.float64))
         return float((found - query).abs().max() / scale)
 
     if error(None) <= tolerance / 30:
