@@ -212,7 +212,7 @@ def without_address(value: Any) -> str:
 
 
 def seed_examples(task: Any) -> None:
-    """Let a task of lm-eval draw the few-shot examples of a document with a seed of its own."""
+    """Draw the few-shot examples of each document with a seed that follows from the document."""
     build = task.fewshot_context
 
     def fewshot_context(doc: Any, *arguments: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
+from longrnn.checkpoints.convert import convert
 from longrnn.checkpoints.layouts import save_model
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNForCausalLM
@@ -99,7 +100,6 @@ def test_a_mitigation_in_the_configuration_applies(
 
 
 def test_the_tokens_of_a_model_of_transformers_are_kept(tmp_path: Path) -> None:
-    """Those that begin and end a text, from the configuration or from that of generation."""
     theirs = architecture("mamba2", eos_token_id=5, bos_token_id=3, pad_token_id=4)
     theirs.generation_config.max_new_tokens = 7
     theirs.save_pretrained(tmp_path / "theirs")
@@ -111,6 +111,10 @@ def test_the_tokens_of_a_model_of_transformers_are_kept(tmp_path: Path) -> None:
             assert known == (5, 3, 4)
         assert one.generation_config.max_new_tokens == 7
         assert not one.config.use_cache
+    (tmp_path / "theirs/generation_config.json").unlink()
+    convert(tmp_path / "theirs", tmp_path / "converted", to="ours")
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert again.generation_config.eos_token_id == 5
 
 
 def test_a_folder_keeps_no_state_of_an_earlier_save(tmp_path: Path) -> None:
@@ -207,7 +211,6 @@ def test_positions_must_go_on_where_the_state_ended() -> None:
 
 
 def test_shifted_labels_and_an_ignored_index_are_used() -> None:
-    """With padding, whose successor is not scored."""
     model, tokens = build_auto(), random_tokens(2, 7)
     wanted = model(tokens, attention_mask=MASK, labels=tokens).loss
     shifted = F.pad(tokens[:, 1:], (0, 1), value=-1)
